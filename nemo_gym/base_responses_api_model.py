@@ -190,7 +190,9 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
 
     async def _finalize_route(self, request: Request) -> Response:
         session_id, token = self._control(request)
-        return JsonResponse(await self.gateway_sessions.finalize(session_id, token))
+        reward, reward_info = reward_in(await parse_json_object(request))
+        summary = await self.gateway_sessions.finalize(session_id, token, reward=reward, reward_info=reward_info)
+        return JsonResponse(summary)
 
     async def _abort_route(self, request: Request) -> Response:
         session_id, token = self._control(request)
@@ -258,6 +260,20 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
             yield data
         if seen.completed:
             self.gateway_sessions.committed(session, seen.usage)
+
+
+def reward_in(body: Mapping[str, Any]) -> tuple[float | None, dict[str, Any] | None]:
+    """``reward`` and ``reward_info`` of a request that ends a session; both may be left out. Raises
+    `InvalidBodyError`."""
+    reward, info = body.get("reward"), body.get("reward_info")
+    if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
+        raise InvalidBodyError(f"'reward' is a number or null, not {type(reward).__name__}", param="reward")
+    if info is not None and not isinstance(info, dict):
+        raise InvalidBodyError(f"'reward_info' is an object or null, not {type(info).__name__}", param="reward_info")
+    try:
+        return (None if reward is None else float(reward)), info
+    except OverflowError:
+        raise InvalidBodyError("'reward' is larger than any float", param="reward") from None
 
 
 def _usage_in(reply: Response) -> Usage | None:

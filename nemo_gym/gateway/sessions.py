@@ -67,8 +67,20 @@ class GatewaySessions(Protocol):
         """Record one successful, delivered call."""
         ...
 
-    async def finalize(self, session_id: str, control_token: str) -> dict[str, Any]:
-        """Close the session; ``{session_id, turns, usage, trajectories}``. Repeating it answers the same."""
+    async def finalize(
+        self,
+        session_id: str,
+        control_token: str,
+        *,
+        reward: float | None = None,
+        reward_info: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Close the session; ``{session_id, turns, usage, trajectories}``. Repeating it answers the same, whatever
+        reward it comes with.
+
+        ``reward`` is the verdict's, ``None`` where there is none to train on; ``reward_info`` is plain data beside
+        it. Sessions that keep trajectories write both into them.
+        """
         ...
 
     async def abort(self, session_id: str, control_token: str) -> None:
@@ -133,7 +145,14 @@ class InMemoryGatewaySessions:
         session.turns += 1
         session.usage = session.usage + usage
 
-    async def finalize(self, session_id: str, control_token: str) -> dict[str, Any]:
+    async def finalize(
+        self,
+        session_id: str,
+        control_token: str,
+        *,
+        reward: float | None = None,
+        reward_info: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
         entry = self._controlled(session_id, control_token)
         if entry.summary is None:
             if entry.closed_at is not None:

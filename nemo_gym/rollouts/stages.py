@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -317,9 +318,8 @@ class EvalStage(HttpStage):
         assert attempt.verified is not None
         try:
             async with asyncio.timeout(self._config.close_timeout_s):
-                reply = await self._peers.post(
-                    model, path, b"{}", control_token=session.control_token, idempotent=True
-                )
+                body = orjson.dumps(reward_of(attempt.verified))
+                reply = await self._peers.post(model, path, body, control_token=session.control_token, idempotent=True)
         except (PeerError, TimeoutError) as error:
             log.warning("session not finalized", rollout_id=attempt.job.job_id, error=str(error))
             attempt.verified["ng_model_session"] = {"error": str(error) or "timed out"}
@@ -340,6 +340,20 @@ def http_stages(peers: Peers, config: RolloutRunConfig, topology: str | None) ->
         RunStage(peers, config, workers=run, timeout_s=config.run_timeout_s),
         EvalStage(peers, config, workers=eval_, timeout_s=config.eval_timeout_s),
     )
+
+
+def reward_of(verified: Mapping[str, Any]) -> dict[str, Any]:
+    """What trajectories get of a verdict: ``reward``, ``None`` for one that is invalid or masked, and
+    ``reward_info``."""
+    findings = verified.get("findings")
+    kinds = [each.get("kind") for each in findings if isinstance(each, Mapping)] if isinstance(findings, list) else []
+    own = verified.get("reward_info")
+    info = {**(own if isinstance(own, Mapping) else {}), **({"findings": kinds} if kinds else {})}
+    if verified.get("verification_skipped"):
+        info["verification_skipped"] = True
+    reward = verified.get("reward")
+    masked = failures.of_verdict(StageName.EVAL, verified) is not None
+    return {"reward": None if masked or reward is None else float(reward), "reward_info": info}
 
 
 def opaque_session(attempt: Attempt) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def agent(options: dict[str, Any]) -> FastAPI:
 
 
 def model(options: dict[str, Any]) -> FastAPI:
-    """Answers ``B`` at once."""
+    """Answers ``B`` at once. Options: ``trajectories`` (finalize returns one, which holds the reward it was given)."""
     app = FastAPI()
     journal = Journal(options.get("journal"))
     completion = orjson.dumps(message("B"))
@@ -222,7 +222,8 @@ def model(options: dict[str, Any]) -> FastAPI:
             return answer({"detail": "wrong control token"}, 401)
         if (rollout := opened.pop(session_id, None)) is not None:
             journal.note(action, rollout)
-        return answer({"session_id": session_id, "turns": 1, "usage": {}, "trajectories": []})
+        trajectories = [orjson.loads(await request.body())] if options.get("trajectories") else []
+        return answer({"session_id": session_id, "turns": 1, "usage": {}, "trajectories": trajectories})
 
     return app
 

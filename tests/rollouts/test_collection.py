@@ -13,6 +13,7 @@ from rich.console import Console
 
 from nemo_gym.errors import ConfigError, RowError
 from nemo_gym.rollouts.collection import run_collection
+from nemo_gym.rollouts.stages import reward_of
 from tests.rollouts.conftest import Chain, wait_until
 
 MakeChain = Callable[..., Chain]
@@ -54,6 +55,27 @@ async def test_run_closes_every_session_and_environment_it_opened(make_chain: Ma
     assert len(chain.notes("seed")) == 4
     assert len(chain.notes("finalize")) == 3
     assert len(chain.notes("abort")) == 1
+
+
+async def test_trajectories_carry_the_reward_of_the_verdict(make_chain: MakeChain) -> None:
+    chain = make_chain(model={"trajectories": True})
+    chain.write_rows(2)
+    await run_collection(chain.client(), chain.run_keys())
+    rows = {row["task_id"]: row for row in chain.results()}
+    assert rows["t0"]["ng_trajectory"] == [{"reward": 1.0, "reward_info": {}}]
+    assert rows["t1"]["ng_trajectory"] == [{"reward": 0.0, "reward_info": {}}]
+    assert rows["t0"]["ng_model_session"]["turns"] == 1
+
+
+def test_trajectories_get_no_reward_from_a_verdict_that_is_none() -> None:
+    finding = {"kind": "verdict_not_caused_by_tests", "detail": "d", "evidence": {"path": "p"}}
+    good = {"reward": 1, "valid": True, "findings": [finding], "reward_info": {"passed": 3}}
+    assert reward_of(good) == {
+        "reward": 1.0,
+        "reward_info": {"passed": 3, "findings": ["verdict_not_caused_by_tests"]},
+    }
+    for bad in ({"valid": False}, {"mask_sample": True}, {"reward": None}, {"_ng_failure_class": "verifier_failed"}):
+        assert reward_of({**good, **bad})["reward"] is None
 
 
 async def test_run_gives_reward_null_and_goes_on_when_one_task_always_crashes(make_chain: MakeChain) -> None:

@@ -72,6 +72,21 @@ async def test_finalize_answers_the_same_when_it_is_repeated_and_ends_inference(
     assert (await ask(model, session)).status == 409
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [({"reward": "1"}, "reward"), ({"reward": True}, "reward"), ({"reward": 1.0, "reward_info": [1]}, "reward_info")],
+)
+async def test_finalize_refuses_a_reward_that_is_none_and_keeps_the_session(
+    model: Stack, body: dict[str, Any], param: str
+) -> None:
+    session = await opened(model)
+    path, headers = f"/sessions/{session['session_id']}/finalize", {CONTROL_TOKEN_HEADER: session["control_token"]}
+    refused = await model.client().post("model", path, json=body, headers=headers)
+    assert (refused.status, (await refused.json())["param"]) == (422, param)
+    taken = await model.client().post("model", path, json={"reward": 1, "reward_info": {"a": 1}}, headers=headers)
+    assert taken.status == 200
+
+
 async def test_aborted_session_can_neither_infer_nor_be_finalized(model: Stack) -> None:
     session = await opened(model)
     assert (await control(model, session, "abort")).status == 200

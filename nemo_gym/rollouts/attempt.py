@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,6 +117,8 @@ class Attempt:
     """The verify response, once there is one."""
     timings: dict[str, float] = field(default_factory=dict)
     closers: list[AttemptCloser] = field(default_factory=list)
+    salvage: Callable[[], Awaitable[dict[str, Any]]] | None = None
+    """What is worth keeping of the attempt when it ends without a verdict; asked once, before it is closed."""
     cancelled: str | None = None
     """Why it is being cancelled for good."""
     lost: bool = False

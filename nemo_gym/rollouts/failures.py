@@ -120,9 +120,13 @@ def of_verdict(stage: StageName, row: Mapping[str, Any]) -> StageFailure | None:
     )
 
 
-def failure_row(job: Job, failure: StageFailure, *, validation: str | None = None) -> bytes:
-    """The line of the failures file: NeMo Gym's keys, the verdict's, and every earlier failure. No private field."""
+def failure_row(
+    job: Job, failure: StageFailure, *, validation: str | None = None, kept: Mapping[str, Any] | None = None
+) -> bytes:
+    """The line of the failures file: NeMo Gym's keys, the verdict's, every earlier failure, and what is ``kept`` of
+    the attempt. No private field."""
     row: dict[str, Any] = {
+        **(kept or {}),
         TASK_INDEX_KEY: job.spec.task_index,
         ROLLOUT_INDEX_KEY: job.spec.sample_index,
         AGENT_REF_KEY: {"type": "responses_api_agents", "name": job.spec.agent},

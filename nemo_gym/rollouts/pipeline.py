@@ -15,7 +15,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 import structlog
 
@@ -209,12 +210,14 @@ class AsyncDispatcher:
             await asyncio.sleep(delay_s)
             self._eval.put_now(attempt)
             return
+        final = not again and failure.kind is not FailureKind.CANCELLED
+        kept = await attempt.salvage() if final and attempt.salvage is not None else {}
         await attempt.close(self._config.close_timeout_s)
         if again:
             log.warning("attempt failed, trying again", rollout_id=job.job_id, reason=failure.reason)
             await self._recording(self._store.requeue(job, failure, delay_s=delay_s))
             self.notify()
-        elif await self._recording(self._store.fail(job, failure, self._failure_row(job, failure))):
+        elif await self._recording(self._store.fail(job, failure, self._failure_row(job, failure, kept))):
             state = JobState.CANCELLED if failure.kind is FailureKind.CANCELLED else JobState.FAILED
             self._tell(JobEvent(job, state, failure.stage, failure=failure))
         self._drop(attempt)
@@ -246,8 +249,8 @@ class AsyncDispatcher:
         if not self._held or attempt.cancelled is not None:
             self._changed.set()
 
-    def _failure_row(self, job: Job, failure: StageFailure) -> bytes:
-        return failure_row(job, failure, validation=self._config.validation)
+    def _failure_row(self, job: Job, failure: StageFailure, kept: Mapping[str, Any] | None = None) -> bytes:
+        return failure_row(job, failure, validation=self._config.validation, kept=kept)
 
     def _tell(self, event: JobEvent) -> None:
         if self._listener is not None:

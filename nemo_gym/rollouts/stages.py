@@ -270,6 +270,8 @@ class EvalStage(HttpStage):
 
     async def _run(self, attempt: Attempt) -> bytes:
         environment = attempt.route.environment
+        # A grader that fails takes the verdict, not what the policy did until then.
+        attempt.salvage = lambda: self._finalize(attempt, {})
         if attempt.verified is None and attempt.route.skipped_reward is not None:
             row, reward = orjson.loads(attempt.row_with()), attempt.route.skipped_reward
             attempt.verified = {
@@ -281,7 +283,7 @@ class EvalStage(HttpStage):
         elif attempt.verified is None:
             assert environment is not None
             attempt.verified = await self._verify(attempt, environment)
-        await self._finalize(attempt)
+        attempt.verified |= await self._finalize(attempt, attempt.verified)
         return b""
 
     async def _verify(self, attempt: Attempt, environment: str) -> dict[str, Any]:
@@ -309,27 +311,22 @@ class EvalStage(HttpStage):
             raise StageError(failure)
         return verified
 
-    async def _finalize(self, attempt: Attempt) -> None:
+    async def _finalize(self, attempt: Attempt, verdict: Mapping[str, Any]) -> dict[str, Any]:
         """Close the model session for its trajectories. The verdict stands without them, and the row says so."""
         session, model = attempt.session, attempt.route.model
         if session is None or model is None:
-            return
-        path = f"/sessions/{session.session_id}/finalize"
-        assert attempt.verified is not None
+            return {}
+        path, body = f"/sessions/{session.session_id}/finalize", orjson.dumps(reward_of(verdict))
         try:
             async with asyncio.timeout(self._config.close_timeout_s):
-                body = orjson.dumps(reward_of(attempt.verified))
                 reply = await self._peers.post(model, path, body, control_token=session.control_token, idempotent=True)
         except (PeerError, TimeoutError) as error:
             log.warning("session not finalized", rollout_id=attempt.job.job_id, error=str(error))
-            attempt.verified["ng_model_session"] = {"error": str(error) or "timed out"}
-            return
+            return {"ng_model_session": {"error": str(error) or "timed out"}}
         attempt.session = None
         finalized = reply.json()
         trajectories = finalized.pop("trajectories", None)
-        attempt.verified["ng_model_session"] = finalized
-        if trajectories:
-            attempt.verified["ng_trajectory"] = trajectories
+        return {"ng_model_session": finalized, **({"ng_trajectory": trajectories} if trajectories else {})}
 
 
 def http_stages(peers: Peers, config: RolloutRunConfig, topology: str | None) -> tuple[InitStage, RunStage, EvalStage]:

@@ -67,6 +67,17 @@ async def test_trajectories_carry_the_reward_of_the_verdict(make_chain: MakeChai
     assert rows["t0"]["ng_model_session"]["turns"] == 1
 
 
+async def test_trajectories_are_kept_without_reward_when_the_grader_fails_for_good(make_chain: MakeChain) -> None:
+    chain = make_chain(environment={"verify_status": 500}, model={"trajectories": True})
+    chain.write_rows(1)
+    result = await run_collection(chain.client(), chain.run_keys(max_attempts=2))
+    assert (result.valid, result.invalid) == (0, 1)
+    (failure,) = chain.results("out_failures.jsonl")
+    assert failure["reward"] is None
+    assert failure["ng_trajectory"] == [{"reward": None, "reward_info": {}}]
+    assert (len(chain.notes("finalize")), len(chain.notes("abort"))) == (1, 0)
+
+
 def test_trajectories_get_no_reward_from_a_verdict_that_is_none() -> None:
     finding = {"kind": "verdict_not_caused_by_tests", "detail": "d", "evidence": {"path": "p"}}
     good = {"reward": 1, "valid": True, "findings": [finding], "reward_info": {"passed": 3}}

@@ -148,6 +148,10 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
 
     # -- wiring --------------------------------------------------------------------------------------------------
 
+    def is_inference(self, path: str) -> bool:
+        """Whether a path is open to a session's inference token."""
+        return path.startswith("/v1/")
+
     @property
     def gateway_sessions(self) -> GatewaySessions:
         if self._sessions is None:
@@ -155,7 +159,7 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
         return self._sessions
 
     def setup_webserver(self) -> FastAPI:
-        app = self.base_app(authenticates_itself=lambda path: path.startswith("/v1/"))
+        app = self.base_app(authenticates_itself=self.is_inference)
         routes = app.router.routes
         routes.append(Route("/sessions", self._open_route, methods=["POST"]))
         routes.append(Route("/sessions/{session_id}/finalize", self._finalize_route, methods=["POST"]))

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.errors import ConfigError
+from nemo_gym.gateway.delivery import WatchedHttpProtocol
 from nemo_gym.serving.client import is_loopback
 from nemo_gym.serving.launch import ServerLaunch, announce_ready, die_with_parent
 
@@ -74,6 +75,7 @@ def serve(
         "log_level": "warning",
         "server_header": False,
         "ws": "none",
+        "http": WatchedHttpProtocol,
     }
     server = WebServer(uvicorn.Config(app, **settings), launch, on_stop)
     server.run(sockets=sockets)

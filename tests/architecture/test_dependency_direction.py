@@ -41,6 +41,7 @@ LAYERS = {
     "nemo_gym.configuration": 3,
     "nemo_gym.harvest": 3,
     "nemo_gym.gateway": 4,
+    "nemo_gym.gateway.service": 5,
     "nemo_gym.serving": 5,
     "nemo_gym.topology": 5,
     "nemo_gym.rollouts": 6,

@@ -13,6 +13,7 @@ from typing import Any
 import uvicorn
 
 from nemo_gym.credentials import Role, StackKeys
+from nemo_gym.gateway.delivery import WatchedHttpProtocol
 from nemo_gym.server_utils import ServerClient
 from nemo_gym.serving.launch import ServerLaunch
 from nemo_gym.serving.server import SimpleServer
@@ -25,7 +26,9 @@ class Served:
 
     def __init__(self, server: SimpleServer, listener: socket.socket) -> None:
         app = server.setup_webserver()
-        config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=60, lifespan="on")
+        config = uvicorn.Config(
+            app, log_level="error", timeout_graceful_shutdown=60, lifespan="on", http=WatchedHttpProtocol
+        )
         self.server = WebServer(config, on_stop=server.stopping)
         self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]}, daemon=True)
         self._thread.start()

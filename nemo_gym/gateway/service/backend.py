@@ -1,0 +1,83 @@
+"""What gives answers: the seam between sessions and the two kinds of engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Protocol, TypeVar
+
+from nemo_gym.gateway.lowered import Answer, AnswerTokens, LoweredRequest
+from nemo_gym.gateway.tokens.splits import SplitReason
+
+
+class Conversations(Protocol):
+    """What one session has said: a forest of turns."""
+
+    def restore(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Put back recorded turns, in the order they were committed."""
+        ...
+
+    def rows(
+        self, session_id: str, *, reward: float | None, reward_info: Mapping[str, Any] | None
+    ) -> list[dict[str, Any]]:
+        """Its trajectories as JSON data, one per conversation."""
+        ...
+
+    def tokens_of(self, turn_id: int) -> AnswerTokens | None:
+        """The exact tokens of one answer, where the engine gave them."""
+        ...
+
+
+C = TypeVar("C", bound=Conversations)
+D = TypeVar("D")
+
+
+@dataclass(frozen=True, slots=True)
+class CallContext:
+    """What is known about a call beside its request."""
+
+    session_id: str | None
+    """Of the session, for stickiness; nothing for a call without one."""
+    call_id: str
+    """32 hexadecimal digits, unique: the answer's id, and the beginning of the engine's request ids."""
+    pinned: Mapping[str, Any] = field(default_factory=dict)
+    """The session's sampling parameters, which win over the request's."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFacts:
+    """What observers want to know about a committed turn."""
+
+    turn_id: int
+    engine: str
+    weights_version: str | None
+    split_reason: SplitReason | None
+    split_detail: str | None
+
+
+class Backend(Protocol[C, D]):
+    """Samples answers. ``sample`` may be cancelled at any await and then has changed nothing; ``commit`` does not
+    await, and is called once for what ``sample`` returned."""
+
+    def conversations(self, now: datetime) -> C:
+        """For a new session. ``now`` is the session's own time, for templates that print the date."""
+        ...
+
+    async def sample(self, conversations: C, request: LoweredRequest, context: CallContext) -> D:
+        """Raises `EngineError`, `ContextOverflowError`, `InvalidBodyError`."""
+        ...
+
+    def commit(self, conversations: C, request: LoweredRequest, sampled: D) -> tuple[Answer, Mapping[str, Any], TurnFacts]:
+        """Keep what was sampled: the answer, the turn as the journal records it, and facts about it."""
+        ...
+
+    def count_tokens(self, request: LoweredRequest) -> int | None:
+        """Tokens of the request as a prompt; nothing where that cannot be known."""
+        ...
+
+    def forget(self, session_id: str) -> None:
+        """The session has ended."""
+        ...
+
+

@@ -1,0 +1,52 @@
+"""One session as the running gateway holds it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any, Generic
+
+from nemo_gym.gateway.journal import SessionRecord, SessionState
+from nemo_gym.gateway.retries import SessionAnswers
+from nemo_gym.gateway.retries.hints import Connection
+from nemo_gym.gateway.service.backend import C
+from nemo_gym.gateway.service.committed import Committed
+from nemo_gym.gateway.sessions import GatewaySession
+
+_REMEMBERED_CONNECTIONS = 64
+
+
+@dataclass(slots=True)
+class LiveSession(Generic[C]):
+    """``session`` is what routes see of it."""
+
+    record: SessionRecord
+    session: GatewaySession
+    conversations: C
+    state: SessionState = SessionState.OPEN
+    reason: str | None = None
+    """Why it was aborted."""
+    closed_at: float | None = None
+    """Unix seconds; set when the end is durable."""
+    reward_info: dict[str, Any] = field(default_factory=dict)
+    """What was said about the reward, ``reward`` itself among it."""
+    ending: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while the session changes its state."""
+    answers: SessionAnswers[Committed] = field(default_factory=SessionAnswers)
+    in_flight: int = 0
+    _answered_on: dict[str, Connection] = field(default_factory=dict)
+
+    @property
+    def session_id(self) -> str:
+        return self.record.session_id
+
+    def answered_on(self, fingerprint: str) -> Connection | None:
+        """The connection on which the last answer to an equal request was sent, where that is still known."""
+        return self._answered_on.get(fingerprint)
+
+    def sent_on(self, fingerprint: str, connection: Connection | None) -> None:
+        self._answered_on.pop(fingerprint, None)
+        if connection is not None:
+            self._answered_on[fingerprint] = connection
+            if len(self._answered_on) > _REMEMBERED_CONNECTIONS:
+                del self._answered_on[next(iter(self._answered_on))]

@@ -1,0 +1,38 @@
+"""What opening a session takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from nemo_gym.errors import InvalidBodyError
+from nemo_gym.gateway.engines import pinned_sampling
+from nemo_gym.gateway.service.sessions import RewardSource
+from nemo_gym.session import RolloutIdentity
+
+
+class OpenSession(BaseModel):
+    """The body of ``POST /sessions``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    rollout: RolloutIdentity
+    sampling: dict[str, Any] | None = None
+    """Parameters that every call of the session gets, whatever its harness asks for; ``max_output_tokens`` is a bound
+    instead."""
+    ttl_s: float | None = Field(None, gt=0)
+    """Until the session is aborted; default and maximum: the gateway's own."""
+    reward_source: RewardSource = "environment"
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> OpenSession:
+        """Raises `InvalidBodyError` naming what is wrong."""
+        try:
+            asked = cls.model_validate(body)
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False))
+            raise InvalidBodyError(f"/sessions: {wrong}") from None
+        pinned_sampling({}, asked.sampling or {}, room_tokens=1)
+        return asked

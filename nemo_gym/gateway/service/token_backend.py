@@ -1,0 +1,245 @@
+"""Answers by engines that take and return token ids: the policy's exact tokens from prompt to trajectory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from nemo_gym.errors import InvalidBodyError
+from nemo_gym.gateway.dialects.errors import ContextOverflowError
+from nemo_gym.gateway.engines import EngineFailedError, FinishReason, Generation, TokenRequest, pinned_sampling
+from nemo_gym.gateway.lowered import Answer, AnswerEnd, AnswerTokens, AnswerUsage, LoweredRequest
+from nemo_gym.gateway.parsing import AnswerParser, ParsedAnswer
+from nemo_gym.gateway.service.backend import CallContext, TurnFacts
+from nemo_gym.gateway.service.pool import EnginePool
+from nemo_gym.gateway.tokens import (
+    History,
+    IncrementalEncoder,
+    PolicyTokenizer,
+    Prepared,
+    Sampled,
+    TokenForest,
+    trajectories_of,
+)
+from nemo_gym.gateway.tokens.export import as_row
+from nemo_gym.gateway.tokens.messages import media_parts
+from nemo_gym.gateway.tokens.records import record_of, restore
+
+_TAIL_IDS = 96
+"""Of the prompt's end, decoded for the parser: a generation prompt is far shorter."""
+
+
+class TokenConversations:
+    """One session's forest of token turns."""
+
+    def __init__(self, forest: TokenForest, policy: PolicyTokenizer) -> None:
+        self.forest = forest
+        self._policy = policy
+
+    def restore(self, records: Iterable[Mapping[str, Any]]) -> None:
+        restore(self.forest, records)
+
+    def rows(
+        self, session_id: str, *, reward: float | None, reward_info: Mapping[str, Any] | None
+    ) -> list[dict[str, Any]]:
+        found = trajectories_of(self.forest.turns, session_id, reward=reward, reward_info=reward_info)
+        return [as_row(trajectory) for trajectory in found]
+
+    def tokens_of(self, turn_id: int) -> AnswerTokens:
+        turn = self.forest.turns[turn_id]
+        ids = turn.sampled_ids.tolist()
+        return AnswerTokens(
+            turn.tokens[: turn.context_end].tolist(),
+            ids,
+            turn.logprobs.tolist() if turn.logprobs is not None else None,
+            [self._policy.decode([token_id]) for token_id in ids],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSample:
+    """A prompt and what was sampled for it."""
+
+    prepared: Prepared
+    generation: Generation
+    context: CallContext
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLimits:
+    """In tokens."""
+
+    context: int
+    """Prompt and answer together."""
+    answer: int | None = None
+    """Of one answer; nothing for what the context leaves."""
+
+
+class TokenBackend:
+    """Token truth for one policy over a pool of token engines."""
+
+    def __init__(
+        self,
+        policy: PolicyTokenizer,
+        parser: AnswerParser,
+        pool: EnginePool,
+        *,
+        model: str,
+        limits: TokenLimits,
+        history: History = History.VERBATIM,
+    ) -> None:
+        self._policy = policy
+        self._parser = parser
+        self._pool = pool
+        self._model = model
+        self._limits = limits
+        self._history = history
+        self._encoder = IncrementalEncoder(policy)
+        self._stops = tuple(sorted(policy.stop_ids))
+
+    def conversations(self, now: datetime) -> TokenConversations:
+        return TokenConversations(TokenForest(self._encoder, self._policy, self._history, now), self._policy)
+
+    async def sample(
+        self, conversations: TokenConversations, request: LoweredRequest, context: CallContext
+    ) -> TokenSample:
+        _refuse_constraints(request)
+        prepared = conversations.forest.prepare(request.messages, request.tools)
+        prompt = prepared.prompt_ids
+        room = self._limits.context - len(prompt)
+        if room < 1:
+            raise ContextOverflowError(
+                f"the prompt has {len(prompt)} tokens; the policy's context is {self._limits.context}",
+                prompt_tokens=len(prompt),
+                limit=self._limits.context,
+            )
+        if self._limits.answer is not None:
+            room = min(room, self._limits.answer)
+        sampling = pinned_sampling(request.asked, context.pinned, room_tokens=room)
+        stops = (*sampling.stop_token_ids, *(stop for stop in self._stops if stop not in sampling.stop_token_ids))
+        began = time.monotonic()
+        generation = await self._pool.token_calls.generate(
+            context.session_id,
+            TokenRequest(context.call_id, prompt, replace(sampling, stop_token_ids=stops), _images(prepared)),
+        )
+        if generation.finish_reason is FinishReason.ABORT:
+            raise EngineFailedError(
+                f"engine '{generation.engine}' gave the answer up before its end", retryable=True, engine=generation.engine
+            )
+        return TokenSample(prepared, generation, context, time.monotonic() - began)
+
+    def commit(
+        self, conversations: TokenConversations, request: LoweredRequest, sampled: TokenSample
+    ) -> tuple[Answer, Mapping[str, Any], TurnFacts]:
+        generation, prepared = sampled.generation, sampled.prepared
+        text, stop = self._text(generation)
+        parsed = self._parser.parse(
+            text,
+            prompt_tail=self._policy.decode(prepared.prompt_ids[-_TAIL_IDS:].tolist()),
+            tools=request.tools,
+            parse_calls=bool(request.tools) and request.tool_choice != "none",
+        )
+        message = _message(parsed, sampled.context.call_id)
+        turn = conversations.forest.commit(
+            prepared,
+            Sampled(
+                generation.token_ids,
+                generation.logprobs,
+                str(generation.finish_reason),
+                generation.weights.last or generation.weights.first,
+                _details(sampled),
+            ),
+            message,
+        )
+        answer = Answer(
+            sampled.context.call_id,
+            time.time(),
+            self._model,
+            message,
+            _end(generation.finish_reason, parsed),
+            AnswerUsage(len(prepared.prompt_ids), len(generation.token_ids), generation.cached_tokens or 0),
+            stop,
+        )
+        facts = TurnFacts(turn.turn_id, generation.engine, turn.weights_version, turn.reason, turn.reason_detail)
+        return answer, record_of(turn), facts
+
+    def count_tokens(self, request: LoweredRequest) -> int:
+        return len(self._encoder.full(request.messages, tools=request.tools))
+
+    def forget(self, session_id: str) -> None:
+        self._pool.forget(session_id)
+
+    def _text(self, generation: Generation) -> tuple[str, str | None]:
+        """The sampled text without what ended it, and the stop string if one did. Its tokens stay in the turn."""
+        ids = list(generation.token_ids)
+        if ids and generation.finish_reason is FinishReason.STOP and ids[-1] in self._policy.stop_ids:
+            ids.pop()
+        text = self._policy.decode(ids)
+        stop = generation.stop_reason if isinstance(generation.stop_reason, str) else None
+        if stop is not None and (at := text.rfind(stop)) >= 0:
+            return text[:at], stop
+        return text, None
+
+
+def _refuse_constraints(request: LoweredRequest) -> None:
+    if request.tool_choice not in ("auto", "none"):
+        raise InvalidBodyError(
+            "tool_choice: only 'auto' and 'none' are possible: forcing a tool would change what the policy samples",
+            param="tool_choice",
+        )
+    if request.response_format is not None and request.response_format.get("type") != "text":
+        raise InvalidBodyError(
+            "response_format: only text is possible: constrained decoding would change what the policy samples",
+            param="response_format",
+        )
+
+
+def _images(prepared: Prepared) -> tuple[str, ...]:
+    """The images of the whole prompt, in order."""
+    found = (media for message in prepared.reading.messages for media in media_parts(message.get("content")))
+    return tuple(str(source) for kind, source in found if kind == "image")
+
+
+def _message(parsed: ParsedAnswer, call_id: str) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+    if parsed.reasoning is not None:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.calls:
+        message["tool_calls"] = [
+            {
+                "id": f"call_{call_id[:20]}{number:02d}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(parsed.calls)
+        ]
+    return message
+
+
+def _end(finish: FinishReason, parsed: ParsedAnswer) -> AnswerEnd:
+    if finish is FinishReason.LENGTH:
+        return AnswerEnd.LENGTH
+    return AnswerEnd.TOOL_CALLS if parsed.calls else AnswerEnd.STOP
+
+
+def _details(sampled: TokenSample) -> dict[str, Any]:
+    generation = sampled.generation
+    details: dict[str, Any] = {
+        "call_id": sampled.context.call_id,
+        "engine": generation.engine,
+        "seconds": round(sampled.seconds, 4),
+    }
+    if generation.weights.first != generation.weights.last:
+        details["first_weights_version"] = generation.weights.first
+    if generation.cached_tokens is not None:
+        details["cached_tokens"] = generation.cached_tokens
+    if generation.segments:
+        details["segments"] = [
+            {"engine": s.engine, "tokens": s.tokens, "weights": [s.weights.first, s.weights.last]}
+            for s in generation.segments
+        ]
+    return details

@@ -1,0 +1,190 @@
+"""The model gateway: one door for every harness, exact tokens for training, many engines behind it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import PrivateAttr
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from nemo_gym.base_responses_api_model import SimpleResponsesAPIModel, dialect_error, reward_in
+from nemo_gym.errors import ConfigError, CredentialError, InvalidBodyError, NemoGymError
+from nemo_gym.gateway.dialects import PATHS, Dialect, adapter_of
+from nemo_gym.gateway.service.backend import Backend
+from nemo_gym.gateway.service.config import GatewayConfig
+from nemo_gym.gateway.service.engine_routes import engine_routes
+from nemo_gym.gateway.service.inference import Inference, StreamTiming
+from nemo_gym.gateway.service.live import LiveSession
+from nemo_gym.gateway.service.path_tokens import PathTokenMiddleware
+from nemo_gym.gateway.service.pool import EnginePool
+from nemo_gym.gateway.service.requests import OpenSession
+from nemo_gym.gateway.service.sessions import DurableSessions
+from nemo_gym.gateway.service.text_backend import TextBackend
+from nemo_gym.gateway.sessions import GatewaySessions
+from nemo_gym.serving.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
+from nemo_gym.serving.middleware import require_role
+from nemo_gym.serving.problems import JsonResponse, parse_json_object
+
+SESSION_PREFIX = "/sessions/{session_id}"
+COUNT_TOKENS = "/v1/messages/count_tokens"
+
+
+class Gateway(SimpleResponsesAPIModel):
+    """A gateway."""
+
+    config: GatewayConfig
+
+    _pool: EnginePool = PrivateAttr()
+    _backend: Backend[Any, Any] = PrivateAttr()
+    _durable: DurableSessions[Any, Any] = PrivateAttr()
+    _inference: Inference[Any, Any] = PrivateAttr()
+
+    def model_post_init(self, context: Any) -> None:
+        config = self.config
+        self._pool = EnginePool(config.engines, routing=config.routing, retries=config.retries, kind=config.kind)
+        self._backend = self._make_backend()
+        self._durable = DurableSessions(
+            self._backend, ttl_s=config.session_ttl_s, keep_closed_s=config.keep_closed_s
+        )
+        self._inference = Inference(
+            self._backend,
+            self._durable,
+            model=config.model,
+            return_token_ids=config.return_token_ids,
+            timing=StreamTiming(config.ping_interval_s, config.first_event_grace_s),
+        )
+
+    def _make_backend(self) -> Backend[Any, Any]:
+        config = self.config
+        if config.policy is None:
+            return TextBackend(self._pool, model=config.model, extra_body=config.extra_body)
+        return config.policy.backend(self._pool, model=config.model)
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    async def startup(self) -> None:
+        await self._durable.open_journal(self.journal_dir(), self.config.durability)
+        await self._pool.start()
+
+    async def shutdown(self) -> None:
+        await self._durable.aclose()
+        await self._pool.aclose()
+
+    async def ready(self) -> dict[str, Any] | None:
+        if (broken := self._durable.journal.log.broken) is not None:
+            return {"detail": str(broken)}
+        return self._pool.ready()
+
+    def journal_dir(self) -> Path:
+        if self.config.journal_dir is not None:
+            return self.config.journal_dir
+        state_dir = self._launch.state_dir if self._launch is not None else None
+        return Path(state_dir or ".") / f"{self.config.name}-journal"
+
+    def make_sessions(self) -> GatewaySessions:
+        return self._durable
+
+    def model_name(self) -> str:
+        return self.config.model
+
+    # -- routes --------------------------------------------------------------------------------------------------
+
+    def is_inference(self, path: str) -> bool:
+        parts = path.split("/")
+        return path.startswith("/v1/") or (parts[1:2] == ["sessions"] and parts[3:4] == ["v1"])
+
+    def setup_webserver(self) -> FastAPI:
+        app = super().setup_webserver()
+        add = app.router.routes.append
+        add(Route(SESSION_PREFIX, self._state_route, methods=["GET"]))
+        add(Route(f"{SESSION_PREFIX}/complete", self._complete_route, methods=["POST"]))
+        for prefix in ("", SESSION_PREFIX):
+            if prefix:
+                for path in PATHS:
+                    add(Route(f"{prefix}{path}", self._inference_route, methods=["POST"]))
+                add(Route(f"{prefix}/v1/models", self._models_route, methods=["GET"]))
+            add(Route(f"{prefix}{COUNT_TOKENS}", self._count_tokens_route, methods=["POST"]))
+            add(Route(f"{prefix}/v1/models/{{model:path}}", self._model_route, methods=["GET"]))
+        app.router.routes.extend(engine_routes(self._pool))
+        if self.config.path_tokens:
+            app.add_middleware(PathTokenMiddleware)
+        return app
+
+    async def _open_route(self, request: Request) -> Response:
+        self._may_open(request)
+        asked = OpenSession.read(await parse_json_object(request))
+        opened = await self._durable.open(
+            asked.rollout, asked.sampling, ttl_s=asked.ttl_s, reward_source=asked.reward_source
+        )
+        # As the opener reached this server: its harness reaches it the same way.
+        base = f"{str(request.base_url).rstrip('/')}/sessions/{opened.session_id}"
+        urls = {"base_url": f"{base}/v1", "complete_url": f"{base}/complete"}
+        if self.config.path_tokens:
+            urls["path_token_base_url"] = f"{base}/token/{opened.inference_token}/v1"
+        return JsonResponse(
+            {
+                "session_id": opened.session_id,
+                **urls,
+                "inference_token": opened.inference_token,
+                "control_token": opened.control_token,
+                "model": self.config.model,
+                "expires_at": opened.expires_at,
+            }
+        )
+
+    async def _state_route(self, request: Request) -> Response:
+        return JsonResponse(self._durable.state(*self._control(request)))
+
+    async def _complete_route(self, request: Request) -> Response:
+        session_id, token = self._control(request)
+        _, info = reward_in(await parse_json_object(request))
+        return JsonResponse(await self._durable.complete(session_id, token, info))
+
+    async def _inference_route(self, request: Request) -> Response:
+        dialect = _dialect_of(request)
+        try:
+            live = self._session_of(request)
+            body = await parse_json_object(request)
+            return await while_connected(request, lambda: self._inference.answer(dialect, body, request, live))
+        except CallerGoneError:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        except NemoGymError as error:
+            return dialect_error(dialect, error)
+
+    async def _count_tokens_route(self, request: Request) -> Response:
+        try:
+            self._session_of(request)
+            body = await parse_json_object(request)
+            count = self._backend.count_tokens(adapter_of(Dialect.MESSAGES).lower({"max_tokens": 1, **body}))
+            if count is None:
+                raise InvalidBodyError("count_tokens: nobody here knows the endpoint's tokenizer")
+        except NemoGymError as error:
+            return dialect_error(Dialect.MESSAGES, error)
+        return JsonResponse({"input_tokens": count})
+
+    async def _model_route(self, request: Request) -> Response:
+        return await self._models_route(request)
+
+    def _session_of(self, request: Request) -> LiveSession[Any] | None:
+        session = self._authorize(request)
+        named = request.path_params.get("session_id")
+        if session is None:
+            if named is not None:
+                raise CredentialError("this route needs the session's inference token")
+            return None
+        if named is not None and named != session.session_id:
+            raise CredentialError("the inference token is not this session's", session_id=named)
+        return self._durable.live(session.session_id)
+
+
+def _dialect_of(request: Request) -> Dialect:
+    path: str = request.scope["path"]
+    return PATHS[path[path.index("/v1/") :]]
+
+
+if __name__ == "__main__":
+    Gateway.run_webserver()

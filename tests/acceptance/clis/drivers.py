@@ -1,0 +1,301 @@
+"""One class per CLI: how it is configured, started and resumed without a terminal, and how it says that it is done."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tests.acceptance.clis.place import Endpoint, Place, installed
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a CLI's own output says about a run."""
+
+    completed: bool
+    detail: str
+    thread: str | None = None
+    """What `Cli.arguments` takes to resume this conversation."""
+
+
+class Cli(ABC):
+    """One CLI in one place."""
+
+    name: ClassVar[str]
+    dialect: ClassVar[str]
+    """Of the requests it sends: ``chat``, ``responses`` or ``messages``."""
+    command: ClassVar[str]
+
+    def __init__(self, place: Place, endpoint: Endpoint, *, context_tokens: int = 200_000) -> None:
+        """``context_tokens``: what the CLI is told of the model's context; compaction starts somewhere below it."""
+        self.place, self.endpoint, self.context_tokens = place, endpoint, context_tokens
+        self.directory = installed(self.name)
+        self.configure()
+
+    @property
+    def executable(self) -> str:
+        return str(self.directory / self.command)
+
+    @abstractmethod
+    def configure(self) -> None:
+        """Write what the CLI reads."""
+
+    @abstractmethod
+    def arguments(self, prompt: str, resume: str | None = None) -> list[str]:
+        """The command line of one run."""
+
+    @abstractmethod
+    def outcome(self, status: int, events: Sequence[Mapping[str, Any]], text: str) -> Outcome:
+        """What a finished run says. ``events``: the JSON objects of its output, ``text`` all of it."""
+
+    def environment(self) -> dict[str, str]:
+        own = self.place.environment()
+        return {**own, "PATH": f"{self.directory / 'node_modules' / '.bin'}:{own['PATH']}", **self.variables()}
+
+    def variables(self) -> dict[str, str]:
+        """Environment variables beyond those of every CLI."""
+        return {}
+
+
+class ClaudeCode(Cli):
+    name = "claude-code"
+    dialect = "messages"
+    command = "node_modules/.bin/claude"
+
+    def configure(self) -> None:
+        (self.place.home / ".claude").mkdir(exist_ok=True)
+
+    def arguments(self, prompt: str, resume: str | None = None) -> list[str]:
+        return [
+            self.executable,
+            "-p",
+            prompt,
+            *("--output-format", "stream-json", "--verbose", "--dangerously-skip-permissions"),
+            *("--max-turns", "60"),
+            *(("--resume", resume) if resume else ()),
+        ]
+
+    def variables(self) -> dict[str, str]:
+        return {
+            "ANTHROPIC_BASE_URL": self.endpoint.base_url,
+            "ANTHROPIC_API_KEY": self.endpoint.token,
+            "ANTHROPIC_MODEL": self.endpoint.model,
+            "ANTHROPIC_SMALL_FAST_MODEL": self.endpoint.model,
+            "CLAUDE_CONFIG_DIR": str(self.place.home / ".claude"),
+            "CLAUDE_CODE_TMPDIR": str(self.place.scratch),
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS": "1",
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(self.context_tokens),
+            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(self.context_tokens),
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "8000",
+            "IS_SANDBOX": "1",  # as root it refuses to skip permissions otherwise
+        }
+
+    def outcome(self, status: int, events: Sequence[Mapping[str, Any]], text: str) -> Outcome:
+        thread = next((str(event["session_id"]) for event in events if event.get("session_id")), None)
+        result = next((event for event in reversed(events) if event.get("type") == "result"), None)
+        if result is None:
+            return Outcome(False, f"no result, exit status {status}: {text[-300:]}", thread)
+        completed = status == 0 and result.get("subtype") == "success" and not result.get("is_error")
+        return Outcome(completed, str(result.get("result") or result.get("subtype"))[:300], thread)
+
+
+class Codex(Cli):
+    name = "codex"
+    dialect = "responses"
+    command = "node_modules/.bin/codex"
+
+    def configure(self) -> None:
+        directory = self.place.home / ".codex"
+        directory.mkdir(exist_ok=True)
+        (directory / "config.toml").write_text(
+            f'''model = "{self.endpoint.model}"
+model_provider = "policy"
+model_context_window = {self.context_tokens}
+model_auto_compact_token_limit = {self.context_tokens * 9 // 10}
+web_search = "disabled"
+check_for_update_on_startup = false
+[analytics]
+enabled = false
+[features]
+plugins = false
+apps = false
+[model_providers.policy]
+name = "policy"
+base_url = "{self.endpoint.base_url}/v1"
+env_key = "POLICY_KEY"
+wire_api = "responses"
+request_max_retries = 6
+stream_max_retries = 6
+stream_idle_timeout_ms = 60000
+'''
+        )
+
+    def arguments(self, prompt: str, resume: str | None = None) -> list[str]:
+        options = ["--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+        if resume:
+            return [self.executable, "exec", *options, "resume", resume, prompt]
+        return [self.executable, "exec", *options, prompt]
+
+    def variables(self) -> dict[str, str]:
+        return {"CODEX_HOME": str(self.place.home / ".codex"), "POLICY_KEY": self.endpoint.token}
+
+    def outcome(self, status: int, events: Sequence[Mapping[str, Any]], text: str) -> Outcome:
+        thread = next((str(event["thread_id"]) for event in events if event.get("thread_id")), None)
+        last = next((event for event in reversed(events) if str(event.get("type", "")).startswith("turn.")), {})
+        completed = status == 0 and last.get("type") == "turn.completed"
+        return Outcome(completed, json.dumps(last)[:300] if last else text[-300:], thread)
+
+
+class Opencode(Cli):
+    name = "opencode-ai"
+    dialect = "chat"
+    command = "node_modules/.bin/opencode"
+
+    def configure(self) -> None:
+        model = {
+            "name": self.endpoint.model,
+            "tool_call": True,
+            "limit": {"context": self.context_tokens, "output": 4096},
+        }
+        self._config.write_text(
+            json.dumps(
+                {
+                    "autoupdate": False,
+                    "share": "disabled",
+                    "permission": "allow",
+                    "model": f"policy/{self.endpoint.model}",
+                    "small_model": f"policy/{self.endpoint.model}",
+                    "provider": {
+                        "policy": {
+                            "npm": "@ai-sdk/openai-compatible",
+                            "name": "policy",
+                            "options": {"baseURL": f"{self.endpoint.base_url}/v1", "apiKey": self.endpoint.token},
+                            "models": {self.endpoint.model: model},
+                        }
+                    },
+                }
+            )
+        )
+
+    @property
+    def _config(self) -> Path:
+        return self.place.home / "opencode.json"
+
+    def arguments(self, prompt: str, resume: str | None = None) -> list[str]:
+        thread = ["--session", resume] if resume else ["--title", "acceptance"]
+        return [self.executable, "run", "--pure", "--format", "json", *thread, prompt]
+
+    def variables(self) -> dict[str, str]:
+        return {"OPENCODE_CONFIG": str(self._config), "OPENCODE_DISABLE_MODELS_FETCH": "1"}
+
+    def outcome(self, status: int, events: Sequence[Mapping[str, Any]], text: str) -> Outcome:
+        thread = next((str(event["sessionID"]) for event in events if event.get("sessionID")), None)
+        last = events[-1] if events else {}
+        ended = last.get("type") == "step_finish" and last.get("part", {}).get("reason") == "stop"
+        return Outcome(status == 0 and ended, json.dumps(last)[:300] if last else text[-300:], thread)
+
+
+class QwenCode(Cli):
+    name = "qwen-code"
+    dialect = "chat"
+    command = "node_modules/.bin/qwen"
+
+    def configure(self) -> None:
+        directory = self.place.home / ".qwen"
+        directory.mkdir(exist_ok=True)
+        (directory / "settings.json").write_text(
+            json.dumps(
+                {
+                    "privacy": {"usageStatisticsEnabled": False},
+                    "general": {"disableAutoUpdate": True, "enableAutoUpdate": False},
+                    "model": {"generationConfig": {"contextWindowSize": self.context_tokens, "timeout": 120_000}},
+                }
+            )
+        )
+
+    def arguments(self, prompt: str, resume: str | None = None) -> list[str]:
+        thread = ["--resume", resume] if resume else []
+        return [
+            self.executable,
+            *("--yolo", "--output-format", "stream-json", "--auth-type", "openai"),
+            *thread,
+            *("-p", prompt),
+        ]
+
+    def variables(self) -> dict[str, str]:
+        return {
+            "OPENAI_API_KEY": self.endpoint.token,
+            "OPENAI_BASE_URL": f"{self.endpoint.base_url}/v1",
+            "OPENAI_MODEL": self.endpoint.model,
+            "QWEN_SANDBOX": "false",
+        }
+
+    def outcome(self, status: int, events: Sequence[Mapping[str, Any]], text: str) -> Outcome:
+        thread = next((str(event["session_id"]) for event in events if event.get("session_id")), None)
+        result = next((event for event in reversed(events) if event.get("type") == "result"), None)
+        if result is None:
+            return Outcome(False, f"no result, exit status {status}: {text[-300:]}", thread)
+        completed = status == 0 and not result.get("is_error")
+        return Outcome(completed, str(result.get("result") or result)[:300], thread)
+
+
+class MiniSweAgent(Cli):
+    name = "mini-swe-agent"
+    dialect = "chat"
+    command = "bin/mini"
+
+    def configure(self) -> None:
+        self._settings.mkdir(exist_ok=True)
+        (self.place.home / "mini.yaml").write_text(
+            json.dumps(  # JSON is YAML
+                {
+                    "agent": {"step_limit": 60, "cost_limit": 0, "mode": "yolo", "confirm_exit": False},
+                    "model": {
+                        "model_class": "litellm",
+                        "cost_tracking": "ignore_errors",
+                        "model_kwargs": {
+                            "api_base": f"{self.endpoint.base_url}/v1",
+                            "api_key": self.endpoint.token,
+                            "custom_llm_provider": "openai",
+                        },
+                    },
+                }
+            )
+        )
+
+    @property
+    def _settings(self) -> Path:
+        return self.place.home / "mini-swe-agent"
+
+    def arguments(self, prompt: str, resume: str | None = None) -> list[str]:
+        """It cannot resume: another run is another conversation."""
+        configs = ["-c", "mini.yaml", "-c", str(self.place.home / "mini.yaml")]
+        output = str(self.place.home / "trajectory.json")
+        model = f"openai/{self.endpoint.model}"
+        return [self.executable, "-y", "--exit-immediately", *configs, "-m", model, "-t", prompt, "-o", output]
+
+    def variables(self) -> dict[str, str]:
+        return {
+            "MSWEA_GLOBAL_CONFIG_DIR": str(self._settings),
+            "MSWEA_CONFIGURED": "true",
+            "MSWEA_SILENT_STARTUP": "1",
+            "MSWEA_COST_TRACKING": "ignore_errors",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        }
+
+    def outcome(self, status: int, events: Sequence[Mapping[str, Any]], text: str) -> Outcome:
+        written = self.place.home / "trajectory.json"
+        if not written.exists():
+            return Outcome(False, f"no trajectory, exit status {status}: {text[-300:]}")
+        ended = json.loads(written.read_text()).get("info", {}).get("exit_status")
+        return Outcome(status == 0 and ended == "Submitted", str(ended))
+
+
+CLIS: Mapping[str, type[Cli]] = {
+    cli.name: cli for cli in (ClaudeCode, Codex, Opencode, QwenCode, MiniSweAgent)
+}

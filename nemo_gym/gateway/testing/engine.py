@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 import orjson
 from aiohttp import web
 
+from nemo_gym.gateway.testing.asked import Asked
 from nemo_gym.gateway.testing.faults import Abort, CutOff, Fault, Garbage, Hang, Status
 from nemo_gym.gateway.testing.sampler import Sampler, hashed_sampler
 
@@ -29,6 +30,12 @@ class CallLog:
     outcome: Outcome = "sampling"
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
+    finish_reason: str | None = None
+    """Why sampling stopped, once it has."""
+    stop_reason: str | int | None = None
+    """The stop string or requested stop token that ended it."""
+    cached_tokens: int | None = None
+    """Prompt tokens that were not computed; nothing where the engine has no cache."""
     fault: Fault | None = None
 
 
@@ -48,7 +55,8 @@ class FakeEngine:
     ROUTES: tuple[str, ...] = ()
     HEALTH: str = "/health"
 
-    def __init__(self, sampler: Sampler | None = None, *, weights_version: str = "w0") -> None:
+    def __init__(self, sampler: Sampler | None = None, *, weights_version: str = "w0", port: int = 0) -> None:
+        """``port``: 0 for any that is free."""
         self.sampler = sampler or hashed_sampler()
         self.weights_version = weights_version
         self.calls: list[CallLog] = []
@@ -61,7 +69,7 @@ class FakeEngine:
         self.gate.set()
         self.event_gate: asyncio.Semaphore | None = None
         """With one, each event of a stream takes a permit first."""
-        self._port = 0
+        self._port = port
         self._runner: web.AppRunner | None = None
 
     @property
@@ -84,6 +92,7 @@ class FakeEngine:
         if isinstance(call.fault, Abort):
             kept, finish = call.fault.after_tokens, "abort"
         call.token_ids, call.logprobs = sampled.token_ids[:kept], sampled.logprobs[:kept]
+        call.finish_reason = finish
         return finish
 
     async def start(self) -> None:
@@ -143,16 +152,21 @@ class FakeEngine:
             return web.Response(body=fault.body)
         if isinstance(fault, Hang):
             await asyncio.Event().wait()
+        return await self.respond(request, call)
+
+    async def respond(self, request: web.Request, call: CallLog) -> web.StreamResponse:
+        """The answer itself, and the faults that happen while it is given."""
+        fault = call.fault
         answer = self.answer(call)
         if not call.body.get("stream"):
             if isinstance(fault, CutOff):
-                self._cut(request)
+                self.cut(request)
             return web.Response(body=orjson.dumps(answer.whole), content_type="application/json")
         reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await reply.prepare(request)
         async for number, event in self._events(answer):
             if isinstance(fault, CutOff) and number >= fault.after_events:
-                self._cut(request)
+                self.cut(request)
                 return reply
             await reply.write(b"data: " + orjson.dumps(event) + b"\n\n")
         if answer.done_marker:
@@ -167,6 +181,33 @@ class FakeEngine:
             yield number, event
 
     @staticmethod
-    def _cut(request: web.Request) -> None:
+    def cut(request: web.Request) -> None:
         if request.transport is not None:
             request.transport.abort()
+
+
+class FakeTokenEngine(FakeEngine):
+    """A wire that carries token ids: how its requests are read and its answers are written."""
+
+    def asked(self, call: CallLog) -> Asked:
+        raise NotImplementedError
+
+    def whole(self, call: CallLog, asked: Asked) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        raise NotImplementedError
+
+    def event(self, call: CallLog, asked: Asked, start: int, end: int, *, last: bool) -> dict[str, Any]:
+        """The event that brings tokens ``[start:end]``."""
+        raise NotImplementedError
+
+    def closing(self, call: CallLog, asked: Asked) -> list[dict[str, Any]]:
+        """Events behind the last token."""
+        return []
+
+    def answer(self, call: CallLog) -> Answer:
+        asked = self.asked(call)
+        self.sample(call, asked.prompt_ids, asked.max_tokens)
+        count = len(call.token_ids)
+        events = [self.event(call, asked, i, i + 1, last=i == count - 1) for i in range(count)]
+        events = events or [self.event(call, asked, 0, 0, last=True)]
+        return Answer(self.whole(call, asked), events + self.closing(call, asked))

@@ -9,9 +9,11 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from nemo_gym.gateway.testing.tiny.policies import FAMILIES as TINY_FAMILIES
+from nemo_gym.gateway.testing.tiny.policies import chat_template
 from nemo_gym.gateway.tokens.policy import PolicyTokenizer
 
-FOLDER = Path(__file__).parent / "families"
+ODD = Path(__file__).parent / "families"
 CORPUS = [
     *("the quick brown fox jumps over the lazy dog and runs the tests again",) * 8,
     *('{"name": "shell", "arguments": {"command": "ls -la"}} user assistant system tool result',) * 8,
@@ -77,7 +79,9 @@ def write(folder: Path, family: str) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"bos_token": bos, "eos_token": {"content": eos, "special": True}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "chat_template.jinja").write_text((FOLDER / f"{family}.jinja").read_text())
+    (folder / "chat_template.jinja").write_text(
+        chat_template(family) if family in TINY_FAMILIES else (ODD / f"{family}.jinja").read_text()
+    )
     if family == "llama_headers":
         ids = [tokenizer.token_to_id(text) for text in ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")]
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))

@@ -20,7 +20,15 @@ from nemo_gym.configuration.groups import (
     take_choices,
     unknown_choice,
 )
-from nemo_gym.configuration.keys import AGENT_TYPE, COMPOSITION, CONFIG_PATHS, GROUPS, TOPOLOGY
+from nemo_gym.configuration.keys import (
+    AGENT_TYPE,
+    COMPOSITION,
+    CONFIG_PATHS,
+    DEFAULT_MODEL,
+    GROUPS,
+    MODEL_TYPE,
+    TOPOLOGY,
+)
 from nemo_gym.configuration.layers import Layer, Merged, leaves
 from nemo_gym.configuration.overrides import COMMAND_LINE, Mode, Override, apply_overrides, parse_overrides
 from nemo_gym.configuration.resolve import MISSING, resolve
@@ -82,6 +90,9 @@ def compose(words: Sequence[str], *, roots: Sequence[Path] | None = None) -> Com
         choices |= take_choices(layer.values, layer.source)  # type: ignore[arg-type]
     choices |= take_choices(env_values, env_layer.source) | command_line
     groups, instance_choices = _load_groups(choices, search)
+    if "model" not in choices and _wants_a_model([*_group_layers(groups), *file_layers]):
+        default = load_group(Choice("model", DEFAULT_MODEL, "the default"), search)
+        groups |= {"model": default} if default is not None else {}
 
     merged = Merged()
     for layer in _group_layers(groups):
@@ -113,6 +124,13 @@ def compose(words: Sequence[str], *, roots: Sequence[Path] | None = None) -> Com
     blocks = server_blocks.find_servers(merged)
     server_blocks.check_references(blocks)
     return Composition(values, unresolved, blocks, chosen, tuple(search), merged)
+
+
+def _wants_a_model(layers: Sequence[Layer]) -> bool:
+    """Whether servers refer to the chosen model, and no file defines a model server."""
+    values = [value for layer in layers for value in layer.values.values()]
+    defined = any(isinstance(value, Mapping) and MODEL_TYPE in value for value in values)
+    return not defined and any(f"${{{COMPOSITION}.model}}" in str(value) for value in values)
 
 
 def _split_choices(overrides: list[Override]) -> tuple[dict[str, Choice], list[Override]]:

@@ -8,6 +8,8 @@ MODEL_TYPE: Final = "responses_api_models"
 ENVIRONMENT_TYPE: Final = "resources_servers"
 AGENT_TYPE: Final = "responses_api_agents"
 SERVER_TYPES: Final = (ENVIRONMENT_TYPE, AGENT_TYPE, MODEL_TYPE)
+DEFAULT_MODEL: Final = "gateway"
+"""The model of a composition that needs one and names none: ``configs/model/gateway.yaml``."""
 
 GROUPS: Final = {
     "model": MODEL_TYPE,

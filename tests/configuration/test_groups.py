@@ -134,3 +134,21 @@ def test_variable_of_a_group_file_is_legal_on_the_command_line_and_required(root
     assert compose([*GROUPS, "steps=4"], roots=[root]).servers["solver"].values["max_steps"] == 4
     with pytest.raises(ConfigError, match=r"steps .* is not set: add steps="):
         compose(GROUPS, roots=[root])
+
+
+def test_model_is_the_gateway_when_a_server_needs_one_and_none_is_chosen(root: Path) -> None:
+    write(
+        root / "configs/model/gateway.yaml",
+        policy_model={"responses_api_models": {"echo": {"entrypoint": "app.py", "base_url": "by default"}}},
+    )
+    composition = compose(["agent=solver", "environment=mathy"], roots=[root])
+    assert composition.chosen["model"] == "policy_model"
+    assert composition.servers["policy_model"].values["base_url"] == "by default"
+    assert "model" not in compose(["environment=mathy"], roots=[root]).chosen
+
+
+def test_default_model_steps_aside_for_a_model_that_a_file_defines(root: Path) -> None:
+    write(root / "configs/model/gateway.yaml", policy_model={"responses_api_models": {"none_such": {}}})
+    write(root / "mine.yaml", policy_model={"responses_api_models": {"echo": {"entrypoint": "app.py"}}})
+    composition = compose(["agent=solver", "environment=mathy", "+config_paths=[mine.yaml]"], roots=[root])
+    assert composition.servers["policy_model"].implementation == "echo"

@@ -1,0 +1,147 @@
+"""Sessions whose tokens are exact, from a harness's request to the exported trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from nemo_gym.server_utils import request
+from responses_api_models.gateway.tests.conftest import CALL, TOOL, GatewayStack
+
+
+def sampled(row: dict[str, Any]) -> list[int]:
+    return [i for i, mask in zip(row["response_ids"], row["response_mask"], strict=True) if mask]
+
+
+async def test_trajectory_holds_what_the_engine_sampled_and_nothing_else(gateway: GatewayStack) -> None:
+    session = await gateway.open()
+    gateway.teller.texts = ["first", CALL, "third"]
+    await session.say("and then?", tools=[TOOL])
+    answer = (await session.chat(tools=[TOOL]))["choices"][0]
+    assert answer["finish_reason"] == "tool_calls"
+    assert answer["message"]["tool_calls"][0]["function"] == {"name": "shell", "arguments": '{"command": "ls"}'}
+    call_id = answer["message"]["tool_calls"][0]["id"]
+    session.messages += [answer["message"], {"role": "tool", "tool_call_id": call_id, "content": "a.py"}]
+    await session.chat(tools=[TOOL])
+    summary = await session.finalize(reward=0.5)
+    (row,) = summary["trajectories"]
+    calls = gateway.engine.answered
+    assert sampled(row) == [token for call in calls for token in call.token_ids]
+    logprobs = [lp for lp, mask in zip(row["logprobs"], row["response_mask"], strict=True) if mask]
+    assert logprobs == pytest.approx([lp for call in calls for lp in call.logprobs])
+    everything = row["prompt_ids"] + row["response_ids"]
+    for call in calls:
+        assert everything[: len(call.body["prompt"])] == call.body["prompt"]
+    assert row["reward"] == 0.5
+    assert summary["turns"] == 3
+    assert summary["usage"]["output_tokens"] == len(sampled(row))
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/responses", "/messages"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_dialect_is_answered_in_its_own_shape(gateway: GatewayStack, path: str, stream: bool) -> None:
+    session = await gateway.open()
+    gateway.teller.texts = ["said so"]
+    asked: dict[str, Any] = {"model": "m", "stream": stream, "max_tokens": 50}
+    asked |= {"input": "hi"} if path == "/responses" else {"messages": [{"role": "user", "content": "hi"}]}
+    if path == "/responses":
+        asked.pop("max_tokens")
+    reply = await session.post(path, asked)
+    text = await reply.text()
+    assert reply.status == 200, text
+    assert "said so" in text
+    assert reply.headers["Content-Type"].startswith("text/event-stream" if stream else "application/json")
+    assert (await session.state())["turns"] == 1
+
+
+async def test_same_conversation_in_three_dialects_is_one_chain(gateway: GatewayStack) -> None:
+    session = await gateway.open()
+    gateway.teller.texts = ["one", "two", "three"]
+    user = {"role": "user", "content": "hi"}
+    await session.chat(messages=[user])
+    history = [user, {"role": "assistant", "content": "one"}, {"role": "user", "content": "next"}]
+    assert (await session.post("/messages", {"model": "m", "max_tokens": 9, "messages": history})).status == 200
+    items = [*history, {"role": "assistant", "content": "two"}, {"role": "user", "content": "last"}]
+    assert (await session.post("/responses", {"model": "m", "input": items})).status == 200
+    assert len((await session.finalize())["trajectories"]) == 1
+
+
+async def test_restarted_gateway_goes_on_with_the_same_tokens(gateway: GatewayStack) -> None:
+    session = await gateway.open()
+    await session.say("more")
+    before = (await session.state())["usage"]
+    await gateway.restart(port=int(session.facts["base_url"].split(":")[2].split("/")[0]))
+    assert (await session.state())["usage"] == before
+    await session.say("more")
+    summary = await session.finalize()
+    assert len(summary["trajectories"]) == 1
+    assert sampled(summary["trajectories"][0]) == [t for call in gateway.engine.answered for t in call.token_ids]
+
+
+async def test_idempotency_key_gets_the_first_answer_sampled_once(gateway: GatewayStack) -> None:
+    session = await gateway.open()
+    body = {"model": "m", "messages": session.messages}
+    replies = [await session.post("/chat/completions", body, **{"Idempotency-Key": "k1"}) for _ in range(3)]
+    assert len({await reply.text() for reply in replies}) == 1
+    assert len(gateway.engine.calls) == 1
+
+
+async def test_asking_again_after_a_delivered_answer_samples_anew(gateway: GatewayStack) -> None:
+    session = await gateway.open()
+    first, second = await session.chat(), await session.chat()
+    assert first["choices"][0]["message"] != second["choices"][0]["message"]
+    summary = await session.finalize()
+    assert [row["split_reason"] for row in summary["trajectories"]] == ["initial", "resample"]
+
+
+async def test_caller_that_leaves_ends_the_sampling_and_changes_nothing(gateway: GatewayStack) -> None:
+    session = await gateway.open()
+    gateway.engine.gate.clear()
+    asking = asyncio.create_task(session.chat())
+    while not gateway.engine.calls:
+        await asyncio.sleep(0.01)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    while gateway.engine.calls[0].outcome != "cancelled":
+        await asyncio.sleep(0.01)
+    gateway.engine.gate.set()
+    await session.chat()
+    summary = await session.finalize()
+    assert summary["turns"] == 1
+    assert sampled(summary["trajectories"][0]) == [*gateway.engine.answered[0].token_ids]
+
+
+async def test_long_answer_is_announced_by_pings(gateway: GatewayStack) -> None:
+    await gateway.restart(first_event_grace_s=0.05, ping_interval_s=0.05)
+    session = await gateway.open(rollout_id="slow")
+    gateway.engine.gate.clear()
+    body = {"model": "m", "max_tokens": 50, "stream": True, "messages": session.messages}
+    reply = await session.post("/messages", body)
+    seen = b""
+    while seen.count(b"event: ping") < 3:
+        seen += await reply.content.readany()
+    gateway.engine.gate.set()
+    seen += await reply.content.read()
+    assert b"message_stop" in seen
+    assert (await session.state())["turns"] == 1
+
+
+async def test_token_of_another_session_is_refused_on_a_sessions_path(gateway: GatewayStack) -> None:
+    first, second = await gateway.open(), await gateway.open(rollout_id="r2")
+    headers = {"Authorization": f"Bearer {second.facts['inference_token']}"}
+    url = first.facts["base_url"] + "/chat/completions"
+    reply = await request("POST", url, json={"messages": first.messages}, headers=headers)
+    assert reply.status in (401, 403)
+    assert "error" in await reply.json()
+
+
+async def test_prompt_beyond_the_context_is_told_as_each_dialect_does(gateway: GatewayStack) -> None:
+    session = await gateway.open()
+    long = [{"role": "user", "content": "word " * 200_000}]
+    chat = await session.post("/chat/completions", {"model": "m", "messages": long})
+    assert (chat.status, (await chat.json())["error"]["code"]) == (400, "context_length_exceeded")
+    messages = await session.post("/messages", {"model": "m", "max_tokens": 5, "messages": long})
+    assert "prompt is too long" in (await messages.json())["error"]["message"]
+    assert not gateway.engine.calls

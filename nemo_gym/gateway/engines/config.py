@@ -18,10 +18,12 @@ class _EngineConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     base_url: str
-    name: str | None = None
-    """Unique among the engines; default: host and port."""
+    name: str | None = Field(None, min_length=1, pattern=r"^[^/?#\s]+$")
+    """Unique among the engines, and part of paths like ``/engines/<name>``; default: host and port."""
     api_key: str | None = Field(None, repr=False)
+    """Sent as a bearer token."""
     headers: dict[str, str] = Field(default_factory=dict, repr=False)
+    """Sent with every request."""
     model: str | None = None
     """The model's name at the engine, where it needs one."""
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
@@ -39,13 +41,21 @@ class _EngineConfig(BaseModel):
     @field_validator("base_url")
     @classmethod
     def _is_http(cls, url: str) -> str:
-        if not url.startswith(("http://", "https://")) or not urlsplit(url).netloc:
-            raise ValueError(f"'{url}' is no URL; give for example http://127.0.0.1:8000")
+        parts = urlsplit(url)
+        if "@" in parts.netloc:
+            raise ValueError("a URL appears in logs and takes no password; use 'api_key' or 'headers'")
+        if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
+            raise ValueError(f"'{url}' is no URL of a server; give for example http://127.0.0.1:8000")
         return url.rstrip("/")
+
+    @property
+    def engine_name(self) -> str:
+        """``name``, or host and port."""
+        return self.name or urlsplit(self.base_url).netloc
 
     def endpoint(self) -> EngineEndpoint:
         return EngineEndpoint(
-            self.name or urlsplit(self.base_url).netloc.rpartition("@")[2],
+            self.engine_name,
             self.base_url,
             self.api_key,
             self.model,

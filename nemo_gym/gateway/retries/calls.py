@@ -7,7 +7,7 @@ try may succeed, and only as often as its own bound and the shared budget allow.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -55,11 +55,16 @@ class EngineCalls(Generic[E]):
                 await tries.failed(reservation.engine, error)
 
     async def stream(
-        self, session_id: str | None, operation: Callable[[E], AsyncGenerator[T, None]]
+        self,
+        session_id: str | None,
+        operation: Callable[[E], AsyncGenerator[T, None]],
+        *,
+        avoid: Collection[str] = (),
     ) -> AsyncGenerator[T, None]:
         """The items of the first try that yields one. A failure after that is the caller's: it has handed items on.
-        Closing the generator ends the call at the engine."""
-        tries = _Tries(self)
+        ``avoid`` names engines to ask only when no other is in service. Closing the generator ends the call at the
+        engine."""
+        tries = _Tries(self, avoid)
         while True:
             reservation = await self.router.acquire(session_id, without=tries.without())
             handed_on = False
@@ -72,7 +77,9 @@ class EngineCalls(Generic[E]):
                                     item = await anext(items)
                             except StopAsyncIteration:
                                 return
-                            handed_on = True
+                            if not handed_on:
+                                reservation.answering()
+                            handed_on = reservation.replica.heard_from = True
                             yield item
             except EngineError as error:
                 if handed_on:
@@ -83,10 +90,10 @@ class EngineCalls(Generic[E]):
 class _Tries(Generic[E]):
     """The tries of one call so far."""
 
-    def __init__(self, calls: EngineCalls[E]) -> None:
+    def __init__(self, calls: EngineCalls[E], avoid: Collection[str] = ()) -> None:
         self._calls = calls
         self._count = 0
-        self._failed: set[str] = set()
+        self._failed: set[str] = {*avoid}
         self._backoff_s = calls.options.first_backoff_s
         calls.budget.earn()
 

@@ -53,11 +53,12 @@ class TokenCalls(Generic[K]):
     ) -> AsyncGenerator[TokenDelta | Generation, None]:
         """As `TokenEngine.stream`, over as many engines as it takes."""
         answer = _Answer()
+        avoid: tuple[str, ...] = ()
         for resumes in range(self._max_resumes + 1):
             piece = _Piece(request, answer, resumes)
             last: Generation | None = None
             try:
-                async with aclosing(self.calls.stream(session_id, piece.open)) as items:
+                async with aclosing(self.calls.stream(session_id, piece.open, avoid=avoid)) as items:
                     async for item in items:
                         if isinstance(item, Generation):
                             last = item
@@ -67,7 +68,9 @@ class TokenCalls(Generic[K]):
             except EngineError as error:
                 if not self._may_go_on(request, piece, error, resumes):
                     raise
+                avoid = (piece.engine,)
             else:
+                avoid = ()
                 assert last is not None
                 if last.finish_reason is not FinishReason.ABORT or not _resumable(request.sampling):
                     yield answer.joined(piece, last)

@@ -1,7 +1,7 @@
 """One fair door to many engines: choice, reservations, health."""
 
 from nemo_gym.gateway.routing.health import Health, HealthState
-from nemo_gym.gateway.routing.prober import PROBE_INTERVAL_S, probe_engines, probe_once
+from nemo_gym.gateway.routing.prober import PROBE_INTERVAL_S, Prober
 from nemo_gym.gateway.routing.replica import Replica, ReplicaStatus
 from nemo_gym.gateway.routing.reservation import Reservation
 from nemo_gym.gateway.routing.router import NoEngineError, Router, RouterOptions
@@ -11,11 +11,10 @@ __all__ = [
     "Health",
     "HealthState",
     "NoEngineError",
+    "Prober",
     "Replica",
     "ReplicaStatus",
     "Reservation",
     "Router",
     "RouterOptions",
-    "probe_engines",
-    "probe_once",
 ]

@@ -1,6 +1,6 @@
 """Whether an engine is in service, from what its calls and probes report. No clock and no I/O: a state machine.
 
-UP ── a fatal failure, or several in a row ──▶ DOWN ── a probe succeeds ──▶ TRIAL ── one call succeeds ──▶ UP
+UP ── a fatal failure, or several in a row ──▶ DOWN ── a probe succeeds ──▶ TRIAL ── one call is answered ──▶ UP
                                                  ▲                           │
                                                  └───── that call fails ─────┘
 """
@@ -30,6 +30,9 @@ class Health:
         self._failures = 0
         self.state = HealthState.UP
         self.epoch = 0
+        self.rests = 0
+        """Probes to leave out: after a trial that failed, so that probe and trial together are no more than one
+        request in each interval."""
         self.last_error: str | None = None
 
     def admits(self, in_flight: int) -> bool:
@@ -45,6 +48,15 @@ class Health:
         self.state = HealthState.UP
         return back
 
+    def answering(self, epoch: int) -> bool:
+        """A call has its first token. That ends a trial well, but on probation: the next failure, before any whole
+        answer, takes the engine out again. Returns whether that put the engine into service."""
+        if epoch != self.epoch or self.state is not HealthState.TRIAL:
+            return False
+        self.state = HealthState.UP
+        self._failures = self._failures_to_down - 1
+        return True
+
     def failed(self, epoch: int, error: EngineError) -> bool:
         """A call or a probe failed. Returns whether that took the engine out of service."""
         if not error.unhealthy or epoch != self.epoch:
@@ -53,6 +65,8 @@ class Health:
         if self.state is HealthState.DOWN:
             return False
         self._failures += 1
+        if self.state is HealthState.TRIAL:
+            self.rests = 1
         if error.fatal or self.state is HealthState.TRIAL or self._failures >= self._failures_to_down:
             self.state = HealthState.DOWN
             self.epoch += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Generic
 
 import structlog
 
@@ -15,36 +16,61 @@ PROBE_INTERVAL_S = 5.0
 log = structlog.get_logger(__name__)
 
 
-async def probe_engines(router: Router[E], *, interval_s: float = PROBE_INTERVAL_S) -> None:
-    """Probe until cancelled. An engine out of service gets one probe in each interval, and nothing else."""
-    while True:
-        await probe_once(router)
-        await asyncio.sleep(interval_s)
+class Prober(Generic[E]):
+    """An engine out of service gets one probe in each interval, and nothing else; one that is silent gets one, too."""
 
+    def __init__(self, router: Router[E], *, interval_s: float = PROBE_INTERVAL_S) -> None:
+        self._router = router
+        self._interval_s = interval_s
+        self._asking: set[Replica[E]] = set()
+        self.first_round_done = False
+        """Whether every engine there was at the beginning has answered, or failed to."""
 
-async def probe_once(router: Router[E]) -> None:
-    """One round: every engine that is out of service or was silent since the last round. Takes as long as the slowest
-    probe may."""
-    async with asyncio.TaskGroup() as group:
-        for replica in router.replicas:
+    async def run(self) -> None:
+        """Probe until cancelled. An engine that takes its time does not delay the others' next probe."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._first_round(self._ask(group)))
+            while True:
+                await asyncio.sleep(self._interval_s)
+                self._ask(group)
+
+    async def round(self) -> None:
+        """Probe once whoever is due, and wait for all of them."""
+        async with asyncio.TaskGroup() as group:
+            self._ask(group)
+
+    async def _first_round(self, probes: list[asyncio.Task[None]]) -> None:
+        if probes:
+            await asyncio.wait(probes)
+        self.first_round_done = True
+
+    def _ask(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        asked = []
+        for replica in self._router.replicas:
             silent = not replica.heard_from
             replica.heard_from = False
-            if silent or replica.health.state is not HealthState.UP:
-                group.create_task(_probe(router, replica))
+            if replica.health.rests:
+                replica.health.rests -= 1
+            elif replica not in self._asking and (silent or replica.health.state is not HealthState.UP):
+                asked.append(group.create_task(self._probe(replica)))
+        return asked
 
-
-async def _probe(router: Router[E], replica: Replica[E]) -> None:
-    before = replica.health.state
-    try:
-        await replica.engine.probe()
-    except EngineError as error:
-        router.probe_failed(replica, error)
-    else:
-        router.probe_succeeded(replica)
-    if replica.health.state is not before:
-        log.info(
-            "engine changed its state",
-            engine=replica.name,
-            state=replica.health.state,
-            error=replica.health.last_error,
-        )
+    async def _probe(self, replica: Replica[E]) -> None:
+        before = replica.health.state
+        self._asking.add(replica)
+        try:
+            await replica.engine.probe()
+        except EngineError as error:
+            if error.fatal or not replica.heard_from:  # else its answers, which came meanwhile, say more
+                self._router.probe_failed(replica, error)
+        else:
+            self._router.probe_succeeded(replica)
+        finally:
+            self._asking.discard(replica)
+        if replica.health.state is not before:
+            log.info(
+                "engine changed its state",
+                engine=replica.name,
+                state=replica.health.state,
+                error=replica.health.last_error,
+            )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from types import TracebackType
-from typing import Generic, Self
+from typing import TYPE_CHECKING, Generic, Self
 
 from nemo_gym.gateway.engines.errors import EngineError, EngineLostError
 from nemo_gym.gateway.routing.replica import E, Replica
+
+if TYPE_CHECKING:
+    from nemo_gym.gateway.routing.router import Router
 
 
 class Reservation(Generic[E]):
@@ -17,22 +20,26 @@ class Reservation(Generic[E]):
     refusal is good news about the engine, an `EngineError` is judged by its class, anything else (a cancellation)
     says nothing."""
 
-    def __init__(self, replica: Replica[E], ended: Callable[[Replica[E], int, EngineError | bool], None]) -> None:
-        self._replica = replica
-        self._ended = ended
+    def __init__(self, replica: Replica[E], router: Router[E]) -> None:
+        self.replica = replica
+        self._router = router
         self._epoch = replica.health.epoch
         self._open = True
 
     @property
     def engine(self) -> E:
-        return self._replica.engine
+        return self.replica.engine
 
     def release(self, outcome: EngineError | bool = False) -> None:
         """Give the place back; only the first time counts. ``outcome``: the failure, ``True`` for an answer, ``False``
         for nothing learnt."""
         if self._open:
             self._open = False
-            self._ended(self._replica, self._epoch, outcome)
+            self._router.ended(self.replica, self._epoch, outcome)
+
+    def answering(self) -> None:
+        """Part of the answer is there: the engine samples."""
+        self._router.answering(self.replica, self._epoch)
 
     @contextlib.asynccontextmanager
     async def guard(self) -> AsyncIterator[None]:
@@ -40,17 +47,17 @@ class Reservation(Generic[E]):
         that a machine that vanished without a word does not hold its callers until their deadlines."""
         try:
             async with asyncio.timeout(None) as scope:
-                if self._replica.removed:
+                if self.replica.removed:
                     scope.reschedule(0)
-                self._replica.scopes.add(scope)
+                self.replica.scopes.add(scope)
                 try:
                     yield
                 finally:
-                    self._replica.scopes.discard(scope)
+                    self.replica.scopes.discard(scope)
         except TimeoutError as error:
             if not scope.expired():
                 raise
-            name = self._replica.name
+            name = self.replica.name
             raise EngineLostError(
                 f"engine '{name}' was given up while it was answering", retryable=True, engine=name
             ) from error

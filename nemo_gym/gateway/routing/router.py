@@ -16,6 +16,9 @@ from nemo_gym.gateway.routing.health import Health, HealthState
 from nemo_gym.gateway.routing.replica import E, Replica, ReplicaStatus
 from nemo_gym.gateway.routing.reservation import Reservation
 
+RETRY_AFTER_S = 5
+"""What a caller is told for whose call there was no engine."""
+
 
 class NoEngineError(EngineError):
     """No engine is in service, or none had room in time."""
@@ -61,19 +64,21 @@ class Router(Generic[E]):
     # -- membership ----------------------------------------------------------------------------------------------
 
     def add(self, engine: E, *, weight: float = 1.0, max_in_flight: int | None = None) -> None:
-        """Put an engine into service at once. Raises `ConfigError` for a name in use."""
+        """Put an engine into service at once; sessions move there until it is home to its share of them. Raises
+        `ConfigError` for a name in use."""
         if engine.name in self._replicas:
             raise ConfigError(f"there is an engine '{engine.name}' already; engines' names are unique")
         if not (weight > 0 and math.isfinite(weight)):
             raise ConfigError(f"engine '{engine.name}': weight must be more than 0, not {weight}")
         replica = Replica(engine, Health(self.options.failures_to_down), weight, max_in_flight)
         self._replicas[engine.name] = replica
+        self._settle()
         self._place_waiters()
 
     def remove(self, name: str) -> E:
         """Forget an engine. Its running calls end as lost, for their callers to try elsewhere; `drain` first to let
         them finish."""
-        replica = self._known(name)
+        replica = self.replica(name)
         del self._replicas[name]
         replica.removed = True
         replica.health.epoch += 1
@@ -83,7 +88,7 @@ class Router(Generic[E]):
 
     async def drain(self, name: str, *, timeout_s: float | None = None) -> bool:
         """No new calls for an engine, and wait for those it has. Returns whether it is idle now."""
-        replica = self._known(name)
+        replica = self.replica(name)
         replica.draining = True
         self._leave(name)
         try:
@@ -95,19 +100,32 @@ class Router(Generic[E]):
 
     def undrain(self, name: str) -> None:
         """Back into service, for example after its weights were updated."""
-        replica = self._known(name)
+        replica = self.replica(name)
         replica.draining = False
+        self._settle()
         self._place_waiters()
 
     def set_weight(self, name: str, weight: float) -> None:
         if not (weight > 0 and math.isfinite(weight)):
             raise ConfigError(f"engine '{name}': weight must be more than 0, not {weight}")
-        self._known(name).weight = weight
+        self.replica(name).weight = weight
+        self._settle()
 
     @property
     def replicas(self) -> list[Replica[E]]:
         """For the prober."""
         return [*self._replicas.values()]
+
+    def replica(self, name: str) -> Replica[E]:
+        """Raises `ConfigError` for a name that is not known."""
+        if name not in self._replicas:
+            raise ConfigError(f"there is no engine '{name}'; there are: {', '.join(self._replicas) or 'none'}")
+        return self._replicas[name]
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for a place."""
+        return len(self._waiters)
 
     def status(self) -> list[ReplicaStatus]:
         sessions = Counter(self._homes.values())
@@ -154,7 +172,7 @@ class Router(Generic[E]):
         chosen.in_flight += 1
         chosen.placed += 1
         chosen.idle.clear()
-        return Reservation(chosen, self._ended)
+        return Reservation(chosen, self)
 
     async def acquire(self, session_id: str | None = None, *, without: Collection[str] = ()) -> Reservation[E]:
         """A place, waiting for one in order of arrival. Raises `EngineRateLimitedError` when all that could serve
@@ -202,7 +220,15 @@ class Router(Generic[E]):
             self._leave(replica.name)
             replica.abandon()
 
-    def _ended(self, replica: Replica[E], epoch: int, outcome: EngineError | bool) -> None:
+    def answering(self, replica: Replica[E], epoch: int) -> None:
+        """A call there has its first token. An engine on trial needs no more: answers can take minutes."""
+        replica.heard_from = True
+        if replica.health.answering(epoch):
+            self._settle()
+            self._place_waiters()
+
+    def ended(self, replica: Replica[E], epoch: int, outcome: EngineError | bool) -> None:
+        """A call there is over; for `Reservation`."""
         replica.in_flight -= 1
         if replica.in_flight == 0:
             replica.idle.set()
@@ -216,15 +242,11 @@ class Router(Generic[E]):
                 self._leave(replica.name)
         elif outcome is not False:
             replica.heard_from = True
-            replica.health.succeeded(epoch)
+            if replica.health.succeeded(epoch):
+                self._settle()
         self._place_waiters()
 
     # -- inside --------------------------------------------------------------------------------------------------
-
-    def _known(self, name: str) -> Replica[E]:
-        if name not in self._replicas:
-            raise ConfigError(f"there is no engine '{name}'; there are: {', '.join(self._replicas) or 'none'}")
-        return self._replicas[name]
 
     def _overloaded(self, home: Replica[E], usable: list[Replica[E]]) -> bool:
         running = sum(replica.in_flight for replica in usable) + 1
@@ -235,6 +257,31 @@ class Router(Generic[E]):
         """Sessions that lived on an engine find a new home with their next call."""
         for session_id in [key for key, home in self._homes.items() if home == name]:
             del self._homes[session_id]
+
+    def _settle(self) -> None:
+        """Engines have come, come back or changed their weights: sessions move until each engine is home to its share
+        of them. Without this, an engine added to long sessions would idle until the next ones open. The newest move
+        first, whose prefix is the shortest to compute again."""
+        serving = {
+            replica.name: replica.weight
+            for replica in self._replicas.values()
+            if replica.health.state is HealthState.UP and not replica.draining
+        }
+        homes: dict[str, list[str]] = {name: [] for name in serving}
+        for session_id, home in self._homes.items():
+            if home in homes:
+                homes[home].append(session_id)
+        for_weight = sum(map(len, homes.values())) / (sum(serving.values()) or 1.0)
+        spare = {name: len(homes[name]) - for_weight * weight for name, weight in serving.items()}
+        while serving:
+            most, least = max(spare, key=spare.__getitem__), min(spare, key=spare.__getitem__)
+            if spare[most] - spare[least] < 1.99:  # one more move would only swap their parts
+                return
+            session_id = homes[most].pop()
+            self._homes[session_id] = least
+            homes[least].append(session_id)
+            spare[most] -= 1
+            spare[least] += 1
 
     def _place_waiters(self) -> None:
         if not self._waiters:
@@ -265,8 +312,14 @@ class Router(Generic[E]):
 
     def _none_in_time(self) -> NoEngineError:
         if not self._replicas:
-            return NoEngineError("no engine is configured; add one to the model server's 'engines'", retryable=True)
+            return NoEngineError(
+                "no engine is configured; add one to the model server's 'engines'",
+                retryable=True,
+                retry_after_s=RETRY_AFTER_S,
+            )
         states = ", ".join(f"{s.name} {s.state} with {s.in_flight} calls" for s in self.status())
         return NoEngineError(
-            f"no engine had room within {self.options.queue_timeout_s} s: {states}", retryable=True, retry_after_s=5
+            f"no engine had room within {self.options.queue_timeout_s} s: {states}",
+            retryable=True,
+            retry_after_s=RETRY_AFTER_S,
         )

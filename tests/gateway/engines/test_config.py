@@ -35,6 +35,9 @@ async def test_configured_engine_samples(http: aiohttp.ClientSession) -> None:
     [
         ({"type": "vlm", "base_url": "http://a"}, "type"),
         ({"type": "vllm", "base_url": "a:8000"}, "is no URL"),
+        ({"type": "vllm", "base_url": "http://a:8000/?key=1"}, "is no URL"),
+        ({"type": "vllm", "base_url": "http://me:word@a:8000"}, "api_key"),
+        ({"type": "vllm", "base_url": "http://a:8000", "name": "a/b"}, "name"),
         ({"type": "vllm", "base_url": "http://a", "weight": 0}, "weight"),
         ({"type": "vllm", "base_url": "http://a", "logprobs": True}, "logprobs"),
         ({"type": "sglang", "base_url": "http://a", "max_in_flight": 0}, "max_in_flight"),

@@ -18,7 +18,7 @@ from nemo_gym.gateway.engines import (
     EngineUnreachableError,
     VllmEngine,
 )
-from nemo_gym.gateway.routing import HealthState, Router, probe_engines, probe_once
+from nemo_gym.gateway.routing import HealthState, Prober, Router
 from nemo_gym.gateway.testing import FakeVllmEngine
 from tests.gateway.stubs import StubEngine
 
@@ -87,14 +87,14 @@ async def test_dead_engine_gets_one_probe_per_round_and_no_call() -> None:
     fail(router, EngineUnreachableError("gone"))
     for round_number in range(1, 11):
         assert calls(router, 20) == {"well": 20}
-        await probe_once(router)
+        await Prober(router).round()
         assert sick.probes == round_number
 
 
 async def test_engine_that_is_back_gets_one_call_until_that_succeeds() -> None:
     router, _, _ = two()
     fail(router, EngineUnreachableError("gone"))
-    await probe_once(router)
+    await Prober(router).round()
     assert state(router) is HealthState.TRIAL
     held = [router.reserve() for _ in range(10)]
     assert sum(r is not None and r.engine.name == "sick" for r in held) == 1
@@ -106,12 +106,13 @@ async def test_engine_that_is_back_gets_one_call_until_that_succeeds() -> None:
     assert after["sick"] == pytest.approx(50, abs=2), "its fair share, without catching up"
 
 
-async def test_engine_that_answers_probes_but_cannot_sample_gets_one_call_per_probe() -> None:
+async def test_engine_that_answers_probes_but_cannot_sample_gets_one_request_per_interval() -> None:
     router, sick, _ = two()
     fail(router, EngineUnreachableError("gone"))
     tried = 0
+    prober = Prober(router)
     for _ in range(10):
-        await probe_once(router)
+        await prober.round()
         for _ in range(20):
             reservation = router.reserve()
             assert reservation is not None
@@ -120,7 +121,7 @@ async def test_engine_that_answers_probes_but_cannot_sample_gets_one_call_per_pr
                 reservation.release(EngineFailedError("500"))
             else:
                 reservation.release(True)
-    assert tried == 10
+    assert tried == 5 and sick.probes == 5, "probe and trial in one interval, neither in the next"
 
 
 def test_late_news_from_before_an_outage_changes_nothing() -> None:
@@ -138,10 +139,10 @@ def test_late_news_from_before_an_outage_changes_nothing() -> None:
 
 async def test_busy_engine_is_not_probed_and_a_silent_one_is() -> None:
     router, sick, well = two()
-    await probe_once(router)
+    await Prober(router).round()
     with router.reserve(without={"sick"}):  # type: ignore[union-attr]
         pass
-    await probe_once(router)
+    await Prober(router).round()
     assert (sick.probes, well.probes) == (2, 1)
 
 
@@ -160,7 +161,7 @@ async def test_calls_on_an_engine_that_vanished_end_when_its_probe_says_so() -> 
     sick.probe_error = EngineTimeoutError("silent")
     for _ in range(3):
         assert not any(task.done() for task in hanging)
-        await probe_once(router)
+        await Prober(router).round()
     ended = await asyncio.gather(*hanging, return_exceptions=True)
     assert [type(error) for error in ended] == [EngineLostError] * 3
     assert router.status()[0].in_flight == 0
@@ -180,7 +181,7 @@ async def test_prober_brings_a_restarted_server_back(http: aiohttp.ClientSession
     async with FakeVllmEngine() as fake:
         engine = VllmEngine(EngineEndpoint("e0", fake.url), http)
         router.add(engine)
-        prober = asyncio.create_task(probe_engines(router, interval_s=0.02))
+        prober = asyncio.create_task(Prober(router, interval_s=0.02).run())
         try:
             await eventually(lambda: fake.probes > 0)
             await fake.stop()

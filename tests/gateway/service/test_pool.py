@@ -1,0 +1,192 @@
+"""Engines that come, go and change while calls run, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+import pytest
+from pydantic import TypeAdapter
+
+from nemo_gym.errors import ConfigError
+from nemo_gym.gateway.engines import EngineConfig, Sampling, TokenRequest
+from nemo_gym.gateway.service.pool import EngineKind, EnginePool, RoutingConfig
+from nemo_gym.gateway.testing import FakeEngine, FakeOpenAIEngine, FakeSglangEngine, FakeVllmEngine
+
+CONFIG: TypeAdapter[Any] = TypeAdapter(EngineConfig)
+_numbers = itertools.count()
+
+
+def config(fake: FakeEngine, name: str, **options: Any) -> Any:
+    kinds = {FakeVllmEngine: "vllm", FakeSglangEngine: "sglang", FakeOpenAIEngine: "openai"}
+    return CONFIG.validate_python({"type": kinds[type(fake)], "base_url": fake.url, "name": name, **options})
+
+
+def request() -> TokenRequest:
+    return TokenRequest(f"r{next(_numbers)}", [5, 6, 7], Sampling(8))
+
+
+def engine_of(status: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(engine for engine in status["engines"] if engine["name"] == name)
+
+
+async def test_pool_spreads_calls_over_engines_of_different_wires() -> None:
+    async with FakeVllmEngine() as one, FakeSglangEngine() as two:
+        async with EnginePool([config(one, "one"), config(two, "two")]) as pool:
+            assert pool.kind == "token"
+            seen = Counter([(await pool.token_calls.generate(None, request())).engine for _ in range(10)])
+    assert seen == {"one": 5, "two": 5}
+
+
+async def test_text_pool_passes_bodies() -> None:
+    async with FakeOpenAIEngine() as fake, EnginePool([config(fake, "one")]) as pool:
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        reply = await pool.text_calls.call("s", lambda engine: engine.complete("/chat/completions", body))
+    assert pool.kind == "text" and orjson.loads(reply.body)["choices"] and reply.engine == "one"
+
+
+async def test_kinds_do_not_mix() -> None:
+    async with FakeVllmEngine() as token, FakeOpenAIEngine() as text:
+        with pytest.raises(ConfigError, match=r"'a' \(vllm\) takes token ids, 'b' \(openai\) takes text; use one"):
+            EnginePool([config(token, "a"), config(text, "b")])
+        async with EnginePool(kind="token") as pool:
+            with pytest.raises(ConfigError, match=r"'b' \(openai\) takes text; this gateway's engines take token ids"):
+                pool.add(config(text, "b"))
+            with pytest.raises(ConfigError, match="token ids, not text"):
+                pool.text_calls  # noqa: B018
+
+
+@pytest.mark.parametrize("kind", ["token", "text"])
+async def test_pool_can_begin_empty(kind: EngineKind) -> None:
+    async with EnginePool(kind=kind) as pool:
+        assert pool.kind == kind
+    with pytest.raises(ConfigError, match="kind must be given"):
+        EnginePool()
+
+
+async def test_name_given_twice_is_an_error_that_says_it() -> None:
+    async with FakeVllmEngine() as fake:
+        with pytest.raises(ConfigError, match="'a' is the name of 2 engines"):
+            EnginePool([config(fake, "a"), config(fake, "a")])
+        async with EnginePool([config(fake, "a")]) as pool:
+            with pytest.raises(ConfigError, match="'a' already"):
+                pool.add(config(fake, "a"))
+
+
+async def test_status_is_plain_data_without_secrets() -> None:
+    async with FakeVllmEngine() as fake:
+        secret = config(fake, "a", api_key="sk-secret", headers={"x-token": "sk-other"}, weight=2.5)
+        async with EnginePool([secret]) as pool:
+            await pool.token_calls.generate("s", request())
+            status = orjson.loads(orjson.dumps(pool.status()))
+    engine = engine_of(status, "a")
+    assert engine["state"] == "up" and engine["placed"] == 1 and engine["in_flight"] == 0 and engine["sessions"] == 1
+    assert engine["type"] == "vllm" and engine["base_url"] == fake.url and engine["weight"] == 2.5
+    assert status["kind"] == "token" and status["waiting"] == 0 and "sk-" not in str(status)
+
+
+async def test_pool_is_ready_when_an_engine_is_in_service(eventually: Callable[..., Any]) -> None:
+    fake = FakeVllmEngine()
+    await fake.start()
+    gone = config(fake, "a")
+    await fake.stop()
+    pool = EnginePool([gone], routing=RoutingConfig(probe_interval_s=0.02))
+    missing = pool.ready()
+    assert missing is not None and "not been probed" in missing["reason"]
+    async with pool:
+        await eventually(lambda: "no engine is in service" in (pool.ready() or {}).get("reason", ""))
+        missing = pool.ready()
+        assert missing is not None and "is it running" in missing["engines"]["a"]
+        await fake.start()
+        try:
+            await eventually(lambda: pool.ready() is None)
+            pool.router.replica("a").draining = True
+            missing = pool.ready()
+            assert missing is not None and "no engine is in service" in missing["reason"]
+        finally:
+            await fake.stop()
+        await pool.remove("a")
+        missing = pool.ready()
+        assert missing is not None and "POST /engines" in missing["reason"]
+
+
+async def test_removed_engine_finishes_its_calls_when_it_is_given_time(eventually: Callable[..., Any]) -> None:
+    async with FakeVllmEngine() as fake, FakeVllmEngine() as other:
+        async with EnginePool([config(fake, "a")]) as pool:
+            fake.gate.clear()
+            call = asyncio.create_task(pool.token_calls.generate("s", request()))
+            await eventually(lambda: len(fake.calls) == 1)
+            pool.add(config(other, "b"))
+            removing = asyncio.create_task(pool.remove("a", drain_timeout_s=30.0))
+            await eventually(lambda: engine_of(pool.status(), "a")["draining"])
+            assert (await pool.token_calls.generate("s", request())).engine == "b"
+            assert not removing.done()
+            fake.gate.set()
+            assert (await call).engine == "a"
+            await removing
+            assert [engine["name"] for engine in pool.status()["engines"]] == ["b"]
+
+
+async def test_running_calls_go_on_elsewhere_when_their_engine_is_removed(eventually: Callable[..., Any]) -> None:
+    async with FakeVllmEngine() as fake, FakeVllmEngine() as other:
+        async with EnginePool([config(fake, "a")]) as pool:
+            fake.event_gate = asyncio.Semaphore(3)  # three tokens, then silence
+            call = asyncio.create_task(pool.token_calls.generate("s", request()))
+            await eventually(lambda: fake.event_gate is not None and fake.event_gate.locked())
+            pool.add(config(other, "b"))
+            await pool.remove("a")
+            answer = await call
+    assert [(part.engine, part.tokens) for part in answer.segments] == [("a", 3), ("b", 5)]
+    assert answer.token_ids == fake.calls[0].token_ids[:3] + other.calls[0].token_ids
+    assert other.calls[0].body["prompt"] == [5, 6, 7, *fake.calls[0].token_ids[:3]]
+
+
+async def test_two_removals_of_one_engine_leave_one_engine_less(eventually: Callable[..., Any]) -> None:
+    async with FakeVllmEngine() as fake, EnginePool([config(fake, "a"), config(fake, "b", weight=0.01)]) as pool:
+        fake.gate.clear()
+        call = asyncio.create_task(pool.token_calls.generate(None, request()))
+        await eventually(lambda: len(fake.calls) == 1)
+        removals = [asyncio.create_task(pool.remove("a", 30.0)) for _ in range(2)]
+        await eventually(lambda: engine_of(pool.status(), "a")["draining"])
+        fake.gate.set()
+        assert (await call).engine == "a"
+        await asyncio.gather(*removals)
+        assert [engine["name"] for engine in pool.status()["engines"]] == ["b"]
+        with pytest.raises(ConfigError, match="there is no engine 'a'; there are: b"):
+            await pool.remove("a")
+
+
+async def test_weights_version_is_the_trainers_to_say() -> None:
+    async with FakeVllmEngine() as fake, EnginePool([config(fake, "a"), config(fake, "b")]) as pool:
+        pool.set_weights_version("step-1")
+        assert (await pool.token_calls.generate(None, request())).weights.last == "step-1"
+        with pytest.raises(ConfigError, match="no engine 'c'"):
+            pool.set_weights_version("step-2", ["a", "c"])
+        pool.set_weights_version("step-2", ["b"])
+        assert [engine["weights_version"] for engine in pool.status()["engines"]] == ["step-1", "step-2"]
+
+
+async def test_answer_tells_of_weights_that_changed_while_it_was_sampled(eventually: Callable[..., Any]) -> None:
+    async with FakeVllmEngine() as fake, EnginePool([config(fake, "a", weights_version="v1")]) as pool:
+        fake.gate.clear()
+        call = asyncio.create_task(pool.token_calls.generate(None, request()))
+        await eventually(lambda: len(fake.calls) == 1)
+        pool.set_weights_version("v2")
+        fake.gate.set()
+        weights = (await call).weights
+    assert (weights.first, weights.last) == ("v1", "v2")
+
+
+async def test_closed_pool_leaves_nothing_running() -> None:
+    async with FakeVllmEngine() as fake:
+        before = asyncio.all_tasks()
+        pool = EnginePool([config(fake, "a")])
+        await pool.start()
+        await pool.token_calls.generate("s", request())
+        await pool.aclose()
+        await pool.aclose()
+        assert {task for task in asyncio.all_tasks() - before if "probe" in task.get_name()} == set()

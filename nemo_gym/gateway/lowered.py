@@ -30,6 +30,8 @@ class CallName:
     namespace: str | None = None
     custom: bool = False
     """Whether its calls carry free text instead of JSON arguments."""
+    local_shell: bool = False
+    """Whether its calls are the ``local_shell_call`` items of Responses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,9 @@ class LoweredRequest:
     """Function tools as in Chat Completions, by the flat names that the policy sees; nothing when none are offered."""
     names: Mapping[str, CallName] = field(default_factory=dict)
     """Flat name → the harness's own, for tools where they differ."""
+    deferred: Sequence[Mapping[str, Any]] = ()
+    """Function tools that are no part of the prompt's tools but may be called: their definitions are in the
+    conversation, where the harness searched for them. For the parser of calls."""
     asked: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters as `pinned_sampling` reads them: ``temperature``, ``top_p``, ``top_k``, ``max_tokens``,
     ``stop``, ``seed``…"""
@@ -54,6 +59,10 @@ class LoweredRequest:
     """As in Chat Completions; nothing for plain text."""
     logprobs: bool = False
     """Whether the reply is to carry the logprobs of the sampled tokens."""
+    token_ids: bool = False
+    """Whether the reply is to carry token ids."""
+    reasoning: bool = True
+    """Whether the reply may carry the policy's reasoning; Messages: only where the request enables thinking."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further Chat Completions parameters that mean something to some endpoints and change nothing here
     (``reasoning_effort``, ``parallel_tool_calls``, ``user``…)."""
@@ -72,7 +81,8 @@ class AnswerUsage:
 
 @dataclass(frozen=True, slots=True)
 class AnswerTokens:
-    """The exact tokens of an answer, for callers that asked for them. Shapes: ``[P]``, ``[R]``, ``[R]``."""
+    """The exact tokens of an answer, for callers that asked for them. Shapes: ``[P]``, ``[R]``, ``[R]``. An endpoint
+    that told logprobs but no ids has ``texts`` and ``logprobs`` of one length, and no ids."""
 
     prompt_ids: Sequence[int]
     ids: Sequence[int]

@@ -142,7 +142,7 @@ def _reply(call: InferenceCall, completion: dict[str, Any]) -> Response:
     if call.dialect is Dialect.RESPONSES:
         reply = responses_chat.response_of_completion(completion, call.body)
     elif call.dialect is Dialect.MESSAGES:
-        reply = messages_chat.message_of_completion(completion)
+        reply = messages_chat.message_of_completion(completion, call.body)
     if call.stream:
         return Response(b"".join(stream_of(call.dialect, reply)), media_type=EVENT_STREAM)
     return JsonResponse(reply)

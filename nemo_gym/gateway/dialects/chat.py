@@ -1,0 +1,206 @@
+"""Chat Completions (``/v1/chat/completions``) and the lowered request.
+
+| field | what becomes of it |
+|---|---|
+| ``messages`` | lowered: ``developer`` is ``system``; leading system messages are one; parts of text are one text |
+| ``messages[].content`` | ``text``, ``refusal``, ``image_url`` (``input_image``); audio, video and files are refused |
+| ``messages[].reasoning_content``, ``reasoning`` | the assistant's reasoning |
+| ``messages[].tool_calls`` | ``function`` and ``custom`` calls |
+| ``tools``, ``tool_choice`` | ``function`` and ``custom`` tools; other types, which OpenAI would run, are not shown |
+| ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``seed``, ``stop``, ``presence_penalty``, ``frequency_penalty``, ``repetition_penalty`` | sampling |
+| ``max_completion_tokens``, ``max_tokens`` | token budget; the newer name wins |
+| ``stream``, ``stream_options.include_usage`` | the stream |
+| ``response_format`` | passed on |
+| ``logprobs`` | of the sampled tokens; ``top_logprobs`` gives no alternatives |
+| ``return_token_ids``, ``return_token_id_information`` | token ids and logprobs in the message |
+| ``n`` other than 1, ``best_of`` above 1 | refused |
+| ``logit_bias``, ``functions``, ``function_call``, ``audio``, ``modalities`` with more than text, ``echo``, ``suffix``, ``prompt``, ``background``, ``previous_response_id``, ``conversation`` | refused where they ask for something |
+| ``web_search_options``, ``store``, ``metadata``, ``model`` | ignored; the session has its model |
+| anything else (``user``, ``reasoning_effort``, ``parallel_tool_calls``, ``chat_template_kwargs``, unknown fields) | ``extra`` |
+
+Types of content, of messages and of tool choices that are not known are refused by name; other unknown fields are
+harmless.
+"""  # noqa: E501 - a table's row is one line
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nemo_gym.errors import NemoGymError
+from nemo_gym.gateway.dialects import chat_reply
+from nemo_gym.gateway.dialects.content import answer_text, lead_system, openai_content, reasoning_of, system_text
+from nemo_gym.gateway.dialects.errors import openai_error
+from nemo_gym.gateway.dialects.fields import (
+    Body,
+    flag_at,
+    json_at,
+    kind_of,
+    number_at,
+    object_at,
+    objects_in,
+    refuse,
+    refuse_set,
+    rest_of,
+    sampling_at,
+    stop_at,
+    text_at,
+)
+from nemo_gym.gateway.dialects.tools import ToolTable, called, chosen, custom_arguments
+from nemo_gym.gateway.lowered import Answer, LoweredRequest
+
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+ONE_ANSWER = "asks for several answers; one request gets one answer here"
+NOT_STORED = "refers to a conversation stored elsewhere; nothing is stored here: send the whole conversation"
+_REFUSED = {
+    "logit_bias": "changes the policy's distribution; its tokens would no longer be its own",
+    "functions": "is the old form of 'tools'; use 'tools'",
+    "function_call": "is the old form of 'tool_choice'; use 'tool_choice'",
+    "audio": "asks for audio; this model writes text only",
+    "echo": "is not possible here",
+    "suffix": "is not possible here",
+    "prompt": "is not read here; send 'messages'",
+    "background": "asks for an answer to be fetched later; nothing is stored here",
+    "previous_response_id": NOT_STORED,
+    "conversation": NOT_STORED,
+}
+_USED = frozenset(
+    {
+        *SAMPLING,
+        *_REFUSED,
+        *("messages", "tools", "tool_choice", "max_completion_tokens", "max_tokens", "stop", "stream"),
+        *("stream_options", "response_format", "logprobs", "return_token_ids", "return_token_id_information", "n"),
+        *("best_of", "modalities", "web_search_options", "store", "metadata", "model"),
+    }
+)
+
+
+class ChatAdapter:
+    """Chat Completions."""
+
+    def lower(self, body: Body) -> LoweredRequest:
+        one_answer(body)
+        refuse_set(body, _REFUSED)
+        if body.get("modalities") not in (None, [], ["text"]):
+            refuse("modalities", "asks for more than text; this model writes text only")
+        table = ToolTable()
+        for where, tool in objects_in(body.get("tools"), "tools"):
+            _add_tool(table, tool, where)
+        asked = sampling_at(body, *SAMPLING)
+        budget = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+        if (limit := number_at(body, budget, low=1, whole=True)) is not None:
+            asked["max_tokens"] = limit
+        if stop := stop_at(body, "stop"):
+            asked["stop"] = stop
+        return LoweredRequest(
+            messages=lower_messages(body.get("messages"), table),
+            tools=table.tools or None,
+            names=table.names,
+            asked=asked,
+            stream=flag_at(body, "stream"),
+            stream_usage=flag_at(object_at(body, "stream_options", ""), "include_usage"),
+            tool_choice=chosen(body.get("tool_choice"), table),
+            response_format=object_at(body, "response_format", "") or None,
+            logprobs=flag_at(body, "logprobs"),
+            token_ids=wants_token_ids(body),
+            extra=rest_of(body, _USED),
+        )
+
+    def reply(self, answer: Answer, request: LoweredRequest, body: Body) -> dict[str, Any]:
+        return chat_reply.completion_of(answer, request)
+
+    def events(self, reply: Mapping[str, Any], request: LoweredRequest) -> Iterator[bytes]:
+        return chat_reply.events_of(reply, usage=request.stream_usage)
+
+    def opening(
+        self, answer_id: str, created_at: float, model: str, request: LoweredRequest, body: Body
+    ) -> dict[str, Any] | None:
+        return None
+
+    def error(self, error: NemoGymError) -> tuple[int, dict[str, Any]]:
+        return openai_error(error)
+
+
+def one_answer(body: Body) -> None:
+    """Refuse a request for several answers, in any dialect."""
+    for key in ("n", "best_of"):
+        if (number_at(body, key, whole=True) or 1) != 1:
+            refuse(key, ONE_ANSWER)
+
+
+def wants_token_ids(body: Body) -> bool:
+    return flag_at(body, "return_token_ids") or flag_at(body, "return_token_id_information")
+
+
+def lower_messages(value: Any, table: ToolTable) -> list[dict[str, Any]]:
+    """The messages of a request."""
+    if not isinstance(value, list | tuple) or not value:
+        refuse("messages", "must be a list of at least one message")
+    return lead_system([_message(message, where, table) for where, message in objects_in(value, "messages")])
+
+
+def _message(message: Body, where: str, table: ToolTable) -> dict[str, Any]:
+    role, content, at = message.get("role"), message.get("content"), f"{where}.content"
+    if role in ("system", "developer"):
+        return {"role": "system", "content": system_text(content, at)}
+    if role == "user":
+        return {"role": "user", "content": openai_content(content, at) or ""}
+    if role == "tool":
+        call_id = text_at(message, "tool_call_id", where, default="")
+        return {"role": "tool", "tool_call_id": call_id, "content": openai_content(content, at) or ""}
+    if role != "assistant":
+        refuse(f"{where}.role", f"is {role!r}; it must be system, developer, user, assistant or tool")
+    answer: dict[str, Any] = {"role": "assistant", "content": answer_text(content, at)}
+    if answer["content"] is None and isinstance(message.get("refusal"), str):
+        answer["content"] = message["refusal"]
+    if reasoning := reasoning_of(message, where):
+        answer["reasoning_content"] = reasoning
+    if message.get("function_call"):
+        refuse(f"{where}.function_call", "is the old form of 'tool_calls'; use 'tool_calls'")
+    if calls := [_call(call, at, table) for at, call in objects_in(message.get("tool_calls"), f"{where}.tool_calls")]:
+        answer["tool_calls"] = calls
+    return answer
+
+
+def _call(call: Body, where: str, table: ToolTable) -> dict[str, Any]:
+    call_id = text_at(call, "id", where, default="")
+    kind = call.get("type") or "function"
+    if kind == "custom":
+        custom, at = object_at(call, "custom", where), f"{where}.custom"
+        text = custom_arguments(text_at(custom, "input", at), call_id, at)
+        return called(table.flat_name(text_at(custom, "name", at)), call_id, text)
+    if kind != "function":
+        refuse(f"{where}.type", f"is {kind!r}; it must be 'function' or 'custom'")
+    function, at = object_at(call, "function", where), f"{where}.function"
+    return called(table.flat_name(text_at(function, "name", at)), call_id, arguments_at(function, at))
+
+
+def arguments_at(function: Body, where: str) -> str:
+    """A call's arguments: JSON text, or the data itself, which some harnesses send."""
+    value = function.get("arguments")
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        return json_at(value, f"{where}.arguments")
+    refuse(f"{where}.arguments", f"must be JSON text, not {kind_of(value)}")
+
+
+def _add_tool(table: ToolTable, tool: Body, where: str) -> None:
+    kind = tool.get("type") or "function"
+    if kind == "function":
+        table.add(object_at(tool, "function", where), f"{where}.function")
+    elif kind == "custom":
+        table.add_custom(object_at(tool, "custom", where), f"{where}.custom")
+    elif not isinstance(kind, str):
+        refuse(f"{where}.type", f"must be a string, not {kind_of(kind)}")

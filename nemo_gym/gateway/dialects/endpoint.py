@@ -1,0 +1,104 @@
+"""The lowered request and answer towards an endpoint that speaks Chat Completions: the far side of the adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_gym.gateway.dialects.content import reasoning_of
+from nemo_gym.gateway.lowered import Answer, AnswerEnd, AnswerTokens, AnswerUsage, LoweredRequest
+
+_ENDS = {end.value: end for end in AnswerEnd} | {"function_call": AnswerEnd.TOOL_CALLS}
+
+
+def chat_body(request: LoweredRequest) -> dict[str, Any]:
+    """The request as a body of Chat Completions, without ``model`` and ``stream``, which are the caller's."""
+    body: dict[str, Any] = {**request.extra, "messages": [*request.messages], **request.asked}
+    tools = [*(request.tools or ()), *request.deferred]
+    if tools:
+        body["tools"] = tools
+        choice = request.tool_choice
+        if isinstance(choice, Mapping):
+            body["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
+        elif choice != "auto":
+            body["tool_choice"] = choice
+    else:
+        body.pop("parallel_tool_calls", None)
+    if request.response_format is not None:
+        body["response_format"] = request.response_format
+    if request.logprobs:
+        body["logprobs"] = True
+    else:
+        body.pop("top_logprobs", None)
+    return body
+
+
+def answer_of_completion(
+    completion: Mapping[str, Any], *, answer_id: str, created_at: float, model: str | None = None
+) -> Answer:
+    """The answer in a chat completion of an endpoint; ``model`` overrides the one it names. Raises `KeyError`,
+    `IndexError`, `TypeError` or `ValueError` for what is no chat completion."""
+    try:
+        return _answer(completion, answer_id, created_at, model)
+    except AttributeError as error:  # something else where an object should be
+        raise TypeError(str(error)) from error
+
+
+def _answer(completion: Mapping[str, Any], answer_id: str, created_at: float, model: str | None) -> Answer:
+    choice = completion["choices"][0]
+    said = choice["message"]
+    message: dict[str, Any] = {"role": "assistant", "content": said.get("content")}
+    if message["content"] is None and said.get("refusal"):
+        message["content"] = said["refusal"]
+    if reasoning := reasoning_of(said, "message"):
+        message["reasoning_content"] = reasoning
+    if calls := said.get("tool_calls"):
+        message["tool_calls"] = [
+            {
+                "id": call.get("id") or "",
+                "type": "function",
+                "function": {
+                    "name": call["function"]["name"],
+                    "arguments": call["function"].get("arguments") or "",
+                },
+            }
+            for call in calls
+        ]
+    end = _ENDS.get(str(choice.get("finish_reason")), AnswerEnd.STOP)
+    if calls and end is AnswerEnd.STOP:
+        end = AnswerEnd.TOOL_CALLS
+    stop = choice.get("stop_reason")
+    return Answer(
+        answer_id=answer_id,
+        created_at=created_at,
+        model=str(model or completion.get("model") or "policy"),
+        message=message,
+        end=end,
+        usage=_usage(completion.get("usage")),
+        stop=stop if isinstance(stop, str) else None,
+        tokens=_tokens(choice, said),
+    )
+
+
+def _usage(reported: Any) -> AnswerUsage:
+    if not isinstance(reported, Mapping):
+        return AnswerUsage()
+    prompt = reported.get("prompt_tokens_details") or {}
+    output = reported.get("completion_tokens_details") or {}
+    return AnswerUsage(
+        prompt_tokens=int(reported.get("prompt_tokens") or 0),
+        completion_tokens=int(reported.get("completion_tokens") or 0),
+        cached_tokens=int(prompt.get("cached_tokens") or 0),
+        reasoning_tokens=int(output.get("reasoning_tokens") or 0),
+    )
+
+
+def _tokens(choice: Mapping[str, Any], message: Mapping[str, Any]) -> AnswerTokens | None:
+    """What the endpoint told about its tokens: ids as NeMo Gym's model servers do, or texts and logprobs."""
+    entries = (choice.get("logprobs") or {}).get("content") or None
+    texts = [str(entry["token"]) for entry in entries] if entries else None
+    logprobs = [float(entry["logprob"]) for entry in entries] if entries else None
+    if (ids := message.get("generation_token_ids")) is not None:
+        known = message.get("generation_log_probs")
+        return AnswerTokens(message.get("prompt_token_ids") or [], ids, logprobs if known is None else known, texts)
+    return None if texts is None else AnswerTokens([], [], logprobs, texts)

@@ -1,0 +1,98 @@
+"""The input of a Responses request as chat messages.
+
+Items of one answer of the policy become one assistant message. A call's output is a tool message, with its images. A
+reasoning item is read by its text (``content``, else ``summary``), never by ``encrypted_content``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nemo_gym.gateway.dialects.chat import arguments_at
+from nemo_gym.gateway.dialects.content import answer_text, lead_system, openai_content, system_text
+from nemo_gym.gateway.dialects.fields import Body, json_at, object_at, objects_in, optional_text, refuse, text_at
+from nemo_gym.gateway.dialects.tools import LOCAL_SHELL, ToolTable, called, custom_arguments
+
+_OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+_SHELL_FIELDS = ("command", "working_directory", "timeout_ms")
+
+
+def lower_input(body: Body, table: ToolTable) -> list[dict[str, Any]]:
+    """Instructions and input of a request."""
+    value = body.get("input")
+    instructions = body.get("instructions")
+    start = [{"role": "system", "content": system_text(instructions, "instructions")}] if instructions else []
+    if isinstance(value, str):
+        return [*start, {"role": "user", "content": value}]
+    if not isinstance(value, list | tuple) or not value:
+        refuse("input", "must be a string, or a list of at least one item")
+    return lead_system([*start, *lower_items(objects_in(value, "input"), table)])
+
+
+def lower_items(items: Iterable[tuple[str, Body]], table: ToolTable) -> list[dict[str, Any]]:
+    """Items, each with where it stands, as messages."""
+    messages: list[dict[str, Any]] = []
+    turn: dict[str, Any] | None = None  # the assistant message being put together
+    for where, item in items:
+        kind = item.get("type") or ("message" if "role" in item else None)
+        if kind in _OUTPUTS:
+            turn = None
+            call_id = text_at(item, "id" if item.get("call_id") is None else "call_id", where)
+            content = openai_content(item.get("output"), f"{where}.output") or ""
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+        elif kind == "message" and item.get("role") != "assistant":
+            turn = None
+            messages.append(_message(item, where))
+        else:
+            if turn is None or (kind == "reasoning" and (turn.get("tool_calls") or turn["content"])):
+                turn = {"role": "assistant", "content": None}
+                messages.append(turn)
+            extend_turn(turn, kind, item, where, table)
+    for message in messages:
+        if message["content"] is None and not message.get("tool_calls"):
+            message["content"] = ""
+    return messages
+
+
+def _message(item: Body, where: str) -> dict[str, Any]:
+    role, at = item.get("role"), f"{where}.content"
+    if role in ("system", "developer"):
+        return {"role": "system", "content": system_text(item.get("content"), at)}
+    if role != "user":
+        refuse(f"{where}.role", f"is {role!r}; it must be user, assistant, system or developer")
+    return {"role": "user", "content": openai_content(item.get("content"), at) or ""}
+
+
+def extend_turn(turn: dict[str, Any], kind: Any, item: Body, where: str, table: ToolTable) -> None:
+    """Add an item of the assistant to the message it belongs to."""
+    if kind == "message":
+        turn["content"] = (turn["content"] or "") + (answer_text(item.get("content"), f"{where}.content") or "")
+    elif kind == "reasoning":
+        if text := _reasoning(item, where):
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+    elif kind in ("function_call", "custom_tool_call", "local_shell_call"):
+        turn.setdefault("tool_calls", []).append(_call(kind, item, where, table))
+    elif kind == "item_reference":
+        refuse(where, "refers to an item stored elsewhere; nothing is stored here: send the item itself")
+    else:
+        refuse(f"{where}.type", f"is {kind!r}: items of this type are not known here")
+
+
+def _call(kind: str, item: Body, where: str, table: ToolTable) -> dict[str, Any]:
+    if kind == "local_shell_call":
+        action: Mapping[str, Any] = object_at(item, "action", where)
+        given = {key: action[key] for key in _SHELL_FIELDS if action.get(key) is not None}
+        call_id = text_at(item, "id" if item.get("call_id") is None else "call_id", where)
+        return called(LOCAL_SHELL, call_id, json_at(given, f"{where}.action"))
+    call_id = text_at(item, "call_id", where)
+    flat = table.flat_name(text_at(item, "name", where), optional_text(item, "namespace", where))
+    if kind == "custom_tool_call":
+        return called(flat, call_id, custom_arguments(text_at(item, "input", where), call_id, where))
+    return called(flat, call_id, arguments_at(item, where))
+
+
+def _reasoning(item: Body, where: str) -> str:
+    return answer_text(item.get("content"), f"{where}.content") or "".join(
+        text_at(part, "text", at) for at, part in objects_in(item.get("summary"), f"{where}.summary")
+    )

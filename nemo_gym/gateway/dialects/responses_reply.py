@@ -1,0 +1,135 @@
+"""An answer as a response of Responses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_gym.gateway.dialects.answers import AnswerCall, calls_in, made_up, reasoning_in, text_in
+from nemo_gym.gateway.dialects.chat_reply import logprobs_content, token_fields
+from nemo_gym.gateway.dialects.fields import Body
+from nemo_gym.gateway.dialects.tools import custom_input
+from nemo_gym.gateway.lowered import Answer, AnswerEnd, AnswerUsage, CallName, LoweredRequest
+
+ENCRYPTED = "reasoning.encrypted_content"
+_INCOMPLETE = {AnswerEnd.LENGTH: "max_output_tokens", AnswerEnd.CONTENT_FILTER: "content_filter"}
+_ECHOED_TOOLS = ("function", "custom", "local_shell")
+
+
+def included(body: Body) -> list[Any]:
+    """What a request's ``include`` asks for."""
+    value = body.get("include")
+    return [*value] if isinstance(value, list | tuple) else []
+
+
+def response_of(answer: Answer, request: LoweredRequest, body: Body) -> dict[str, Any]:
+    """A ``response``. Token fields are those of its last item."""
+    output: list[dict[str, Any]] = []
+    if reasoning := reasoning_in(answer):
+        item: dict[str, Any] = {"id": f"rs_{answer.answer_id}", "type": "reasoning"}
+        item["summary"] = [{"type": "summary_text", "text": reasoning}]
+        if ENCRYPTED in included(body):
+            item["encrypted_content"] = made_up(answer, "reasoning")
+        output.append(item)
+    calls = calls_in(answer)
+    text = text_in(answer)
+    if text or not calls:
+        output.append(_message(answer, text, request))
+    output += [_call(answer, number, call, request) for number, call in enumerate(calls)]
+    reason = _INCOMPLETE.get(answer.end)
+    if reason and "status" in output[-1]:
+        output[-1]["status"] = "incomplete"
+    if request.token_ids and answer.tokens is not None:
+        output[-1] |= token_fields(answer.tokens)
+    made = response_object(answer.answer_id, answer.created_at, answer.model, body)
+    return {
+        **made,
+        "status": "incomplete" if reason else "completed",
+        "incomplete_details": {"reason": reason} if reason else None,
+        "output": output,
+        "usage": _usage(answer.usage),
+    }
+
+
+def _message(answer: Answer, text: str, request: LoweredRequest) -> dict[str, Any]:
+    part: dict[str, Any] = {"type": "output_text", "text": text, "annotations": []}
+    if request.logprobs and answer.tokens is not None and answer.tokens.logprobs is not None:
+        part["logprobs"] = logprobs_content(answer.tokens)
+    return {
+        "id": f"msg_{answer.answer_id}",
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": [part],
+    }
+
+
+def _call(answer: Answer, number: int, call: AnswerCall, request: LoweredRequest) -> dict[str, Any]:
+    known = request.names.get(call.name) or CallName(call.name)
+    own_id = f"{answer.answer_id}_{number}"
+    if known.local_shell and isinstance(call.data, Mapping) and isinstance(call.data.get("command"), list):
+        action = {"type": "exec", "env": {}, **{key: value for key, value in call.data.items() if key != "type"}}
+        return {
+            "id": f"lsh_{own_id}",
+            "type": "local_shell_call",
+            "call_id": call.call_id,
+            "action": action,
+            "status": "completed",
+        }
+    if known.custom:
+        call_id, text = custom_input(call.call_id, call.arguments, call.data)
+        item = {"id": f"ctc_{own_id}", "type": "custom_tool_call", "call_id": call_id, "input": text}
+    else:
+        item = {
+            "id": f"fc_{own_id}",
+            "type": "function_call",
+            "call_id": call.call_id,
+            "arguments": call.arguments,
+        }
+    item |= {"name": known.name, "status": "completed"}
+    return item if known.namespace is None else {**item, "namespace": known.namespace}
+
+
+def _usage(usage: AnswerUsage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def response_object(answer_id: str, created_at: float, model: str, body: Body) -> dict[str, Any]:
+    """The response before it has an output, with the request's parameters as the dialect repeats them."""
+    return {
+        "id": f"resp_{answer_id}",
+        "object": "response",
+        "created_at": created_at,
+        "model": model,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.get("instructions"),
+        "max_output_tokens": body.get("max_output_tokens"),
+        "metadata": body.get("metadata"),
+        "output": [],
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+        "previous_response_id": None,
+        "reasoning": body.get("reasoning"),
+        "store": False,
+        "temperature": body.get("temperature"),
+        "text": body.get("text") or {"format": {"type": "text"}},
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": [_echo(tool) for tool in body.get("tools") or () if tool.get("type") in _ECHOED_TOOLS],
+        "top_p": body.get("top_p"),
+        "truncation": "disabled",
+        "usage": None,
+    }
+
+
+def _echo(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as clients that validate expect it back."""
+    required = {"strict": False, "parameters": None} if tool.get("type") == "function" else {}
+    return {**required, **tool}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -15,7 +15,7 @@ from nemo_gym.gateway.testing.asked import Asked
 from nemo_gym.gateway.testing.faults import Abort, CutOff, Fault, Garbage, Hang, Status
 from nemo_gym.gateway.testing.sampler import Sampler, hashed_sampler
 
-Outcome = Literal["sampling", "answered", "cancelled", "faulted"]
+Outcome = Literal["sampling", "answered", "cancelled", "faulted", "refused", "failed"]
 
 
 @dataclass(slots=True)
@@ -64,6 +64,8 @@ class FakeEngine:
         self.healthy = True
         self.faults: deque[Fault] = deque()
         """Each is used up by one inference request."""
+        self.chance: Callable[[], Fault | None] = lambda: None
+        """Asked for a fault at every other inference request."""
         self.gate = asyncio.Event()
         """Answers wait for it; it is open unless a test clears it."""
         self.gate.set()
@@ -131,7 +133,7 @@ class FakeEngine:
         if request.transport is not None:
             call.connection = request.transport.get_extra_info("peername")[1]
         self.calls.append(call)
-        call.fault = self.faults.popleft() if self.faults else None
+        call.fault = self.faults.popleft() if self.faults else self.chance()
         try:
             reply = await self._reply(request, call)
         except asyncio.CancelledError:
@@ -140,7 +142,8 @@ class FakeEngine:
         except ConnectionError:
             call.outcome = "cancelled"
             raise
-        call.outcome = "answered" if call.fault is None else "faulted"
+        if call.outcome == "sampling":
+            call.outcome = "answered" if call.fault is None else "faulted"
         return reply
 
     async def _reply(self, request: web.Request, call: CallLog) -> web.StreamResponse:

@@ -15,7 +15,7 @@ import aiohttp
 import orjson
 import structlog
 from fastapi import Body, FastAPI
-from pydantic import PrivateAttr
+from pydantic import Field, PrivateAttr
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -26,6 +26,7 @@ from nemo_gym.environment.plugin_call import PluginCall, plain
 from nemo_gym.errors import CredentialError, InvalidBodyError, ModelError
 from nemo_gym.gateway.dialects import PATHS, Dialect, apply_sampling
 from nemo_gym.gateway.dialects.streams import stream_of
+from nemo_gym.gateway.refusals import dialect_error, inference_refusal
 from nemo_gym.gateway.sessions import (
     INFERENCE_TOKEN_PREFIX,
     SESSION_TTL_S,
@@ -34,9 +35,10 @@ from nemo_gym.gateway.sessions import (
     InMemoryGatewaySessions,
 )
 from nemo_gym.gateway.usage import StreamedUsage, Usage
+from nemo_gym.serving.body_limit import BodyLimitMiddleware
 from nemo_gym.serving.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
 from nemo_gym.serving.middleware import caller_of, require_role
-from nemo_gym.serving.problems import JsonResponse, parse_json_object
+from nemo_gym.serving.problems import JsonResponse, parse_json_object, shape_errors
 from nemo_gym.serving.server import BaseServer, SimpleServer
 from nemo_gym.session import RolloutIdentity
 
@@ -53,6 +55,7 @@ __all__ = [
     "RateLimitedError",
     "Request",
     "SimpleResponsesAPIModel",
+    "dialect_error",
 ]
 
 EVENT_STREAM = "text/event-stream"
@@ -78,6 +81,8 @@ class BaseResponsesAPIModelConfig(BaseRunServerInstanceConfig):
 
     session_ttl_s: float = SESSION_TTL_S
     """How long an attempt's inference token is good for."""
+    max_body_bytes: int = Field(256 << 20, gt=0)
+    """Of one request; a larger one is answered with 413."""
 
 
 class BaseResponsesAPIModel(BaseServer):
@@ -160,6 +165,8 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
 
     def setup_webserver(self) -> FastAPI:
         app = self.base_app(authenticates_itself=self.is_inference)
+        app.add_middleware(BodyLimitMiddleware, max_bytes=self.config.max_body_bytes)
+        shape_errors(app, inference_refusal)
         routes = app.router.routes
         routes.append(Route("/sessions", self._open_route, methods=["POST"]))
         routes.append(Route("/sessions/{session_id}/finalize", self._finalize_route, methods=["POST"]))

@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from fastapi import FastAPI
-from fastapi.exception_handlers import http_exception_handler
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nemo_gym.errors import NemoGymError
-from nemo_gym.serving.problems import refused
+from nemo_gym.serving.problems import refused, refused_by_framework
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -51,6 +50,8 @@ class DirectRoutesMiddleware:
         try:
             response = await endpoint(request)
             await response(scope, receive, watched)
+        except ClientDisconnect:
+            return  # gone before its whole body was here: nobody waits for an answer
         except NemoGymError as error:
             if started:
                 raise
@@ -58,7 +59,7 @@ class DirectRoutesMiddleware:
         except HTTPException as error:
             if started:
                 raise
-            await (await http_exception_handler(request, error))(scope, receive, send)
+            await (await refused_by_framework(request, error))(scope, receive, send)
 
     def _find(self, scope: Scope) -> Endpoint | None:
         routes = self._application.router.routes

@@ -1,12 +1,19 @@
-"""Errors on the wire: RFC 9457 problem bodies, which say what is wrong and never what is private."""
+"""Errors on the wire: RFC 9457 problem bodies, which say what is wrong and never what is private.
+
+A server may word the errors of some of its routes otherwise (`shape_errors`).
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 import structlog
 from fastapi import FastAPI
+from fastapi.exception_handlers import http_exception_handler
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,7 +33,27 @@ class JsonResponse(Response):
         return orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
 
 
-def problem_response(error: NemoGymError) -> Response:
+ErrorShape = Callable[[Scope, NemoGymError], Response | None]
+"""Answers an error in another form than a problem; ``None`` leaves it a problem."""
+
+
+class InternalError(NemoGymError):
+    """An error that nobody expected."""
+
+    code = "internal"
+
+
+def shape_errors(app: FastAPI, shape: ErrorShape) -> None:
+    """Have every error that leaves ``app`` worded by ``shape``, the framework's own and unexpected ones included."""
+    app.state.nemo_gym_error_shape = shape
+
+
+def problem_response(error: NemoGymError, scope: Scope | None = None) -> Response:
+    """The answer to the request ``scope`` that ended with ``error``."""
+    app = scope.get("app") if scope is not None else None
+    shape: ErrorShape | None = getattr(app.state, "nemo_gym_error_shape", None) if app is not None else None
+    if scope is not None and shape is not None and (shaped := shape(scope, error)) is not None:
+        return shaped
     body = error.as_problem()
     headers = {}
     if (retry_after := error.details.get("retry_after_s")) is not None:
@@ -35,11 +62,14 @@ def problem_response(error: NemoGymError) -> Response:
 
 
 async def send_problem(scope: Scope, receive: Receive, send: Send, error: NemoGymError) -> None:
-    await problem_response(error)(scope, receive, send)
+    await problem_response(error, scope)(scope, receive, send)
 
 
 async def parse_json_object(request: Request) -> dict[str, Any]:
     """The request's body as a JSON object; raises `InvalidBodyError`."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("identity", ""):
+        raise InvalidBodyError(f"the body of {request.url.path} is encoded as {encoding[:40]!r}; send it as it is")
     body = await request.body()
     try:
         value = orjson.loads(body) if body else {}
@@ -57,13 +87,41 @@ def install_problem_handlers(app: FastAPI) -> None:
         assert isinstance(error, NemoGymError)
         return refused(request, error)
 
+    async def framework(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return await refused_by_framework(request, error)
+
     app.add_exception_handler(NemoGymError, known)
+    app.add_exception_handler(HTTPException, framework)
 
 
 def refused(request: Request, error: NemoGymError) -> Response:
     """The answer to a request that ended with one of this suite's errors; logged."""
     log.info("request refused", route=request.scope["path"], code=error.code, status=error.status)
-    return problem_response(error)
+    return problem_response(error, request.scope)
+
+
+async def refused_by_framework(request: Request, error: HTTPException) -> Response:
+    """The answer to a request that ended with an error of the framework: no such route, another method; or with one
+    that a plugin raised by hand."""
+    shape: ErrorShape | None = getattr(request.scope["app"].state, "nemo_gym_error_shape", None)
+    if shape is not None:
+        said = error.detail if isinstance(error.detail, str) else orjson.dumps(error.detail, default=str).decode()
+        shaped = shape(request.scope, http_error(error.status_code, f"{said} ({request.scope['path']})"))
+        if shaped is not None:
+            shaped.headers.update(error.headers or {})
+            return shaped
+    return await http_exception_handler(request, error)
+
+
+def http_error(status: int, message: str) -> NemoGymError:
+    """An error of which nothing but its status is known."""
+    return _error_class(status)(message)
+
+
+@functools.lru_cache(maxsize=64)
+def _error_class(http_status: int) -> type[NemoGymError]:
+    return type("HttpError", (NemoGymError,), {"status": http_status, "code": f"http_{http_status}"})
 
 
 class UnknownErrorMiddleware:
@@ -92,12 +150,5 @@ class UnknownErrorMiddleware:
                 raise
             # The boundary of plugin code.
             log.exception("route failed", route=scope["path"])
-            body = {
-                "type": "about:blank",
-                "title": "InternalError",
-                "status": 500,
-                "code": "internal",
-                "detail": f"{type(error).__name__} in {scope['path']}; the server's log has the traceback",
-                "retryable": False,
-            }
-            await Response(orjson.dumps(body), 500, media_type=PROBLEM_TYPE)(scope, receive, send)
+            said = f"{type(error).__name__} in {scope['path']}; the server's log has the traceback"
+            await send_problem(scope, receive, send, InternalError(said))

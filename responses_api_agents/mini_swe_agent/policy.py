@@ -10,6 +10,7 @@ import aiohttp
 import orjson
 
 from nemo_gym.errors import ModelError
+from nemo_gym.gateway.refusals import SHOULD_RETRY_HEADER
 from nemo_gym.session import InferenceEndpoint
 
 CONTEXT_WORDS = re.compile(rb"context.{0,3}(length|window)|too many tokens|prompt is too long", re.IGNORECASE)
@@ -49,10 +50,10 @@ class PolicyClient:
                     content = await reply.read()
                     if reply.status == 200:
                         return _completion(content)
-                    final, detail = _problem(content)
-                    problem = f"answered {reply.status}: {detail}"
+                    problem = f"answered {reply.status}: {_problem(content)}"
                     if reply.status in (400, 413) and CONTEXT_WORDS.search(content[:2000]):
                         raise ContextExceededError("the conversation no longer fits the model's context")
+                    final = reply.headers.get(SHOULD_RETRY_HEADER) == "false"
                     if final or reply.status not in RETRIED_STATUSES:
                         raise ModelError(f"the policy endpoint {problem}", status=reply.status)
                     pause = _retry_after(reply.headers.get("Retry-After"), default=0.5 * 2**tried)
@@ -63,17 +64,16 @@ class PolicyClient:
         raise ModelError(f"the policy endpoint {problem} (tried {self._max_tries} times)", retryable=True)
 
 
-def _problem(content: bytes) -> tuple[bool, str]:
-    """Whether a problem body says that no later try helps, and what went wrong in its words."""
+def _problem(content: bytes) -> str:
+    """What went wrong, in the words of an error body."""
     said = content[:300].decode("utf-8", "replace")
     try:
         body = orjson.loads(content)
     except orjson.JSONDecodeError:
-        return False, said
-    if not isinstance(body, dict):
-        return False, said
-    detail = body.get("detail")
-    return body.get("retryable") is False, detail if isinstance(detail, str) else said
+        return said
+    error = body.get("error") if isinstance(body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return message if isinstance(message, str) and message else said
 
 
 def _completion(content: bytes) -> dict[str, Any]:

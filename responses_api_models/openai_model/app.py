@@ -26,6 +26,7 @@ from nemo_gym.base_responses_api_model import (
 from nemo_gym.errors import ModelError
 from nemo_gym.gateway.dialects import Dialect, messages_chat, responses_chat
 from nemo_gym.gateway.dialects.streams import stream_of
+from nemo_gym.gateway.refusals import relayed_error
 from nemo_gym.gateway.usage import Usage
 from nemo_gym.serving.client import get_global_aiohttp_client
 from nemo_gym.serving.problems import JsonResponse
@@ -88,6 +89,8 @@ class SimpleModelServer(SimpleResponsesAPIModel):
         status, body, headers = reply
         if status != 200:
             # What the endpoint says about a request (too long, malformed) is for the harness that made it.
+            if call.dialect is Dialect.MESSAGES:
+                return relayed_error(call.dialect, status, body)
             return Response(body, status, headers, "application/json")
         if spoken is call.dialect:
             return Response(body, media_type="application/json")
@@ -217,8 +220,8 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             if call.dialect is Dialect.RESPONSES:
                 answer = responses_chat.response_of_completion(answer, call.body)
             elif call.dialect is Dialect.MESSAGES:
-                answer = messages_chat.message_of_completion(answer)
-        except (orjson.JSONDecodeError, KeyError, IndexError, TypeError) as error:
+                answer = messages_chat.message_of_completion(answer, call.body)
+        except (ValueError, KeyError, IndexError, TypeError) as error:
             raise ModelError(
                 f"the model endpoint's reply is not what {ROUTES[spoken]} answers:"
                 f" {body[:200].decode(errors='replace')}"

@@ -137,7 +137,8 @@ def test_typed_model_server_answers_and_streams_the_same() -> None:
     assert text.rstrip().endswith("data: [DONE]")
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-def test_dialect_that_a_model_server_does_not_speak_is_answered_with_501(path: str) -> None:
+@pytest.mark.parametrize(("path", "kind"), [("/v1/responses", "server_error"), ("/v1/messages", "api_error")])
+def test_dialect_that_a_model_server_does_not_speak_is_answered_with_501(path: str, kind: str) -> None:
     reply = typed_model().post(path, json={"input": "x", "messages": []})
-    assert reply.status_code == 501 and reply.json()["code"] == "dialect"
+    assert reply.status_code == 501 and reply.json()["error"]["type"] == kind
+    assert reply.headers["x-should-retry"] == "false"

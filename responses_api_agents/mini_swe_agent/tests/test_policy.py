@@ -45,13 +45,9 @@ async def serve() -> AsyncIterator[Serve]:
 
 
 def problem(status: int, *, retryable: bool) -> web.Response:
-    body = {
-        "status": status,
-        "code": "model",
-        "detail": "the model endpoint refused the API key",
-        "retryable": retryable,
-    }
-    return web.json_response(body, status=status, headers={"Retry-After": "0"})
+    body = {"error": {"message": "the model endpoint refused the API key", "type": "server_error", "code": "model"}}
+    headers = {"Retry-After": "0", "x-should-retry": "true" if retryable else "false"}
+    return web.json_response(body, status=status, headers=headers)
 
 
 async def test_refusal_that_says_it_is_final_is_asked_once_and_quoted_alone(serve: Serve) -> None:

@@ -247,8 +247,9 @@ async def test_rate_limit_is_passed_on_with_its_wait(stack: Stack, endpoint: Any
     real = await endpoint(chat=made.reply({"error": {"message": "slow down"}}, 429, {"Retry-After": "7"}))
     harness = await session(stack, real.url)
     reply = await harness.post("/chat/completions", messages=[])
-    problem = await reply.json(content_type=None)
-    assert (reply.status, float(reply.headers["Retry-After"]), problem["retryable"]) == (429, 7.0, True)
+    said = (await reply.json())["error"]
+    assert (reply.status, said["type"], said["code"]) == (429, "rate_limit_error", "rate_limit_exceeded")
+    assert (float(reply.headers["Retry-After"]), reply.headers["x-should-retry"]) == (7.0, "true")
     assert len(made.seen) == 1
 
 
@@ -259,8 +260,9 @@ async def test_passing_failure_is_tried_again_and_a_lasting_one_is_reported(stac
     harness = await session(stack, real.url, max_retries=1)
     assert (await harness.chat())[0] == 200
     reply = await harness.post("/responses", input="hi")
-    problem = await reply.json(content_type=None)
-    assert (reply.status, problem["upstream_status"], problem["retryable"]) == (502, 500, True)
+    said = (await reply.json())["error"]
+    assert (reply.status, said["type"], reply.headers["x-should-retry"]) == (502, "server_error", "true")
+    assert "500" in said["message"]
     assert len(made.seen) == 4
 
 
@@ -281,6 +283,19 @@ async def test_refused_request_is_the_harnesss_to_read(
     assert (await harness.finalize())["turns"] == 0
 
 
+async def test_refused_request_is_said_in_the_dialect_of_a_harness_that_speaks_another(
+    stack: Stack, endpoint: Any
+) -> None:
+    made = Endpoint()
+    real = await endpoint(chat=made.reply({"error": {"message": "context length exceeded"}}, 400))
+    harness = await session(stack, real.url)
+    reply = await harness.post("/messages", max_tokens=5, messages=[{"role": "user", "content": "hi"}])
+    assert (reply.status, await reply.json()) == (
+        400,
+        {"type": "error", "error": {"type": "invalid_request_error", "message": "context length exceeded"}},
+    )
+
+
 async def test_refused_key_is_named_and_never_shown(
     stack: Stack, endpoint: Any, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -289,7 +304,7 @@ async def test_refused_key_is_named_and_never_shown(
     real = await endpoint(chat=made.reply({"error": f"Incorrect API key provided: {KEY}"}, 401))
     harness = await session(stack, real.url)
     status, problem = await harness.chat()
-    assert status == 502 and "openai_api_key" in problem["detail"]
+    assert status == 502 and "openai_api_key" in problem["error"]["message"]
     shown = capfd.readouterr()
     for text in (str(problem), caplog.text, shown.out, shown.err, repr(stack.servers["model"].config)):
         assert KEY not in text
@@ -301,8 +316,9 @@ async def test_unreachable_endpoint_is_named_with_its_setting(stack: Stack) -> N
         port = probe.getsockname()[1]
     harness = await session(stack, f"http://127.0.0.1:{port}/v1", max_retries=0)
     status, problem = await harness.chat()
-    assert (status, problem["code"], problem["retryable"]) == (502, "model", True)
-    assert f"127.0.0.1:{port}" in problem["detail"] and "openai_base_url" in problem["detail"]
+    said = problem["error"]
+    assert (status, said["type"], said["code"]) == (502, "server_error", "model")
+    assert f"127.0.0.1:{port}" in said["message"] and "openai_base_url" in said["message"]
     ready = await request("GET", stack.url("model") + "/ready")
     assert ready.status == 503 and f"127.0.0.1:{port}" in (await ready.json())["detail"]
 
@@ -311,7 +327,7 @@ async def test_endpoint_without_any_route_is_named_with_its_setting(stack: Stack
     real = await endpoint()
     harness = await session(stack, real.url.removesuffix("/v1"))
     status, problem = await harness.chat()
-    assert status == 502 and "neither" in problem["detail"] and "/v1" in problem["detail"]
+    assert status == 502 and "neither" in problem["error"]["message"] and "/v1" in problem["error"]["message"]
 
 
 async def test_hanging_endpoint_is_given_up_after_its_time(stack: Stack, endpoint: Any) -> None:
@@ -319,7 +335,7 @@ async def test_hanging_endpoint_is_given_up_after_its_time(stack: Stack, endpoin
     real = await endpoint(chat=made.hang)
     harness = await session(stack, real.url, request_timeout_s=0.2, max_retries=0)
     status, problem = await harness.chat()
-    assert status == 502 and "Timeout" in problem["detail"]
+    assert status == 502 and "Timeout" in problem["error"]["message"]
     await asyncio.wait_for(made.gone.wait(), 20)
 
 
@@ -327,8 +343,9 @@ async def test_what_chat_cannot_say_is_refused_by_name(stack: Stack, endpoint: A
     made = Endpoint()
     real = await endpoint(chat=made.reply(CHAT))
     harness = await session(stack, real.url, api="chat")
-    for field, value in (("previous_response_id", "resp_0"), ("tools", [{"type": "web_search"}])):
+    for field, value in (("previous_response_id", "resp_0"), ("tools", [{"type": "file_search"}])):
         reply = await harness.post("/responses", input="hi", **{field: value})
-        problem = await reply.json(content_type=None)
-        assert reply.status == 422 and field.split("_")[0] in problem["detail"]
+        said = (await reply.json())["error"]
+        assert (reply.status, said["type"]) == (400, "invalid_request_error")
+        assert field.split("_")[0] in said["message"]
     assert made.seen == []

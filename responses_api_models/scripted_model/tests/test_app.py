@@ -108,8 +108,8 @@ async def test_same_conversation_gets_the_same_answer_from_another_process(stack
 async def test_conversation_of_no_task_is_answered_with_422(stack: Stack) -> None:
     body = {"messages": [{"role": "user", "content": "anything else"}]}
     reply = await post(await session(stack), "/chat/completions", body)
-    problem = await reply.json(content_type=None)
-    assert (reply.status, problem["code"]) == (422, "script") and "anything else" in problem["detail"]
+    said = (await reply.json())["error"]
+    assert (reply.status, said["code"]) == (422, "script") and "anything else" in said["message"]
 
 
 async def test_faults_happen_as_often_as_scripted_and_then_it_answers(stack: Stack, tmp_path: Path) -> None:

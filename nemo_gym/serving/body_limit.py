@@ -1,0 +1,48 @@
+"""A bound on request bodies, so that no caller can fill this process's memory."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nemo_gym.errors import NemoGymError
+
+
+class BodyTooLargeError(NemoGymError):
+    """A request body beyond the server's bound."""
+
+    code = "body_too_large"
+    status = 413
+
+
+class BodyLimitMiddleware:
+    """Raises `BodyTooLargeError` where a route reads more than ``max_bytes`` of a body, whether its length was
+    announced or not. What was not read is thrown away by the web server, so the connection stays usable."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        taken = 0
+
+        async def bounded() -> Message:
+            nonlocal taken
+            if announced.isdigit() and int(announced) > self._max_bytes:
+                raise self._too_large()
+            message = await receive()
+            taken += len(message.get("body", b""))
+            if taken > self._max_bytes:
+                raise self._too_large()
+            return message
+
+        await self.app(scope, bounded, send)
+
+    def _too_large(self) -> BodyTooLargeError:
+        return BodyTooLargeError(
+            f"the body is larger than {self._max_bytes} bytes; raise the server's 'max_body_bytes' if it may be",
+            limit_bytes=self._max_bytes,
+        )

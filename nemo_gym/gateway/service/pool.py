@@ -165,6 +165,13 @@ class EnginePool:
 
     # -- membership ----------------------------------------------------------------------------------------------
 
+    @property
+    def names(self) -> list[str]:
+        return [*self._facts]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._facts
+
     def add(self, config: EngineConfig) -> dict[str, Any]:
         """Put an engine into service at once, without waiting for a probe; its status. Raises `ConfigError` for a name
         in use and for an engine of the other kind."""

@@ -11,9 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from nemo_gym.base_responses_api_model import SimpleResponsesAPIModel, dialect_error, reward_in
-from nemo_gym.errors import ConfigError, CredentialError, InvalidBodyError, NemoGymError
-from nemo_gym.gateway.dialects import PATHS, Dialect, adapter_of
+from nemo_gym.base_responses_api_model import SimpleResponsesAPIModel, reward_in
+from nemo_gym.credentials import Role
+from nemo_gym.errors import CredentialError, InvalidBodyError
+from nemo_gym.gateway.dialects import PATHS, Dialect
+from nemo_gym.gateway.dialects.adapters import adapter_of
 from nemo_gym.gateway.service.backend import Backend
 from nemo_gym.gateway.service.config import GatewayConfig
 from nemo_gym.gateway.service.engine_routes import engine_routes
@@ -47,9 +49,7 @@ class Gateway(SimpleResponsesAPIModel):
         config = self.config
         self._pool = EnginePool(config.engines, routing=config.routing, retries=config.retries, kind=config.kind)
         self._backend = self._make_backend()
-        self._durable = DurableSessions(
-            self._backend, ttl_s=config.session_ttl_s, keep_closed_s=config.keep_closed_s
-        )
+        self._durable = DurableSessions(self._backend, ttl_s=config.session_ttl_s, keep_closed_s=config.keep_closed_s)
         self._inference = Inference(
             self._backend,
             self._durable,
@@ -109,13 +109,13 @@ class Gateway(SimpleResponsesAPIModel):
                 add(Route(f"{prefix}/v1/models", self._models_route, methods=["GET"]))
             add(Route(f"{prefix}{COUNT_TOKENS}", self._count_tokens_route, methods=["POST"]))
             add(Route(f"{prefix}/v1/models/{{model:path}}", self._model_route, methods=["GET"]))
-        app.router.routes.extend(engine_routes(self._pool))
+        app.router.routes.extend(engine_routes(self._pool, require_role))
         if self.config.path_tokens:
             app.add_middleware(PathTokenMiddleware)
         return app
 
     async def _open_route(self, request: Request) -> Response:
-        self._may_open(request)
+        require_role(request, Role.PIPELINE, Role.AGENT)
         asked = OpenSession.read(await parse_json_object(request))
         opened = await self._durable.open(
             asked.rollout, asked.sampling, ttl_s=asked.ttl_s, reward_source=asked.reward_source
@@ -145,25 +145,20 @@ class Gateway(SimpleResponsesAPIModel):
         return JsonResponse(await self._durable.complete(session_id, token, info))
 
     async def _inference_route(self, request: Request) -> Response:
+        live = self._session_of(request)
         dialect = _dialect_of(request)
+        body = await parse_json_object(request)
         try:
-            live = self._session_of(request)
-            body = await parse_json_object(request)
             return await while_connected(request, lambda: self._inference.answer(dialect, body, request, live))
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        except NemoGymError as error:
-            return dialect_error(dialect, error)
 
     async def _count_tokens_route(self, request: Request) -> Response:
-        try:
-            self._session_of(request)
-            body = await parse_json_object(request)
-            count = self._backend.count_tokens(adapter_of(Dialect.MESSAGES).lower({"max_tokens": 1, **body}))
-            if count is None:
-                raise InvalidBodyError("count_tokens: nobody here knows the endpoint's tokenizer")
-        except NemoGymError as error:
-            return dialect_error(Dialect.MESSAGES, error)
+        self._session_of(request)
+        body = await parse_json_object(request)
+        count = self._backend.count_tokens(adapter_of(Dialect.MESSAGES).lower({"max_tokens": 1, **body}))
+        if count is None:
+            raise InvalidBodyError("count_tokens: nobody here knows the endpoint's tokenizer")
         return JsonResponse({"input_tokens": count})
 
     async def _model_route(self, request: Request) -> Response:

@@ -68,7 +68,9 @@ class Backend(Protocol[C, D]):
         """Raises `EngineError`, `ContextOverflowError`, `InvalidBodyError`."""
         ...
 
-    def commit(self, conversations: C, request: LoweredRequest, sampled: D) -> tuple[Answer, Mapping[str, Any], TurnFacts]:
+    def commit(
+        self, conversations: C, request: LoweredRequest, sampled: D
+    ) -> tuple[Answer, Mapping[str, Any], TurnFacts]:
         """Keep what was sampled: the answer, the turn as the journal records it, and facts about it."""
         ...
 
@@ -79,5 +81,3 @@ class Backend(Protocol[C, D]):
     def forget(self, session_id: str) -> None:
         """The session has ended."""
         ...
-
-

@@ -145,4 +145,5 @@ def _read(file: Path) -> str:
     try:
         return file.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"policy.chat_template: '{file}' cannot be read ({error})", key="policy.chat_template") from error
+        key = "policy.chat_template"
+        raise ConfigError(f"{key}: '{file}' cannot be read ({error})", key=key) from error

@@ -23,7 +23,8 @@ from starlette.types import Receive, Scope, Send
 
 from nemo_gym.errors import FencedError
 from nemo_gym.gateway.delivery import DELIVERIES, AnswerWatch
-from nemo_gym.gateway.dialects import Dialect, DialectAdapter, adapter_of
+from nemo_gym.gateway.dialects import Dialect
+from nemo_gym.gateway.dialects.adapters import DialectAdapter, adapter_of
 from nemo_gym.gateway.journal import SessionState
 from nemo_gym.gateway.lowered import LoweredRequest
 from nemo_gym.gateway.retries import Delivery, request_fingerprint, request_hints

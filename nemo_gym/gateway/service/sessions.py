@@ -1,4 +1,4 @@
-"""Sessions that outlive the gateway's process: what is committed is in the journal, and a restart goes on from there."""
+"""Sessions that outlive the gateway's process: what is committed is in the journal, and a restart goes on with it."""
 
 from __future__ import annotations
 
@@ -189,9 +189,7 @@ class DurableSessions(Generic[C, D]):
         given = checked_reward(reward_info or {})
         async with live.ending:
             if live.state is SessionState.ABORTED:
-                raise FencedError(
-                    f"session '{session_id}' was aborted{_because(live.reason)}", session_id=session_id
-                )
+                raise FencedError(f"session '{session_id}' was aborted{_because(live.reason)}", session_id=session_id)
             if live.state is SessionState.OPEN:
                 live.state = SessionState.COMPLETE  # at once, for calls that come while the journal is being written
                 await live.answers.aclose()
@@ -212,9 +210,7 @@ class DurableSessions(Generic[C, D]):
         live = self._controlled(session_id, control_token)
         async with live.ending:
             if live.state is SessionState.ABORTED:
-                raise FencedError(
-                    f"session '{session_id}' was aborted{_because(live.reason)}", session_id=session_id
-                )
+                raise FencedError(f"session '{session_id}' was aborted{_because(live.reason)}", session_id=session_id)
             if live.closed_at is None:
                 said = {**live.reward_info, **(reward_info or {})}
                 if reward is not None:

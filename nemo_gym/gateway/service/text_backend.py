@@ -107,7 +107,9 @@ class TextBackend:
     def conversations(self, now: datetime) -> TextConversations:
         return TextConversations(now)
 
-    async def sample(self, conversations: TextConversations, request: LoweredRequest, context: CallContext) -> TextSample:
+    async def sample(
+        self, conversations: TextConversations, request: LoweredRequest, context: CallContext
+    ) -> TextSample:
         prepared = conversations.forest.prepare(request.messages, request.tools)
         body = self._body(request, context)
         began = time.monotonic()
@@ -139,9 +141,7 @@ class TextBackend:
             end,
             _usage(sampled.completion.get("usage")),
         )
-        facts = TurnFacts(
-            turn.turn_id, sampled.reply.engine, turn.weights_version, turn.reason, turn.reason_detail
-        )
+        facts = TurnFacts(turn.turn_id, sampled.reply.engine, turn.weights_version, turn.reason, turn.reason_detail)
         return answer, {**record_of(turn), "said": said}, facts
 
     def count_tokens(self, request: LoweredRequest) -> None:

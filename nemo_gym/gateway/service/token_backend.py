@@ -112,11 +112,7 @@ class TokenBackend:
         prompt = prepared.prompt_ids
         room = self._limits.context - len(prompt)
         if room < 1:
-            raise ContextOverflowError(
-                f"the prompt has {len(prompt)} tokens; the policy's context is {self._limits.context}",
-                prompt_tokens=len(prompt),
-                limit=self._limits.context,
-            )
+            raise ContextOverflowError(len(prompt), self._limits.context)
         if self._limits.answer is not None:
             room = min(room, self._limits.answer)
         sampling = pinned_sampling(request.asked, context.pinned, room_tokens=room)
@@ -127,9 +123,8 @@ class TokenBackend:
             TokenRequest(context.call_id, prompt, replace(sampling, stop_token_ids=stops), _images(prepared)),
         )
         if generation.finish_reason is FinishReason.ABORT:
-            raise EngineFailedError(
-                f"engine '{generation.engine}' gave the answer up before its end", retryable=True, engine=generation.engine
-            )
+            name = generation.engine
+            raise EngineFailedError(f"engine '{name}' gave the answer up before its end", retryable=True, engine=name)
         return TokenSample(prepared, generation, context, time.monotonic() - began)
 
     def commit(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,12 @@ from responses_api_models.gateway.tests.conftest import CALL, TOOL, GatewayStack
 
 def sampled(row: dict[str, Any]) -> list[int]:
     return [i for i, mask in zip(row["response_ids"], row["response_mask"], strict=True) if mask]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - the engine has no event for it
+            await asyncio.sleep(0.01)
 
 
 async def test_trajectory_holds_what_the_engine_sampled_and_nothing_else(gateway: GatewayStack) -> None:
@@ -100,12 +107,10 @@ async def test_caller_that_leaves_ends_the_sampling_and_changes_nothing(gateway:
     session = await gateway.open()
     gateway.engine.gate.clear()
     asking = asyncio.create_task(session.chat())
-    while not gateway.engine.calls:
-        await asyncio.sleep(0.01)
+    await until(lambda: bool(gateway.engine.calls))
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    while gateway.engine.calls[0].outcome != "cancelled":
-        await asyncio.sleep(0.01)
+    await until(lambda: gateway.engine.calls[0].outcome == "cancelled")
     gateway.engine.gate.set()
     await session.chat()
     summary = await session.finalize()

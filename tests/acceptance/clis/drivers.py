@@ -29,10 +29,17 @@ class Cli(ABC):
     dialect: ClassVar[str]
     """Of the requests it sends: ``chat``, ``responses`` or ``messages``."""
     command: ClassVar[str]
+    compact_above_tokens: ClassVar[int | None] = None
+    """A length that the scripted run reaches, and that is well above the first prompt's; nothing where the CLI cannot
+    compact."""
 
-    def __init__(self, place: Place, endpoint: Endpoint, *, context_tokens: int = 200_000) -> None:
-        """``context_tokens``: what the CLI is told of the model's context; compaction starts somewhere below it."""
-        self.place, self.endpoint, self.context_tokens = place, endpoint, context_tokens
+    def __init__(
+        self, place: Place, endpoint: Endpoint, *, compact_at_tokens: int | None = None, timeout_s: float = 120.0
+    ) -> None:
+        """``compact_at_tokens``: the length of a conversation that is to be compacted, about; nothing: none is.
+        ``timeout_s``: how long it waits for an answer, or for more of one, before it tries again."""
+        self.place, self.endpoint = place, endpoint
+        self.compact_at_tokens, self.timeout_s = compact_at_tokens, timeout_s
         self.directory = installed(self.name)
         self.configure()
 
@@ -65,6 +72,9 @@ class ClaudeCode(Cli):
     name = "claude-code"
     dialect = "messages"
     command = "node_modules/.bin/claude"
+    compact_above_tokens = 31_000
+    _WINDOW_TOKENS = 180_000
+    """What it takes an unknown model's context for, less its room for a summary."""
 
     def configure(self) -> None:
         (self.place.home / ".claude").mkdir(exist_ok=True)
@@ -80,6 +90,7 @@ class ClaudeCode(Cli):
         ]
 
     def variables(self) -> dict[str, str]:
+        percent = (self.compact_at_tokens or 0) * 100 // self._WINDOW_TOKENS
         return {
             "ANTHROPIC_BASE_URL": self.endpoint.base_url,
             "ANTHROPIC_API_KEY": self.endpoint.token,
@@ -89,10 +100,10 @@ class ClaudeCode(Cli):
             "CLAUDE_CODE_TMPDIR": str(self.place.scratch),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS": "1",
-            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(self.context_tokens),
-            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(self.context_tokens),
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "8000",
+            "API_TIMEOUT_MS": str(int(self.timeout_s * 1000)),
             "IS_SANDBOX": "1",  # as root it refuses to skip permissions otherwise
+            **({"CLAUDE_AUTOCOMPACT_PCT_OVERRIDE": str(percent)} if percent else {}),
         }
 
     def outcome(self, status: int, events: Sequence[Mapping[str, Any]], text: str) -> Outcome:
@@ -108,6 +119,7 @@ class Codex(Cli):
     name = "codex"
     dialect = "responses"
     command = "node_modules/.bin/codex"
+    compact_above_tokens = 19_000
 
     def configure(self) -> None:
         directory = self.place.home / ".codex"
@@ -115,8 +127,8 @@ class Codex(Cli):
         (directory / "config.toml").write_text(
             f'''model = "{self.endpoint.model}"
 model_provider = "policy"
-model_context_window = {self.context_tokens}
-model_auto_compact_token_limit = {self.context_tokens * 9 // 10}
+model_context_window = 120000
+model_auto_compact_token_limit = {self.compact_at_tokens or 110_000}
 web_search = "disabled"
 check_for_update_on_startup = false
 [analytics]
@@ -131,7 +143,7 @@ env_key = "POLICY_KEY"
 wire_api = "responses"
 request_max_retries = 6
 stream_max_retries = 6
-stream_idle_timeout_ms = 60000
+stream_idle_timeout_ms = {int(self.timeout_s * 1000)}
 '''
         )
 
@@ -155,12 +167,17 @@ class Opencode(Cli):
     name = "opencode-ai"
     dialect = "chat"
     command = "node_modules/.bin/opencode"
+    compact_above_tokens = 17_000
+    _ANSWER_TOKENS = 4096
 
     def configure(self) -> None:
         model = {
             "name": self.endpoint.model,
             "tool_call": True,
-            "limit": {"context": self.context_tokens, "output": 4096},
+            "limit": {
+                "context": (self.compact_at_tokens or 110_000) + self._ANSWER_TOKENS,
+                "output": self._ANSWER_TOKENS,
+            },
         }
         self._config.write_text(
             json.dumps(
@@ -174,7 +191,11 @@ class Opencode(Cli):
                         "policy": {
                             "npm": "@ai-sdk/openai-compatible",
                             "name": "policy",
-                            "options": {"baseURL": f"{self.endpoint.base_url}/v1", "apiKey": self.endpoint.token},
+                            "options": {
+                                "baseURL": f"{self.endpoint.base_url}/v1",
+                                "apiKey": self.endpoint.token,
+                                "timeout": int(self.timeout_s * 1000),
+                            },
                             "models": {self.endpoint.model: model},
                         }
                     },
@@ -204,6 +225,9 @@ class QwenCode(Cli):
     name = "qwen-code"
     dialect = "chat"
     command = "node_modules/.bin/qwen"
+    compact_above_tokens = 33_000
+    _RESERVED_TOKENS = 31_500
+    """Of the context, for answers and summaries."""
 
     def configure(self) -> None:
         directory = self.place.home / ".qwen"
@@ -213,7 +237,12 @@ class QwenCode(Cli):
                 {
                     "privacy": {"usageStatisticsEnabled": False},
                     "general": {"disableAutoUpdate": True, "enableAutoUpdate": False},
-                    "model": {"generationConfig": {"contextWindowSize": self.context_tokens, "timeout": 120_000}},
+                    "model": {
+                        "generationConfig": {
+                            "contextWindowSize": (self.compact_at_tokens or 90_000) + self._RESERVED_TOKENS,
+                            "timeout": int(self.timeout_s * 1000),
+                        }
+                    },
                 }
             )
         )
@@ -262,6 +291,7 @@ class MiniSweAgent(Cli):
                             "api_base": f"{self.endpoint.base_url}/v1",
                             "api_key": self.endpoint.token,
                             "custom_llm_provider": "openai",
+                            "timeout": self.timeout_s,
                         },
                     },
                 }
@@ -296,6 +326,4 @@ class MiniSweAgent(Cli):
         return Outcome(status == 0 and ended == "Submitted", str(ended))
 
 
-CLIS: Mapping[str, type[Cli]] = {
-    cli.name: cli for cli in (ClaudeCode, Codex, Opencode, QwenCode, MiniSweAgent)
-}
+CLIS: Mapping[str, type[Cli]] = {cli.name: cli for cli in (ClaudeCode, Codex, Opencode, QwenCode, MiniSweAgent)}

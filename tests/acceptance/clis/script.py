@@ -1,7 +1,8 @@
 """What the policy is made to say: a long tool-using run for each CLI, chosen by the conversation and nothing else.
 
-Every answer carries a mark such as ``[[main:3]]``. The last mark in a prompt says how far its conversation is, so a
-retried, resumed, compacted or forked conversation finds its place, whatever order the requests come in.
+The task and every answer carry a mark such as ``[[main:3]]``. The last mark in a prompt, and the answers behind it,
+say how far its conversation is, so a retried, resumed, compacted or forked conversation finds its place, whatever
+order the requests come in.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from nemo_gym.gateway.testing.tiny.script import CallView
 
 START = "[[main:0]]"
 _MARK = re.compile(r"\[\[(main|side):(\d+)\]\]")
@@ -31,7 +34,7 @@ _SUMMARY = (
 
 AWKWARD = (
     "Größe: 37,5 °C ≈ 99.5 °F → «warm» 🌡️\n\tquotes \"double\" 'single' `back` $HOME $(pwd) \\n \\\\ \\u00e9\n"
-    "<b>tags</b> & {\"json\": [1, 2.0, 1e3, null, true]} <|not a token|> </tool> 100%\n   indented   \n"
+    '<b>tags</b> & {"json": [1, 2.0, 1e3, null, true]} <|not a token|> </tool> 100%\n   indented   \n'
 )
 """Text that is easily changed on its way through JSON, shells and harnesses."""
 
@@ -43,6 +46,10 @@ class Call:
     name: str
     arguments: Mapping[str, Any]
 
+    def message(self, offered: Sequence[str], spelling: Mapping[str, Any]) -> dict[str, Any]:
+        name = next((tool for tool in offered if tool == self.name or tool.endswith(f"__{self.name}")), self.name)
+        return {"name": name, "arguments": json.dumps(self.arguments, **spelling)}
+
 
 @dataclass(frozen=True)
 class Step:
@@ -50,15 +57,6 @@ class Step:
 
     text: str
     calls: Sequence[Call] | Callable[[str], Sequence[Call]] = ()
-    reasoning: str | None = None
-
-
-@dataclass(frozen=True)
-class Said:
-    """An answer as it is to be sampled, before a template family spells it."""
-
-    text: str
-    calls: Sequence[Call] = ()
     reasoning: str | None = None
 
 
@@ -128,7 +126,7 @@ class CodexHands(Hands):
 
     def delegated(self, prompt: str) -> list[Step]:
         def wait(conversation: str) -> list[Call]:
-            spawned = re.findall(r'agent_id\W+([0-9a-f]{8}-[0-9a-f-]{27})', conversation)
+            spawned = re.findall(r"agent_id\W+([0-9a-f]{8}-[0-9a-f-]{27})", conversation)
             return [Call("wait_agent", {"targets": [spawned[-1]], "timeout_ms": 60_000})] if spawned else []
 
         return [
@@ -211,46 +209,78 @@ HANDS: Mapping[str, type[Hands]] = {
 }
 
 
+SPELLINGS: Sequence[Mapping[str, Any]] = (
+    {"ensure_ascii": False},
+    {"ensure_ascii": True, "separators": (",", ":")},
+    {"ensure_ascii": False, "indent": 1},
+)
+"""Ways in which a policy writes the same arguments, in turn."""
+
+
 @dataclass
 class Script:
-    """All that one CLI's policy says."""
+    """All that one CLI's policy says; called by the engine with what it sees of a call."""
 
     main: Sequence[Step]
     side: Sequence[Step]
     """A sub-agent's."""
     asked: list[str] = field(default_factory=list)
-    """The mark answered by each call, in order; ``summary`` and ``aside`` for answers outside the marks."""
+    """The mark of every answer begun, in order; ``summary`` and ``aside`` for answers outside the marks, ``rest`` for
+    the rest of one that broke off."""
+    decode: Callable[[Sequence[int]], str] | None = None
+    """The policy's, for answers that are to be continued after they broke off."""
+    _given: list[tuple[str, str]] = field(default_factory=list)
 
-    def next(self, conversation: str) -> Said:
-        """The answer to a prompt's text."""
-        marks = _MARK.findall(conversation)
-        own = [int(number) for kind, number in marks if kind == "main"]
-        side = [int(number) for kind, number in marks if kind == "side"]
+    def __call__(self, view: CallView) -> Mapping[str, Any] | str:
+        if self.decode is None:
+            return self._answer(view)
+        for prompt, text in reversed(self._given):
+            if (
+                view.prompt != prompt
+                and view.prompt.startswith(prompt)
+                and text.startswith(view.prompt[len(prompt) :])
+            ):
+                self.asked.append("rest")
+                return text[len(view.prompt) - len(prompt) :]
+        message = self._answer(view)
+        self._given.append((view.prompt, self.decode(view.renderer.ids(message)[:-1])))
+        return message
+
+    def _answer(self, view: CallView) -> dict[str, Any]:
+        marks = [*_MARK.finditer(view.prompt)]
         if not marks:
-            self.asked.append("aside")
-            return Said("Temperatures")
-        kind, steps, number = ("main", self.main, own[-1] + 1) if own else ("side", self.side, side[-1] + 1)
-        if _SUMMARY_ASKED.search(_after_last_mark(conversation)):
-            self.asked.append("summary")
-            return Said(_SUMMARY.format(f"Temperatures are being converted; the work is at [[{kind}:{number - 1}]]."))
+            return self._said("aside", "Temperatures")
+        own = [mark for mark in marks if mark[1] == "main"] or marks
+        kind, steps = (own[-1][1], self.main if own[-1][1] == "main" else self.side)
+        number = int(own[-1][2]) + max(0, view.renderer.answers_in(view.prompt[own[-1].end() :])) + 1
+        if _SUMMARY_ASKED.search(view.prompt[marks[-1].end() :][-_TAIL:]):
+            return self._said("summary", _SUMMARY.format(f"Temperatures are converted; at [[{kind}:{number - 1}]]."))
         if number > len(steps):
-            self.asked.append("aside")
-            return Said("Nothing is left to do.")
-        self.asked.append(f"{kind}:{number}")
+            return self._said("aside", "Nothing is left to do.")
         step = steps[number - 1]
-        calls = step.calls(conversation) if callable(step.calls) else step.calls
+        calls = step.calls(view.prompt) if callable(step.calls) else step.calls
         # A sub-agent's last answer goes into the main conversation, whose marks it must not disturb.
         mark = "" if kind == "side" and number == len(steps) else f" [[{kind}:{number}]]"
-        return Said(step.text + mark, calls, step.reasoning)
+        spelling = SPELLINGS[number % len(SPELLINGS)]
+        message = self._said(f"{kind}:{number}", step.text + mark)
+        message["tool_calls"] = [call.message(view.tools, spelling) for call in calls]
+        if step.reasoning is not None:
+            message["reasoning_content"] = step.reasoning
+        return message
+
+    def _said(self, what: str, text: str) -> dict[str, Any]:
+        self.asked.append(what)
+        return {"content": text}
 
     @property
-    def length(self) -> int:
-        return len(self.main)
+    def last(self) -> str:
+        """The mark of the answer that ends the run."""
+        return f"main:{len(self.main)}"
 
 
-def script_for(cli: str, work: str, *, bulk_lines: int = 0) -> Script:
+def script_for(cli: str, work: str, *, bulk_lines: int = 0, parallel_calls: bool = True) -> Script:
     """The run of one CLI in ``work``. ``bulk_lines``: of output that two of its commands print each, to fill the
-    context until the CLI compacts."""
+    context until the CLI compacts. Without ``parallel_calls`` every call has an answer of its own."""
     hands = HANDS[cli](work)
     one_way = "def to_celsius(fahrenheit):\n    return (fahrenheit - 32) * 5 / 9\n"
     other_way = one_way + "\n\ndef to_fahrenheit(celsius):\n    return celsius * 9 / 5 + 32\n"
@@ -261,7 +291,7 @@ def script_for(cli: str, work: str, *, bulk_lines: int = 0) -> Script:
         Step("  Two at once.\n", [hands.read("test_convert.py"), hands.shell("grep -n return convert.py")]),
         Step("Another function is added.", [hands.edit("convert.py", one_way.splitlines()[1], _rest(other_way))]),
         Step("", [hands.shell("python3 test_convert.py; cat convert.py")], "Does it still work?\n\nIt should."),
-        Step(bulk_lines and "Much to read." or "A look around.", [hands.shell(bulk)]),
+        Step("Much to read." if bulk_lines else "A look around.", [hands.shell(bulk)]),
         *hands.delegated("Count the lines of all Python files here. [[side:0]]"),
         Step("Notes with awkward characters.\n\n", [hands.write("notes.txt", AWKWARD)]),
         Step("They are checked.", [hands.shell("cat notes.txt | od -c | head -n 5; wc notes.txt")]),
@@ -276,18 +306,16 @@ def script_for(cli: str, work: str, *, bulk_lines: int = 0) -> Script:
         Step("Which are they?", [hands.shell("git ls-files '*.py'"), hands.read("README.md")]),
         Step("There are two Python files."),
     ]
+    if not parallel_calls:
+        main, side = ([one for step in steps for one in _one_by_one(step)] for steps in (main, side))
     return Script(main, side)
 
 
-def conversation_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Messages of any dialect as one text, for servers that have no prompt."""
-    return "\n".join(json.dumps(message, ensure_ascii=False) for message in messages)
+def _one_by_one(step: Step) -> list[Step]:
+    if callable(step.calls) or len(step.calls) < 2:
+        return [step]
+    return [Step(step.text, [call], step.reasoning) for call in step.calls]
 
 
 def _rest(text: str) -> str:
     return "\n".join(text.splitlines()[1:])
-
-
-def _after_last_mark(conversation: str) -> str:
-    last = [match.end() for match in _MARK.finditer(conversation)][-1]
-    return conversation[last:][-_TAIL:]

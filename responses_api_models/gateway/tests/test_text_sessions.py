@@ -1,0 +1,147 @@
+"""Sessions before an OpenAI-compatible endpoint, which renders and encodes by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_gym.gateway.testing import FakeOpenAIEngine, Status
+from nemo_gym.server_utils import close_global_aiohttp_client
+from responses_api_models.gateway.tests.conftest import GatewayStack, Opened, Teller
+from tests.servers.stack import running_stack
+
+
+class TextStack(GatewayStack):
+    """A gateway and its endpoint."""
+
+    async def start(self, **block: Any) -> None:
+        engines = [{"type": "openai", "base_url": self.engine.url, "model": "real", "logprobs": True}]
+        await super().start(**{"policy": None, "engines": engines, **block})
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path) -> AsyncIterator[TextStack]:
+    async with FakeOpenAIEngine() as engine:
+        with running_stack() as stack:
+            served = TextStack(stack, engine, Teller(), tmp_path)  # type: ignore[arg-type]
+            await served.start()
+            yield served
+            await close_global_aiohttp_client()
+            await asyncio.to_thread(stack.close)
+
+
+async def three_turns(session: Opened) -> dict[str, Any]:
+    for _ in range(3):
+        await session.say("more")
+    return await session.finalize(reward=1.0)
+
+
+def said(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in messages]
+
+
+async def test_trajectory_holds_the_conversation_and_the_logprobs_that_were_offered(gateway: TextStack) -> None:
+    session = await gateway.open()
+    summary = await three_turns(session)
+    (row,) = summary["trajectories"]
+    assert said(row["messages"]) == said(session.messages[:-1])
+    assert row["prompt_ids"] == row["response_ids"] == []
+    assert [turn["details"]["token_logprobs"] for turn in row["turns"]] == [
+        [*call.logprobs] for call in gateway.engine.answered
+    ]
+    assert row["reward"] == 1.0
+
+
+async def test_restarted_gateway_goes_on_with_the_conversation(gateway: TextStack) -> None:
+    session = await gateway.open()
+    await session.say("more")
+    await gateway.restart(port=int(session.facts["base_url"].split(":")[2].split("/")[0]))
+    (row,) = (await three_turns(session))["trajectories"]
+    assert said(row["messages"]) == said(session.messages[:-1])
+
+
+async def test_endpoint_gets_the_sessions_sampling_and_its_own_model_name(gateway: TextStack) -> None:
+    session = await gateway.open({"sampling": {"temperature": 0.25, "max_output_tokens": 7}})
+    reply = await session.post(
+        "/messages", {"model": "claude", "max_tokens": 900, "temperature": 1, "messages": session.messages}
+    )
+    assert reply.status == 200
+    body = gateway.engine.calls[0].body
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("real", 0.25, 7)
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/responses", "/messages"])
+async def test_request_to_wait_is_passed_on_when_no_other_engine_can_help(gateway: TextStack, path: str) -> None:
+    session = await gateway.open()
+    gateway.engine.faults.append(Status(429, headers={"Retry-After": "7"}))
+    asked: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": session.messages}
+    reply = await session.post(path, {"model": "m", "input": "hi"} if path == "/responses" else asked)
+    assert (reply.status, reply.headers["Retry-After"]) == (429, "7")
+    assert "rate_limit" in await reply.text()
+    assert (await session.state())["turns"] == 0
+
+
+async def test_what_the_endpoint_says_about_a_request_reaches_the_harness(gateway: TextStack) -> None:
+    session = await gateway.open()
+    gateway.engine.faults.append(Status(400, b'{"error": {"message": "maximum context length is 5"}}'))
+    reply = await session.post("/chat/completions", {"model": "m", "messages": session.messages})
+    assert reply.status == 400
+    assert "maximum context length is 5" in (await reply.json())["error"]["message"]
+    assert len(gateway.engine.calls) == 1
+
+
+async def test_image_reaches_the_endpoint_and_the_trajectory_from_every_dialect(gateway: TextStack) -> None:
+    data = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
+    url = f"data:image/png;base64,{data}"
+    text = {"type": "text", "text": "look"}
+    asked: dict[str, dict[str, Any]] = {
+        "/chat/completions": {
+            "messages": [{"role": "user", "content": [text, {"type": "image_url", "image_url": {"url": url}}]}]
+        },
+        "/responses": {
+            "input": [
+                {
+                    "role": "user",
+                    "content": [{"type": "input_text", "text": "look"}, {"type": "input_image", "image_url": url}],
+                }
+            ]
+        },
+        "/messages": {
+            "max_tokens": 5,
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        text,
+                        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}},
+                    ],
+                }
+            ],
+        },
+    }
+    for number, (path, body) in enumerate(asked.items()):
+        session = await gateway.open(rollout_id=f"r{number}")
+        reply = await session.post(path, {"model": "m", **body})
+        assert reply.status == 200, await reply.text()
+        parts = gateway.engine.calls[number].body["messages"][0]["content"]
+        assert parts[1]["image_url"]["url"] == url
+        (row,) = (await session.finalize())["trajectories"]
+        assert row["multimodal"] == [{"kind": "image", "source": url, "message": 0}]
+
+
+async def test_runner_gives_the_reward_only_where_no_environment_does(gateway: TextStack) -> None:
+    own = await gateway.open({"reward_source": "runner"}, rollout_id="own")
+    await own.chat()
+    assert (await own.control("complete", {"reward_info": {"reward": 0.75, "passed": 3}})).status == 200
+    assert (await own.post("/chat/completions", {"model": "m", "messages": own.messages})).status == 409
+    row = (await own.finalize())["trajectories"][0]
+    assert (row["reward"], row["reward_info"]) == (0.75, {"passed": 3})
+    graded = await gateway.open(rollout_id="graded")
+    refused = await graded.control("complete", {"reward_info": {"reward": 1.0}})
+    assert refused.status == 409
+    assert "environment" in await refused.text()
+    assert (await graded.control("complete")).status == 200

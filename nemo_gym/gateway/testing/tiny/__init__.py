@@ -4,7 +4,8 @@
     model.py        the transformer; prefixes.py: its prefix cache; sampling.py, generation.py: one call in it
     engine.py       `TinyVllmEngine`, `TinySglangEngine`: they sample really, or are forced along a script
     script.py       what a script is told and answers; rules.py: scripts as files; rendering.py: answers as tokens
-    log.py          the engine's own account of every call; truth.py: `check_truth` compares trajectories with it
+    log.py          the engine's own account of every call
+    truth.py        `check_truth` compares trajectories with it; cover.py: which calls sampled which tokens
 
 ``python -m nemo_gym.gateway.testing.tiny --help`` serves one. Needs the ``gateway`` extra.
 """
@@ -16,9 +17,11 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from nemo_gym.gateway.testing.tiny.engine import ENGINES, TinyEngine, TinySglangEngine, TinyVllmEngine
 from nemo_gym.gateway.testing.tiny.log import EngineCall, read_log
+from nemo_gym.gateway.testing.tiny.model import TinyModel, recompute
 from nemo_gym.gateway.testing.tiny.policies import FAMILIES, make_policy
 from nemo_gym.gateway.testing.tiny.rules import load_script
 from nemo_gym.gateway.testing.tiny.script import CallView, Script
+from nemo_gym.gateway.testing.tiny.truth import TruthReport, check_truth
 
 __all__ = [
     "ENGINES",
@@ -27,9 +30,13 @@ __all__ = [
     "EngineCall",
     "Script",
     "TinyEngine",
+    "TinyModel",
     "TinySglangEngine",
     "TinyVllmEngine",
+    "TruthReport",
+    "check_truth",
     "load_script",
     "make_policy",
     "read_log",
+    "recompute",
 ]

@@ -143,6 +143,7 @@ class TinyEngine(FakeTokenEngine):
                 finally:
                     call.token_ids, call.logprobs = tuple(generation.token_ids), tuple(generation.logprobs)
                     call.cached_tokens = entry.cached_tokens = generation.cached_tokens
+                    entry.finish = generation.finish
                     if len(generation.token_ids) > done:
                         self.log.sampled(entry, generation.token_ids[done:], generation.logprobs[done:])
             call.finish_reason, call.stop_reason = generation.finish, generation.stop_reason
@@ -181,9 +182,13 @@ class TinyEngine(FakeTokenEngine):
     def _forced(self, asked: Asked, number: int) -> list[int] | None:
         if self.script is None or self._renderer is None:
             return None
-        view = CallView(self.policy.decode(asked.prompt_ids), asked.prompt_ids, number, self._renderer)
-        answer = self.script(view)
-        return self._renderer.ids(answer) if answer is not None else None
+        at = self._renderer.split(asked.prompt_ids)
+        begun = list(asked.prompt_ids[at:])
+        prompt_ids = asked.prompt_ids[:at]
+        answer = self.script(CallView(self.policy.decode(prompt_ids), prompt_ids, number, self._renderer))
+        ids = self._renderer.ids(answer) if answer is not None else []
+        # An answer that broke off on another engine goes on where it was; what was not forced there is not here.
+        return ids[len(begun) :] if len(ids) > len(begun) and ids[: len(begun)] == begun else None
 
 
 class _Delivery:

@@ -1,8 +1,8 @@
 """The engine's own account of every call: what truth is checked against.
 
 JSON lines, each written before the tokens it tells of are sent, so that a killed engine has told of all it gave away:
-``{event: "call", key, request_id, prompt_ids, max_tokens, forced}``, then any number of
-``{event: "tokens", key, ids, logprobs}``, then ``{event: "end", key, outcome, finish, sent, fault, cached_tokens}``.
+``{event: "call", key, request_id, prompt_ids, max_tokens, forced, fault}``, then any number of
+``{event: "tokens", key, ids, logprobs, finish}``, then ``{event: "end", key, outcome, finish, sent, cached_tokens}``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class EngineLog:
     def sampled(self, call: EngineCall, ids: Sequence[int], logprobs: Sequence[float]) -> None:
         call.token_ids.extend(ids)
         call.logprobs.extend(logprobs)
-        self._write("tokens", call, {"ids": list(ids), "logprobs": list(logprobs)})
+        self._write("tokens", call, {"ids": list(ids), "logprobs": list(logprobs), "finish": call.finish})
 
     def end(self, call: EngineCall, outcome: str, sent: int) -> None:
         call.outcome, call.sent = outcome, sent
@@ -118,6 +118,7 @@ def _apply(row: Mapping[str, Any], calls: dict[str, EngineCall]) -> None:
     if row["event"] == "tokens":
         call.token_ids.extend(row["ids"])
         call.logprobs.extend(row["logprobs"])
+        call.finish = row["finish"]
     else:
         call.outcome, call.finish, call.sent = row["outcome"], row["finish"], row["sent"]
         call.cached_tokens = row["cached_tokens"]

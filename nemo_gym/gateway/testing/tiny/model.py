@@ -6,7 +6,7 @@ but their scale is chosen so that the distributions are far from uniform and ans
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -191,16 +191,23 @@ def log_softmax(logits: Floats) -> Logprobs:
     return wide
 
 
-def recompute(model: TinyModel, ids: NDArray[np.int64]) -> Logprobs:
-    """The logprob of every token given those before it, by one forward pass without a cache from earlier:
-    ``float64 [len(ids)]``; the first is NaN, as nothing precedes it."""
-    cache = KeyValues(model.shape, len(ids))
-    found: Logprobs = np.full(len(ids), np.nan)
-    for start in range(0, len(ids), CHUNK):
-        chunk = ids[start : start + CHUNK]
-        following = ids[start + 1 : start + 1 + len(chunk)]
-        table = log_softmax(model.logits(model.forward(chunk, cache)[: len(following)]))
-        found[start + 1 : start + 1 + len(following)] = table[np.arange(len(following)), following]
+def recompute(
+    model: TinyModel | str | Path, ids: Sequence[int] | NDArray[np.int64], wanted: NDArray[np.bool_] | None = None
+) -> Logprobs:
+    """The logprob of every token given those before it, by a forward pass from the start, of a model or a policy
+    directory: ``float64 [len(ids)]``. NaN for the first, which nothing precedes, and for those not ``wanted``."""
+    model = model if isinstance(model, TinyModel) else TinyModel.load(model)
+    tokens: NDArray[np.int64] = np.asarray(ids, dtype=np.int64)
+    cache = KeyValues(model.shape, len(tokens))
+    found: Logprobs = np.full(len(tokens), np.nan)
+    for start in range(0, len(tokens), CHUNK):
+        hidden = model.forward(tokens[start : start + CHUNK], cache)
+        places = np.arange(start + 1, min(start + 1 + len(hidden), len(tokens)))
+        if wanted is not None:
+            places = places[wanted[places]]
+        if len(places):
+            table = log_softmax(model.logits(hidden[places - 1 - start]))
+            found[places] = table[np.arange(len(places)), tokens[places]]
     return found
 
 

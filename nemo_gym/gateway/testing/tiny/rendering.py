@@ -13,6 +13,12 @@ from nemo_gym.gateway.tokens import PolicyTokenizer, TemplateRefusedError
 
 Message = Mapping[str, Any]
 _ASK: Message = {"role": "user", "content": "ask"}
+_CALL = {"id": "abcdef123", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+_TOLD: Sequence[Message] = (
+    _ASK,
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "tool_call_id": "abcdef123", "content": "out"},
+)
 _FUNCTION = re.compile(r'"function":\s*(?=\{)')
 _NOW = datetime(2026, 1, 1)
 
@@ -24,6 +30,7 @@ class AnswerRenderer:
         self._policy = policy
         self._opening = policy.render([_ASK], now=_NOW)
         self._marker, self._markers_ahead = self._answer_marker()
+        self._openings = [self._opening_ids(messages) for messages in ([_ASK], _TOLD)]
 
     def ids(self, answer: Message | str) -> list[int]:
         """Token ids of an assistant message (``content``, ``tool_calls``, ``reasoning_content``) as the chat template
@@ -58,20 +65,35 @@ class AnswerRenderer:
         """Number of answers that the conversation of ``prompt`` already holds."""
         return max(0, prompt.count(self._marker) - self._markers_ahead)
 
+    def split(self, prompt_ids: Sequence[int]) -> int:
+        """Where in a prompt the answer begins: before its end when the prompt goes on with an answer that broke off
+        elsewhere."""
+        places = [self._last(prompt_ids, opening) for opening in self._openings]
+        return max((place for place in places if place is not None), default=len(prompt_ids))
+
+    def _opening_ids(self, messages: Sequence[Message]) -> list[int]:
+        """The last special token of a prompt and what follows it."""
+        ids = self._policy.encode(self._policy.render(messages, now=_NOW))
+        at = max(
+            (at for at, one in enumerate(ids) if not self._policy.decode([one], skip_special_tokens=True)),
+            default=len(ids) - 1,
+        )
+        return ids[at:]
+
+    @staticmethod
+    def _last(ids: Sequence[int], opening: Sequence[int]) -> int | None:
+        size = len(opening)
+        for at in range(len(ids) - size, -1, -1):
+            if ids[at] == opening[0]:
+                return at + size if [*ids[at : at + size]] == opening else None
+        return None
+
     def _answer_marker(self) -> tuple[str, int]:
         """A text that stands once for every answer, and how often it stands in a prompt beside them."""
         bare = self._policy.render([_ASK], add_generation_prompt=False, now=_NOW)
         header = self._opening.removeprefix(bare)
-        calls = [{"id": "abcdef123", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
-        asked = {"role": "assistant", "content": "", "tool_calls": calls}
-        result = {"role": "tool", "tool_call_id": "abcdef123", "content": "out"}
         said = {"role": "assistant", "content": "said"}
-        probes = [
-            ([_ASK], 0),
-            ([_ASK, said, _ASK], 1),
-            ([_ASK, asked, result], 1),
-            ([_ASK, asked, result, said, _ASK], 2),
-        ]
+        probes = [([_ASK], 0), ([_ASK, said, _ASK], 1), (_TOLD, 1), ([*_TOLD, said, _ASK], 2)]
         for marker in filter(None, (header, self._policy.turn_end)):
             found = {self._policy.render(messages, now=_NOW).count(marker) - count for messages, count in probes}
             if len(found) == 1:

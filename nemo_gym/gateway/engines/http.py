@@ -14,6 +14,7 @@ import aiohttp
 import orjson
 
 from nemo_gym.errors import ConfigError
+from nemo_gym.gateway.engines.echo import without_echo
 from nemo_gym.gateway.engines.errors import (
     EngineAnswerError,
     EngineCredentialError,
@@ -90,9 +91,10 @@ class HttpEngine:
         async with self._reply("POST", route, body, self._timeout()) as reply:
             return await reply.read(), reply.headers
 
-    async def post_json(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def post_json(self, route: str, body: Mapping[str, Any], *, echo: bytes | None = None) -> dict[str, Any]:
+        """``echo``: the prompt as JSON, left out of an answer that repeats it; see `without_echo`."""
         raw, _ = await self.post(route, body)
-        return self.parsed(raw)
+        return self.parsed(without_echo(raw, echo))
 
     async def post_stream(self, route: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
         """The bytes of a 200 as they arrive. Closing the iterator closes the connection."""
@@ -100,7 +102,9 @@ class HttpEngine:
             async for chunk in reply.content.iter_any():
                 yield chunk
 
-    async def post_events(self, route: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    async def post_events(
+        self, route: str, body: Mapping[str, Any], *, echo: bytes | None = None
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """The JSON of each server-sent event, up to the end marker. Raises when the stream ends without it, or when
         an event is an error."""
         reader = EventReader()
@@ -110,7 +114,7 @@ class HttpEngine:
                     if data == DONE:
                         await _read_out(chunks)
                         return
-                    event = self.parsed(data)
+                    event = self.parsed(without_echo(data, echo))
                     if "error" in event:
                         raise self._event_error(event["error"])
                     yield event

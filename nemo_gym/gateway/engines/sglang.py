@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_gym.gateway.engines.errors import EngineFailedError, EngineLostError
 from nemo_gym.gateway.engines.http import HttpEngine
-from nemo_gym.gateway.engines.types import FinishReason, Generation, TokenDelta, TokenRequest
+from nemo_gym.gateway.engines.types import FinishReason, Generation, TokenDelta, TokenRequest, prompt_of
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 _ROUTE = "/generate"
@@ -64,10 +64,9 @@ class SglangEngine(HttpEngine):
         }
         if request.sampling.seed is not None:
             sampling["sampling_seed"] = request.sampling.seed
-        ids = request.prompt_ids
         body: dict[str, Any] = {
             "rid": request.request_id,
-            "input_ids": ids if isinstance(ids, list) else list(ids),
+            "input_ids": prompt_of(request),
             "sampling_params": sampling,
             "return_logprob": True,
             "logprob_start_len": -1,  # of sampled tokens only

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import orjson
+
 
 class FinishReason(StrEnum):
     """Why the engine stopped sampling."""
@@ -71,6 +73,13 @@ class TokenRequest:
     sampling: Sampling
     image_data: tuple[str, ...] = ()
     """Images in order of their placeholders, as data URLs."""
+    prompt_json: bytes | None = None
+    """``prompt_ids`` as a JSON array without spaces, where somebody has it; it is then sent as it is."""
+
+
+def prompt_of(request: TokenRequest) -> Any:
+    """The prompt as a value for an engine's body."""
+    return list(request.prompt_ids) if request.prompt_json is None else orjson.Fragment(request.prompt_json)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any, Literal
 
 import aiohttp
 
 from nemo_gym.gateway.engines.errors import EngineLostError, EngineRefusedError
 from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
-from nemo_gym.gateway.engines.types import FinishReason, Generation, TokenDelta, TokenRequest
+from nemo_gym.gateway.engines.types import FinishReason, Generation, TokenDelta, TokenRequest, prompt_of
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 VllmRoute = Literal["completions", "generate"]
@@ -31,7 +31,9 @@ class VllmEngine(HttpEngine):
         if self._route == "generate":
             answer = await self.post_json("/inference/v1/generate", self._generate_body(request))
         else:
-            answer = await self.post_json("/v1/completions", self._completions_body(request, stream=False))
+            answer = await self.post_json(
+                "/v1/completions", self._completions_body(request, stream=False), echo=request.prompt_json
+            )
         with self.reading():
             choice = _only_choice(answer)
             self._check_prompt(request, choice)
@@ -58,7 +60,9 @@ class VllmEngine(HttpEngine):
         finish: FinishReason | None = None
         stop_reason: str | int | None = None
         cached: int | None = None
-        events = self.post_events("/v1/completions", self._completions_body(request, stream=True))
+        events = self.post_events(
+            "/v1/completions", self._completions_body(request, stream=True), echo=request.prompt_json
+        )
         try:
             async with contextlib.aclosing(events):
                 async for event in events:
@@ -86,7 +90,7 @@ class VllmEngine(HttpEngine):
     def _completions_body(self, request: TokenRequest, *, stream: bool) -> dict[str, Any]:
         self._refuse_images(request)
         body: dict[str, Any] = {
-            "prompt": _plain(request.prompt_ids),
+            "prompt": prompt_of(request),
             **request.sampling.given(),
             "max_tokens": request.sampling.max_tokens,
             "logprobs": 0,  # of the sampled token, and of no alternative
@@ -109,7 +113,7 @@ class VllmEngine(HttpEngine):
             sampling["seed"] = request.sampling.seed
         body: dict[str, Any] = {
             "request_id": request.request_id,
-            "token_ids": _plain(request.prompt_ids),
+            "token_ids": prompt_of(request),
             "sampling_params": sampling,
         }
         if self.endpoint.model:
@@ -125,14 +129,10 @@ class VllmEngine(HttpEngine):
     def _check_prompt(self, request: TokenRequest, choice: dict[str, Any]) -> None:
         """An engine that read another prompt than the one we sent has sampled from another distribution."""
         echoed = choice.get("prompt_token_ids")
-        if echoed is not None and echoed != _plain(request.prompt_ids):
+        if echoed is not None and echoed != list(request.prompt_ids):
             raise self.malformed(
                 f"it read {len(echoed)} prompt tokens that are not the {len(request.prompt_ids)} it was sent"
             )
-
-
-def _plain(ids: Sequence[int]) -> list[int]:
-    return ids if isinstance(ids, list) else list(ids)
 
 
 def _only_choice(answer: dict[str, Any]) -> dict[str, Any]:

@@ -114,6 +114,7 @@ class _Piece:
             self.request,
             request_id=f"{self.request.request_id}-{self.number}-{self.tries}",
             prompt_ids=[*self.request.prompt_ids, *self.before.token_ids] if done else self.request.prompt_ids,
+            prompt_json=None if done else self.request.prompt_json,
             sampling=replace(self.request.sampling, max_tokens=self.request.sampling.max_tokens - done),
         )
         self.tries += 1

@@ -109,7 +109,7 @@ class TokenBackend:
     ) -> TokenSample:
         _refuse_constraints(request)
         prepared = conversations.forest.prepare(request.messages, request.tools)
-        prompt = prepared.prompt_ids
+        prompt = prepared.prompt
         room = self._limits.context - len(prompt)
         if room < 1:
             raise ContextOverflowError(len(prompt), self._limits.context)
@@ -120,7 +120,13 @@ class TokenBackend:
         began = time.monotonic()
         generation = await self._pool.token_calls.generate(
             context.session_id,
-            TokenRequest(context.call_id, prompt, replace(sampling, stop_token_ids=stops), _images(prepared)),
+            TokenRequest(
+                context.call_id,
+                prompt,
+                replace(sampling, stop_token_ids=stops),
+                _images(prepared),
+                prompt.json(),
+            ),
         )
         if generation.finish_reason is FinishReason.ABORT:
             name = generation.engine
@@ -134,7 +140,7 @@ class TokenBackend:
         text, stop = self._text(generation)
         parsed = self._parser.parse(
             text,
-            prompt_tail=self._policy.decode(prepared.prompt_ids[-_TAIL_IDS:].tolist()),
+            prompt_tail=self._policy.decode(prepared.prompt.tail(_TAIL_IDS)),
             tools=request.tools,
             parse_calls=bool(request.tools) and request.tool_choice != "none",
         )
@@ -156,7 +162,7 @@ class TokenBackend:
             self._model,
             message,
             _end(generation.finish_reason, parsed),
-            AnswerUsage(len(prepared.prompt_ids), len(generation.token_ids), generation.cached_tokens or 0),
+            AnswerUsage(len(prepared.prompt), len(generation.token_ids), generation.cached_tokens or 0),
             stop,
         )
         facts = TurnFacts(turn.turn_id, generation.engine, turn.weights_version, turn.reason, turn.reason_detail)

@@ -24,6 +24,7 @@ from nemo_gym.gateway.tokens.history import HistoryReader, Reading
 from nemo_gym.gateway.tokens.incremental import IncrementalEncoder, Unproven
 from nemo_gym.gateway.tokens.messages import Message, calls_of, media_parts, role_of, text_of
 from nemo_gym.gateway.tokens.policy import PolicyTokenizer
+from nemo_gym.gateway.tokens.prompts import Prompt
 from nemo_gym.gateway.tokens.splits import SplitReason, continuation_reason, start_reason
 from nemo_gym.gateway.tokens.template import TemplateRefusedError
 from nemo_gym.gateway.tokens.turns import Sampled, Turn, extended
@@ -45,17 +46,29 @@ class History(StrEnum):
 class Prepared:
     """A request that may become a turn."""
 
-    prompt_ids: array[int]
-    """The whole prompt, int32."""
     parent: Turn | None
     context: array[int]
-    """The end of ``prompt_ids`` that is new behind ``parent``."""
+    """The end of the prompt that is new behind ``parent``, int32; the whole of it where there is none."""
     reading: Reading
     shared: int
     """Number of entries of the history that ``parent`` stands for."""
     reason: SplitReason | None
     """The reason where it is known before the commit: the template's, or changed tools."""
     detail: str | None
+
+    @property
+    def prompt(self) -> Prompt:
+        """The whole prompt, without a copy."""
+        return Prompt(self.parent, self.context)
+
+    @property
+    def prompt_ids(self) -> array[int]:
+        """The whole prompt, int32: a copy, made anew with each use."""
+        return self.prompt.ids()
+
+    def prompt_json(self) -> bytes:
+        """The whole prompt as a JSON array for an engine's request."""
+        return self.prompt.json()
 
 
 class TokenForest:
@@ -99,8 +112,8 @@ class TokenForest:
         ids = array("i", self._encoder.full(messages, tools=tools, now=self.now))
         if parent is not None and reason is SplitReason.TEMPLATE and ids[: parent.end] == parent.tokens[: parent.end]:
             # Not proven in general, but here the template's own tokens are the ones that were sampled.
-            return Prepared(ids, parent, ids[parent.end :], reading, shared, None, None)
-        return Prepared(ids, None, ids, reading, 0, reason, detail)
+            return Prepared(parent, ids[parent.end :], reading, shared, None, None)
+        return Prepared(None, ids, reading, 0, reason, detail)
 
     def commit(self, prepared: Prepared, sampled: Sampled, message: Message) -> Turn:
         """Keep an answer. ``message``: the assistant message as it is delivered.
@@ -114,14 +127,16 @@ class TokenForest:
         entries = [entry.digest for entry in new if entry.digest is not None]
         if new and new[-1].role == "assistant":
             entries.pop()  # the answer continues it, and its digest covers both
-        tokens, start, context_end, end = extended(parent, prepared.context, ids)
+        placed = extended(parent, prepared.context, ids)
         turn = Turn(
             turn_id=len(self._turns),
             parent=parent,
-            tokens=tokens,
-            start=start,
-            context_end=context_end,
-            end=end,
+            tokens=placed.tokens,
+            start=placed.start,
+            context_end=placed.context_end,
+            end=placed.end,
+            text=placed.text,
+            text_end=placed.text_end,
             logprobs=logprobs,
             finish_reason=sampled.finish_reason,
             weights_version=sampled.weights_version,
@@ -182,10 +197,7 @@ class TokenForest:
             return SplitReason.TEMPLATE, error.message
         if isinstance(ids, Unproven):
             return SplitReason.TEMPLATE, ids.detail
-        context = array("i", ids)
-        prompt = parent.tokens[: parent.end]
-        prompt.extend(context)
-        return Prepared(prompt, parent, context, reading, shared, None, None)
+        return Prepared(parent, array("i", ids), reading, shared, None, None)
 
     def _reason(self, prepared: Prepared) -> SplitReason | None:
         """Decided at the commit: what was kept since the request was prepared counts as well."""

@@ -1,8 +1,9 @@
-"""Reads a request's history into keys, at a cost that does not grow with what was read before.
+"""Reads a request's history into keys, at a cost that hardly grows with what was read before.
 
 Requests of one conversation repeat each other. The messages of the latest requests are kept, and compared as they
-came (a memory comparison); only what is new, or spelled anew, is brought into canonical form. A key stands for a
-conversation up to a message, so that finding the turn to continue is a dictionary lookup.
+came (a memory comparison, the only work on what is old); only what is new, or spelled anew, is brought into canonical
+form and put behind what is kept. A key stands for a conversation up to a message, so that finding the turn to
+continue is a dictionary lookup.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from nemo_gym.gateway.tokens.canonical import NO_REMINDERS, Entry, entries_of, entry_at, tools_digest
 from nemo_gym.gateway.tokens.messages import Message, role_of
+from nemo_gym.gateway.tokens.prefixes import Prefix
 
 _ROOT = b"\0" * 16
 _VIEWS = 8
@@ -24,11 +26,11 @@ _VIEWS = 8
 class Reading:
     """One request's history in canonical form."""
 
-    messages: Sequence[Message]
-    entries: Sequence[Entry]
-    keys: Sequence[bytes]
+    messages: Prefix[Message]
+    entries: Prefix[Entry]
+    keys: Prefix[bytes]
     """``keys[i]`` stands for the first ``i`` entries; one longer than ``entries``."""
-    seen: Sequence[frozenset[bytes]]
+    seen: Prefix[frozenset[bytes]]
     """``seen[i]``: digests of the reminders within the first ``i`` entries."""
     tools: bytes
     """Digest of the tools offered."""
@@ -67,27 +69,37 @@ class HistoryReader:
         known, common = self._nearest(messages)
         offered = tools or ()
         same_tools = next((view.tools for view in self._views if view.offered == offered), None)
-        entries: list[Entry] = []
-        keys, seen = [_ROOT], [NO_REMINDERS]
+        digest = same_tools if same_tools is not None else tools_digest(offered)
+        kept = 0
         if known is not None:
             kept = len(known.entries)
             while kept and not (known.entries[kept - 1].end <= common and _ends(known.entries[kept - 1], messages)):
                 kept -= 1
-            entries, keys, seen = [*known.entries[:kept]], [*known.keys[: kept + 1]], [*known.seen[: kept + 1]]
-        starts = {known.start_of(at): at for at in range(len(entries), len(known.entries))} if known else {}
-        at = entries[-1].end if entries else 0
+        begun = known if known is not None else _nothing()
+        starts = {begun.start_of(at): at for at in range(kept, len(begun.entries))}
+        first = at = begun.start_of(kept)
+        key, seen = begun.keys[kept], begun.seen[kept]
+        entries: list[Entry] = []
+        keys: list[bytes] = []
+        reminders: list[frozenset[bytes]] = []
         while at < len(messages):
             again = starts.get(at)
-            if known is not None and again is not None and _same_entry(known, messages, again):
-                entry = known.entries[again]
+            if again is not None and _same_entry(begun, messages, again):
+                entry = begun.entries[again]
             else:
                 entry = entry_at(messages, at)
+            key, seen, at = roll(key, entry.digest), seen | entry.reminders if entry.reminders else seen, entry.end
             entries.append(entry)
-            keys.append(roll(keys[-1], entry.digest))
-            seen.append(seen[-1] | entry.reminders if entry.reminders else seen[-1])
-            at = entry.end
-        digest = same_tools if same_tools is not None else tools_digest(offered)
-        reading = Reading(messages, entries, keys, seen, digest, offered)
+            keys.append(key)
+            reminders.append(seen)
+        reading = Reading(
+            begun.messages.grown(first, messages[first:]),
+            begun.entries.grown(kept, entries),
+            begun.keys.grown(kept + 1, keys),
+            begun.seen.grown(kept + 1, reminders),
+            digest,
+            offered,
+        )
         # What a request extends is not needed any more.
         self._views = [reading, *(view for view in self._views if view is not known)][:_VIEWS]
         return reading
@@ -97,10 +109,10 @@ class HistoryReader:
         nearest: Reading | None = None
         most = -1
         for view in self._views:
-            common = _common(view.messages, messages)
+            common = view.messages.common(messages)
             if common == len(view.messages):
                 return view, common
-            if common > most and (common or _common(view.messages[1:2], messages[1:2])):
+            if common > most and (common or view.messages[1:2] == messages[1:2] != []):
                 nearest, most = view, common
         return nearest, max(most, 0)
 
@@ -108,11 +120,6 @@ class HistoryReader:
 def roll(key: bytes, digest: bytes | None) -> bytes:
     """The key of a conversation with one more entry; an entry that counts for nothing leaves it."""
     return key if digest is None else hashlib.blake2b(key + digest, digest_size=16).digest()
-
-
-def _common(first: Sequence[Message], second: Sequence[Message]) -> int:
-    differing = (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
-    return next(differing, min(len(first), len(second)))
 
 
 def _same_entry(known: Reading, messages: Sequence[Message], entry: int) -> bool:
@@ -129,3 +136,7 @@ def _ends(entry: Entry, messages: Sequence[Message]) -> bool:
         or entry.end >= len(messages)
         or role_of(messages[entry.end]) != entry.role
     )
+
+
+def _nothing() -> Reading:
+    return Reading(Prefix(), Prefix(), Prefix([_ROOT]), Prefix([NO_REMINDERS]), b"", ())

@@ -53,15 +53,17 @@ def restore(forest: TokenForest, records: Iterable[Mapping[str, Any]]) -> None:
         if number != len(forest.turns) or (parent_id is not None and parent_id >= number):
             raise RowError(f"turn {number}: recorded out of order; {len(forest.turns)} turns precede it")
         parent = forest.turns[parent_id] if parent_id is not None else None
-        tokens, start, context_end, end = extended(parent, array("i", record["context_ids"]), record["sampled_ids"])
+        placed = extended(parent, record["context_ids"], record["sampled_ids"])
         logprobs = record["logprobs"]
         turn = Turn(
             **{name: record[name] for name in _COPIED},
             parent=parent,
-            tokens=tokens,
-            start=start,
-            context_end=context_end,
-            end=end,
+            tokens=placed.tokens,
+            start=placed.start,
+            context_end=placed.context_end,
+            end=placed.end,
+            text=placed.text,
+            text_end=placed.text_end,
             logprobs=array("f", logprobs) if logprobs is not None else None,
             details=record["details"],
             key=bytes.fromhex(record["key"]),

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
 from nemo_gym.gateway.tokens.messages import Message
 from nemo_gym.gateway.tokens.splits import SplitReason
 
@@ -62,6 +64,10 @@ class Turn:
     media: tuple[Mapping[str, Any], ...]
     """Images and the like in the messages since the parent."""
     message_count: int
+    text: bytearray
+    """``tokens`` as decimal numbers with commas between them, shared and grown like ``tokens``."""
+    text_end: int
+    """The length of ``text`` up to ``end``."""
     children: list[Turn] = field(default_factory=list)
 
     @property
@@ -79,18 +85,37 @@ class Turn:
             turn = turn.parent
 
 
-def extended(parent: Turn | None, context: array[int], sampled: Sequence[int]) -> tuple[array[int], int, int, int]:
-    """``(tokens, start, context_end, end)`` of a turn behind ``parent``.
+@dataclass(frozen=True, slots=True)
+class Extended:
+    """The token fields of a `Turn`."""
+
+    tokens: array[int]
+    start: int
+    context_end: int
+    end: int
+    text: bytearray
+    text_end: int
+
+
+def extended(parent: Turn | None, context: Sequence[int], sampled: Sequence[int]) -> Extended:
+    """The tokens of a turn behind ``parent``.
 
     The first turn to continue another appends to its tokens in place, so a conversation's tokens exist once.
     """
     start = parent.end if parent is not None else 0
     if parent is None:
-        tokens: array[int] = array("i")
+        tokens, text = array("i"), bytearray()
     elif len(parent.tokens) == parent.end:
-        tokens = parent.tokens
+        tokens, text = parent.tokens, parent.text
     else:
-        tokens = parent.tokens[: parent.end]
+        tokens, text = parent.tokens[: parent.end], parent.text[: parent.text_end]
+    for new in (numbers(context), numbers(sampled)):
+        text += b"," + new if text and new else new
     tokens.extend(context)
     tokens.extend(sampled)
-    return tokens, start, start + len(context), len(tokens)
+    return Extended(tokens, start, start + len(context), len(tokens), text, len(text))
+
+
+def numbers(ids: Sequence[int]) -> bytes:
+    """Token ids as decimal numbers with commas between them."""
+    return orjson.dumps(ids.tolist() if isinstance(ids, array) else list(ids))[1:-1]

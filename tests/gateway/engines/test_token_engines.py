@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 
 import aiohttp
 import pytest
@@ -22,6 +23,7 @@ from nemo_gym.gateway.engines import (
     TokenRequest,
     VllmEngine,
 )
+from nemo_gym.gateway.engines.echo import without_echo
 from nemo_gym.gateway.testing import (
     FakeEngine,
     FakeSglangEngine,
@@ -161,18 +163,51 @@ async def test_answer_is_refused_when_a_logprob_is_missing(wire: str, http: aioh
             await engine.generate(request())
 
 
-async def test_vllm_answer_is_refused_when_it_read_another_prompt(http: aiohttp.ClientSession) -> None:
-    async with engine_on("vllm-completions", http) as (fake, engine):
-        original = fake.answer
+@pytest.mark.parametrize("prompt_json", [None, b"[5,6,7,8]"])
+async def test_vllm_answer_is_refused_when_it_read_another_prompt(
+    http: aiohttp.ClientSession, prompt_json: bytes | None
+) -> None:
+    for echoed in ([1, *PROMPT], [*PROMPT, 9], [5, 6, 7, 80], []):
+        async with engine_on("vllm-completions", http) as (fake, engine):
+            original = fake.answer
 
-        def with_bos(call):  # type: ignore[no-untyped-def]
-            answer = original(call)
-            answer.whole["choices"][0]["prompt_token_ids"] = [1, *PROMPT]
-            return answer
+            def with_another(call, original=original, echoed=echoed):  # type: ignore[no-untyped-def]
+                answer = original(call)
+                answer.whole["choices"][0]["prompt_token_ids"] = echoed
+                return answer
 
-        fake.answer = with_bos  # type: ignore[method-assign]
-        with pytest.raises(EngineAnswerError, match="5 prompt tokens that are not the 4"):
-            await engine.generate(request())
+            fake.answer = with_another  # type: ignore[method-assign]
+            with pytest.raises(EngineAnswerError, match=f"{len(echoed)} prompt tokens that are not the 4"):
+                await engine.generate(replace(request(), prompt_json=prompt_json))
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_prompt_given_as_json_is_the_prompt_that_the_engine_reads(
+    http: aiohttp.ClientSession, wire: str
+) -> None:
+    async with engine_on(wire, http) as (fake, engine):
+        plain = await engine.generate(request())
+        assert await engine.generate(replace(request(), prompt_json=b"[5,6,7,8]")) is not None
+        streamed = [item async for item in engine.stream(replace(request(), prompt_json=b"[5,6,7,8]"))]
+        assert isinstance(streamed[-1], Generation)
+        assert len(streamed[-1].token_ids) == len(plain.token_ids)
+        key = {"vllm-completions": "prompt", "vllm-generate": "token_ids"}.get(wire, "input_ids")
+        assert [call.body[key] for call in fake.calls] == [PROMPT] * 3
+
+
+@pytest.mark.parametrize(
+    ("raw", "left"),
+    [
+        (b'{"prompt_token_ids":[1,2],"a":1}', b'{"prompt_token_ids":null,"a":1}'),
+        (b'{"prompt_token_ids":[1,2,3]}', b'{"prompt_token_ids":[1,2,3]}'),
+        (b'{"prompt_token_ids":[1, 2]}', b'{"prompt_token_ids":[1, 2]}'),
+        (rb'{"text":"\"prompt_token_ids\":[1,2]"}', rb'{"text":"\"prompt_token_ids\":[1,2]"}'),
+        (b"{}", b"{}"),
+    ],
+)
+def test_echo_is_left_out_only_where_it_is_the_prompt_to_the_byte(raw: bytes, left: bytes) -> None:
+    assert without_echo(raw, b"[1,2]") == left
+    assert without_echo(raw, None) == raw
 
 
 async def test_weights_span_shows_an_update_during_sampling(

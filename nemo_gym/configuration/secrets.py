@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, AnyStr
 
 REDACTED = "(secret)"
 
@@ -14,6 +14,8 @@ _SECRET_NAME = re.compile(
     r"|(^|_)(auth|access)_tokens$",
     re.IGNORECASE,
 )
+_TOKEN = re.compile(r"ngi1_[\w-]{8,}|ngc1\.[^\s\"'\\/,;]+|ngt1\.\d+\.[\w-]+", re.ASCII)
+_TOKEN_BYTES = re.compile(_TOKEN.pattern.encode())
 _NOT_SECRET = frozenset({"eos_token", "bos_token", "pad_token", "unk_token", "stop_token", "per_token"})
 
 
@@ -81,6 +83,14 @@ def scrub(text: str, secrets: Iterable[str]) -> str:
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, REDACTED)
     return text
+
+
+def redact_tokens(text: AnyStr) -> AnyStr:
+    """``text`` without this suite's own tokens and credentials, wherever they stand: in a header, a URL's path, a
+    message."""
+    if isinstance(text, bytes):
+        return _TOKEN_BYTES.sub(REDACTED.encode(), text)
+    return _TOKEN.sub(REDACTED, text)
 
 
 def public_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from nemo_gym.configuration.secrets import scrub, secret_values
+from nemo_gym.configuration.secrets import redact_tokens, scrub, secret_values
 from nemo_gym.serving.launch import ServerLaunch
 
 
@@ -67,4 +67,4 @@ class _ScrubbingFormatter(structlog.stdlib.ProcessorFormatter):
         self._secrets = secrets
 
     def format(self, record: logging.LogRecord) -> str:
-        return scrub(super().format(record), self._secrets)
+        return redact_tokens(scrub(super().format(record), self._secrets))

@@ -115,10 +115,12 @@ class TinyEngine(FakeTokenEngine):
             async for _ in self._pieces(generation, entry, call):
                 if asked.stream:
                     await delivery.send()
+                if delivery.cut:
+                    break
             reply = await delivery.end()
             outcome = call.outcome = "faulted" if delivery.cut or isinstance(call.fault, Abort) else "answered"
         except (asyncio.CancelledError, ConnectionError):
-            outcome = "cancelled"
+            outcome = "faulted" if delivery.cut else "cancelled"
             raise
         else:
             return reply

@@ -49,7 +49,9 @@ def test_what_is_no_secret_stays_as_it_is() -> None:
         "max_tokens": 5,
         "key": "value",
         "tokens": ["a", "b"],
-        "messages": [{"role": "user", "content": 'say "token" and token: x in C:\\dir, see https://host/a?b=c and 1.5e3'}],
+        "messages": [
+            {"role": "user", "content": 'say "token" and token: x in C:\\dir, see https://host/a?b=c and 1.5e3'}
+        ],
         "tools": [{"parameters": {"properties": {"token": {"type": "string"}}}}],
         "eos_token": "<|end|>",
     }

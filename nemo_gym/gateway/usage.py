@@ -31,8 +31,10 @@ class Usage:
         """From a ``usage`` object of Chat Completions, Responses or Messages; nothing where nothing is reported."""
         if not isinstance(reported, Mapping):
             return cls()
+        # Messages counts the prompt's cached tokens beside its others.
+        cached = sum(int(reported.get(f"cache_{kind}_input_tokens") or 0) for kind in ("read", "creation"))
         return cls(
-            int(reported.get("input_tokens") or reported.get("prompt_tokens") or 0),
+            int(reported.get("input_tokens") or reported.get("prompt_tokens") or 0) + cached,
             int(reported.get("output_tokens") or reported.get("completion_tokens") or 0),
         )
 

@@ -6,16 +6,15 @@ reasoning item is read by its text (``content``, else ``summary``), never by ``e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from nemo_gym.gateway.dialects.chat import arguments_at
 from nemo_gym.gateway.dialects.content import answer_text, lead_system, openai_content, system_text
-from nemo_gym.gateway.dialects.fields import Body, json_at, object_at, objects_in, optional_text, refuse, text_at
-from nemo_gym.gateway.dialects.tools import LOCAL_SHELL, ToolTable, called, custom_arguments
+from nemo_gym.gateway.dialects.fields import Body, object_at, objects_in, optional_text, refuse, text_at
+from nemo_gym.gateway.dialects.tools import LOCAL_SHELL, ToolTable, called, custom_arguments, shell_arguments
 
 _OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
-_SHELL_FIELDS = ("command", "working_directory", "timeout_ms")
 
 
 def lower_input(body: Body, table: ToolTable) -> list[dict[str, Any]]:
@@ -81,10 +80,9 @@ def extend_turn(turn: dict[str, Any], kind: Any, item: Body, where: str, table: 
 
 def _call(kind: str, item: Body, where: str, table: ToolTable) -> dict[str, Any]:
     if kind == "local_shell_call":
-        action: Mapping[str, Any] = object_at(item, "action", where)
-        given = {key: action[key] for key in _SHELL_FIELDS if action.get(key) is not None}
+        arguments = shell_arguments(object_at(item, "action", where), f"{where}.action")
         call_id = text_at(item, "id" if item.get("call_id") is None else "call_id", where)
-        return called(LOCAL_SHELL, call_id, json_at(given, f"{where}.action"))
+        return called(LOCAL_SHELL, call_id, arguments)
     call_id = text_at(item, "call_id", where)
     flat = table.flat_name(text_at(item, "name", where), optional_text(item, "namespace", where))
     if kind == "custom_tool_call":

@@ -8,7 +8,7 @@ from typing import Any
 from nemo_gym.gateway.dialects.answers import AnswerCall, calls_in, made_up, reasoning_in, text_in
 from nemo_gym.gateway.dialects.chat_reply import logprobs_content, token_fields
 from nemo_gym.gateway.dialects.fields import Body
-from nemo_gym.gateway.dialects.tools import custom_input
+from nemo_gym.gateway.dialects.tools import custom_input, shell_action
 from nemo_gym.gateway.lowered import Answer, AnswerEnd, AnswerUsage, CallName, LoweredRequest
 
 ENCRYPTED = "reasoning.encrypted_content"
@@ -67,8 +67,7 @@ def _message(answer: Answer, text: str, request: LoweredRequest) -> dict[str, An
 def _call(answer: Answer, number: int, call: AnswerCall, request: LoweredRequest) -> dict[str, Any]:
     known = request.names.get(call.name) or CallName(call.name)
     own_id = f"{answer.answer_id}_{number}"
-    if known.local_shell and isinstance(call.data, Mapping) and isinstance(call.data.get("command"), list):
-        action = {"type": "exec", "env": {}, **{key: value for key, value in call.data.items() if key != "type"}}
+    if known.local_shell and (action := shell_action(call.data)) is not None:
         return {
             "id": f"lsh_{own_id}",
             "type": "local_shell_call",

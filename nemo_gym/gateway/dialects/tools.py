@@ -30,6 +30,7 @@ _LOCAL_SHELL_PARAMETERS = {
     },
     "required": ["command"],
 }
+_SHELL_TYPES = {"command": list, "working_directory": str, "timeout_ms": int}
 
 
 def function_tool(name: str, description: str | None, parameters: Any, strict: Any = None) -> dict[str, Any]:
@@ -138,3 +139,19 @@ def chosen(choice: Any, table: ToolTable, where: str = "tool_choice") -> str | d
         refuse(f"{where}.type", f"is {kind!r}; only a function or custom tool can be chosen")
     inner = object_at(choice, kind, where) or choice
     return {"name": table.flat_name(text_at(inner, "name", where), optional_text(inner, "namespace", where))}
+
+
+def shell_action(data: Any) -> dict[str, Any] | None:
+    """The action of a ``local_shell`` call with these arguments; nothing where it could not carry them unchanged, and
+    the call has to be handed out as a function's."""
+    if not isinstance(data, Mapping) or not isinstance(command := data.get("command"), list):
+        return None
+    fits = all(isinstance(word, str) for word in command) and all(
+        type(value) is _SHELL_TYPES.get(key) for key, value in data.items()
+    )
+    return {"type": "exec", "env": {}, **data} if fits else None
+
+
+def shell_arguments(action: Body, where: str) -> str:
+    """The arguments of a ``local_shell`` call that a harness sends back."""
+    return json_at({key: action[key] for key in _SHELL_TYPES if action.get(key) is not None}, where)

@@ -9,6 +9,7 @@ import orjson
 
 from nemo_gym.errors import NemoGymError
 from nemo_gym.gateway.dialects import Dialect
+from nemo_gym.gateway.dialects.errors import ContextOverflowError, anthropic_error, openai_code, openai_error
 
 
 def failure_event(
@@ -17,12 +18,11 @@ def failure_event(
     """The last event of a stream that fails; no end marker may follow it. ``response`` and ``number`` are for
     Responses: the response as it was begun, and the event's sequence number."""
     if dialect is Dialect.CHAT:
-        body = {"message": error.message, "type": _openai_type(error), "code": error.code, "param": None}
-        return _event(None, {"error": body})
+        return _event(None, openai_error(error)[1])
     if dialect is Dialect.MESSAGES:
-        said = {"type": _anthropic_type(error), "message": error.message}
-        return _event("error", {"type": "error", "error": said})
-    code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        return _event("error", anthropic_error(error)[1])
+    known = error.status == 429 or isinstance(error, ContextOverflowError)
+    code = openai_code(error) if known else "server_error"
     if response is None:
         return _event(
             "error",
@@ -35,17 +35,3 @@ def failure_event(
 def _event(kind: str | None, value: Mapping[str, Any]) -> bytes:
     head = b"" if kind is None else b"event: " + kind.encode() + b"\n"
     return head + b"data: " + orjson.dumps(value) + b"\n\n"
-
-
-def _openai_type(error: NemoGymError) -> str:
-    if error.status == 429:
-        return "rate_limit_error"
-    return "invalid_request_error" if error.status < 500 else "server_error"
-
-
-def _anthropic_type(error: NemoGymError) -> str:
-    if error.status == 429:
-        return "rate_limit_error"
-    if error.status in (503, 529):
-        return "overloaded_error"
-    return "invalid_request_error" if error.status < 500 else "api_error"

@@ -1,0 +1,101 @@
+"""Errors reach each SDK as the exception its users handle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from nemo_gym.errors import ContractError, CredentialError, FencedError, InvalidBodyError, ModelError, NemoGymError
+from nemo_gym.gateway.dialects import Dialect
+from nemo_gym.gateway.dialects.adapters import adapter_of
+from nemo_gym.gateway.dialects.errors import ContextOverflowError
+from nemo_gym.gateway.engines.errors import EngineRateLimitedError, EngineRefusedError, EngineTimeoutError
+from nemo_gym.gateway.streaming import failure_event
+from tests.gateway.dialects.conftest import Served
+
+USER: Any = [{"role": "user", "content": "q"}]
+
+
+class ForbiddenError(ContractError):
+    status = 403
+
+
+class UnknownError(ContractError):
+    status = 404
+
+
+class OverloadedError(ModelError):
+    status = 529
+
+
+CASES = [
+    (InvalidBodyError("bad", param="x"), 400, "invalid_request_error", "invalid_request_error"),
+    (EngineRefusedError("bad"), 400, "invalid_request_error", "invalid_request_error"),
+    (CredentialError("who"), 401, "invalid_request_error", "authentication_error"),
+    (ForbiddenError("no"), 403, "permission_error", "permission_error"),
+    (UnknownError("none"), 404, "invalid_request_error", "not_found_error"),
+    (FencedError("over"), 409, "conflict_error", "invalid_request_error"),
+    (EngineRateLimitedError("later", retry_after_s=2.0), 429, "rate_limit_error", "rate_limit_error"),
+    (ModelError("broken"), 502, "server_error", "api_error"),
+    (EngineTimeoutError("slow"), 504, "server_error", "timeout_error"),
+    (OverloadedError("busy"), 529, "server_error", "overloaded_error"),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "openai_type", "anthropic_type"), CASES)
+async def test_sdks_raise_their_own_exception(
+    served: Served, error: NemoGymError, status: int, openai_type: str, anthropic_type: str
+) -> None:
+    served.fail = error
+    async with openai.AsyncOpenAI(api_key="k", base_url=f"{served.url}/v1", max_retries=0) as one:
+        with pytest.raises(openai.APIStatusError) as caught:
+            await one.chat.completions.create(model="m", messages=USER)
+        assert (caught.value.status_code, caught.value.type) == (status, openai_type)
+        assert error.message in str(caught.value) and isinstance(caught.value.code, str)
+        with pytest.raises(openai.APIStatusError) as caught:
+            await one.responses.create(model="m", input="q")
+        assert caught.value.status_code == status
+    async with anthropic.AsyncAnthropic(api_key="k", base_url=served.url, max_retries=0) as two:
+        with pytest.raises(anthropic.APIStatusError) as raised:
+            await two.messages.create(model="m", max_tokens=9, messages=USER)
+    body = raised.value.body
+    assert raised.value.status_code == status and isinstance(body, Mapping)
+    assert body["type"] == "error" and body["error"] == {"type": anthropic_type, "message": error.message}
+
+
+def test_refused_field_is_the_param() -> None:
+    with pytest.raises(InvalidBodyError) as caught:
+        adapter_of(Dialect.CHAT).lower({"messages": USER, "n": 2})
+    status, body = adapter_of(Dialect.CHAT).error(caught.value)
+    assert status == 400 and body["error"]["param"] == "n"
+
+
+def test_overflow_is_worded_as_harnesses_recognise_it() -> None:
+    error = ContextOverflowError(prompt_tokens=9000, limit=8192)
+    for dialect in (Dialect.CHAT, Dialect.RESPONSES):
+        status, body = adapter_of(dialect).error(error)
+        assert status == 400 and body["error"]["code"] == "context_length_exceeded"
+        assert "maximum context length is 8192 tokens" in body["error"]["message"]
+    status, body = adapter_of(Dialect.MESSAGES).error(error)
+    assert (status, body["error"]) == (
+        400,
+        {"type": "invalid_request_error", "message": "prompt is too long: 9000 tokens > 8192 maximum"},
+    )
+    assert error.details == {"prompt_tokens": 9000, "limit": 8192}
+
+
+def test_overflow_inside_a_stream_is_recognised_as_well() -> None:
+    error = ContextOverflowError(prompt_tokens=9000, limit=8192)
+    assert b'"code":"context_length_exceeded"' in failure_event(Dialect.CHAT, error)
+    assert b'"code":"context_length_exceeded"' in failure_event(Dialect.RESPONSES, error, response={"id": "r"})
+    assert b"prompt is too long: 9000 tokens > 8192 maximum" in failure_event(Dialect.MESSAGES, error)
+
+
+def test_details_stay_inside() -> None:
+    error = ModelError("broken", secret_path="/private")
+    for dialect in Dialect:
+        assert "/private" not in str(adapter_of(dialect).error(error))

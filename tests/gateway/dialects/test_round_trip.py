@@ -1,0 +1,130 @@
+"""An answer that a harness sends back as history is the message that was answered: one chain, whatever the dialect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_gym.gateway.dialects import Dialect
+from nemo_gym.gateway.dialects.adapters import adapter_of
+from nemo_gym.gateway.lowered import Answer
+from nemo_gym.gateway.tokens.canonical import entries_of
+from tests.gateway.dialects.bodies import SCHEMA, answer, call, chat_body, claude_body, codex_body
+
+ANY_TEXT = st.text(max_size=40)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**18), 10**18) | st.floats(allow_nan=False) | ANY_TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+ARGUMENTS = st.one_of(
+    st.dictionaries(st.sampled_from(["command", "input", "arguments", "b"]), JSON, max_size=3).map(
+        lambda value: orjson.dumps(value).decode()
+    ),
+    JSON.map(lambda value: orjson.dumps(value).decode()),
+    st.sampled_from(
+        ['{"a": "\\ud800"}', "{", "", " ", "NaN", '{"arguments": "{}"}', '{"input": "x"}', '{"input": 1}']
+    ),
+    st.text(max_size=20),
+)
+NAMES = {
+    Dialect.CHAT: ["bash", "apply_patch", "unknown"],
+    Dialect.MESSAGES: ["Bash", "mcp__weather__get", "unknown"],
+    Dialect.RESPONSES: ["exec_command", "mcp__weather__get_weather", "apply_patch", "local_shell", "unknown"],
+}
+
+
+def asked(dialect: Dialect) -> dict[str, Any]:
+    if dialect is Dialect.CHAT:
+        custom = {"type": "custom", "custom": {"name": "apply_patch"}}
+        plain = {"type": "function", "function": {"name": "bash", "parameters": SCHEMA}}
+        return chat_body(tools=[plain, custom])
+    return claude_body() if dialect is Dialect.MESSAGES else codex_body()
+
+
+def with_history(dialect: Dialect, body: dict[str, Any], reply: dict[str, Any]) -> dict[str, Any]:
+    """The next request: the reply, and what its calls gave."""
+    if dialect is Dialect.CHAT:
+        message = reply["choices"][0]["message"]
+        results = [
+            {"role": "tool", "tool_call_id": one["id"], "content": "ok"} for one in message.get("tool_calls") or ()
+        ]
+        return {**body, "messages": [*body["messages"], message, *results]}
+    if dialect is Dialect.MESSAGES:
+        results = [
+            {"type": "tool_result", "tool_use_id": block["id"], "content": "ok"}
+            for block in reply["content"]
+            if block["type"] == "tool_use"
+        ]
+        user = [{"role": "user", "content": results}] if results else []
+        return {**body, "messages": [*body["messages"], {"role": "assistant", "content": reply["content"]}, *user]}
+    results = [
+        {"type": f"{item['type']}_output", "call_id": item["call_id"], "output": "ok"}
+        for item in reply["output"]
+        if item["type"].endswith("_call")
+    ]
+    return {**body, "input": [*body["input"], *reply["output"], *results]}
+
+
+def echoed(dialect: Dialect, given: Answer) -> None:
+    """Ask, answer, send back, as JSON on a wire; the history is what was answered."""
+    adapter, body = adapter_of(dialect), asked(dialect)
+    request = adapter.lower(body)
+    reply = orjson.loads(orjson.dumps(adapter.reply(given, request, body)))
+    next_request = adapter.lower(with_history(dialect, body, reply))
+    kept = next_request.messages[: len(request.messages)]
+    assert [*kept] == [*request.messages]
+    before = entries_of([*request.messages, given.message])
+    after = entries_of(next_request.messages)
+    assert [entry.digest for entry in after[: len(before)]] == [entry.digest for entry in before]
+    results = next_request.messages[len(request.messages) + 1 :]
+    ids = [one["id"] for one in next_request.messages[len(request.messages)].get("tool_calls") or ()]
+    assert [message["tool_call_id"] for message in results] == ids
+    assert next_request.tools == request.tools
+
+
+@pytest.mark.parametrize("dialect", [*Dialect])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_answer_sent_back_is_the_answer(dialect: Dialect, data: st.DataObject) -> None:
+    calls = [
+        call(number, data.draw(st.sampled_from(NAMES[dialect])), data.draw(ARGUMENTS))
+        for number in range(data.draw(st.integers(0, 3)))
+    ]
+    echoed(
+        dialect,
+        answer(data.draw(st.none() | st.text(max_size=40)), *calls, reasoning=data.draw(st.none() | st.just("hmm"))),
+    )
+
+
+@pytest.mark.parametrize("dialect", [*Dialect])
+def test_reasoning_comes_back_as_reasoning(dialect: Dialect) -> None:
+    adapter, body = adapter_of(dialect), asked(dialect)
+    request = adapter.lower(body)
+    reply = adapter.reply(answer("so", call(1, "bash", "{}"), reasoning="I think"), request, body)
+    message = adapter.lower(with_history(dialect, body, reply)).messages[len(request.messages)]
+    assert message["reasoning_content"] == "I think" and message["content"] == "so"
+
+
+@pytest.mark.parametrize("dialect", [*Dialect])
+def test_raising_an_answer_twice_gives_the_same_bytes(dialect: Dialect) -> None:
+    adapter, body = adapter_of(dialect), asked(dialect)
+    given = answer("so", {"type": "function", "function": {"name": "bash", "arguments": "{}"}}, reasoning="hmm")
+    one, two = (adapter.reply(given, adapter.lower(body), body) for _ in range(2))
+    assert one == two
+    request = adapter.lower(body)
+    assert b"".join(adapter.events(one, request)) == b"".join(adapter.events(two, request))
+
+
+@pytest.mark.parametrize("dialect", [*Dialect])
+def test_text_that_is_no_unicode_is_delivered_as_unicode(dialect: Dialect) -> None:
+    adapter, body = adapter_of(dialect), asked(dialect)
+    request = adapter.lower(body)
+    given = answer("a\ud800b \ud83d\ude42", call(1, "bash", '{"command": "\ud800"}'), reasoning="\udfff")
+    reply = adapter.reply(given, request, body)
+    assert "a\ufffdb 🙂".encode() in orjson.dumps(reply)
+    assert "🙂".encode() in b"".join(adapter.events(reply, request))

@@ -10,6 +10,8 @@ their canonical form; what the policy saw and wrote stays in tokens, whatever th
 | ``content``: absent, null, empty | yes | nothing was said |
 | text as one string, or split over parts | yes | dialects differ |
 | tool arguments: key order, spacing, escapes, 1.0 for 1, integers as doubles | yes | JavaScript re-serialises JSON |
+| an argument that is false or null: left out, or put in | yes | Claude Code writes defaults into history |
+| whitespace at the ends of an argument's lines | yes | Claude Code trims what it writes to files |
 | arguments that are no JSON, or wrapped as ``{"arguments": text}`` | yes | the Messages dialect must wrap them |
 | ids of tool calls and results | yes | renamed by harnesses; results belong to calls by order |
 | order of the results of parallel calls | yes | each result goes to its call |
@@ -125,8 +127,21 @@ def _answer(run: Sequence[Message]) -> Any:
             and isinstance(arguments["arguments"], str)
         ):
             arguments = arguments["arguments"]
-        calls.append([str((call.get("function") or {}).get("name")), arguments])
+        calls.append([str((call.get("function") or {}).get("name")), _argument(arguments)])
     return ["assistant", " ".join(text.split()), calls]
+
+
+def _argument(value: Any) -> Any:
+    """Without what harnesses change in the arguments of calls that they have run."""
+    if isinstance(value, str):
+        return (
+            "\n".join(line.rstrip() for line in value.split("\n")).rstrip() if " " in value or "\n" in value else value
+        )
+    if isinstance(value, Mapping):
+        return {key: _argument(item) for key, item in value.items() if item is not None and item is not False}
+    if isinstance(value, list):
+        return [_argument(item) for item in value]
+    return value
 
 
 def _calls_before(messages: Sequence[Message], at: int) -> dict[str, int]:

@@ -38,6 +38,9 @@ SAME = {
     "large integers": (called('{"a": 9007199254740993}'), called('{"a":9007199254740992}')),
     "integers beyond 64 bits": (called('{"a": 123456789012345678901}'), called('{"a":123456789012345680000}')),
     "no arguments": (called(""), called("{}")),
+    "argument's default written out": (called('{"a": 1}'), called('{"all": false, "a": 1, "n": null}')),
+    "nested default written out": (called('{"e": [{"a": 1}]}'), called('{"e": [{"a": 1, "all": false}]}')),
+    "argument's lines trimmed": (called('{"a": "x  \\n  y \\n\\n"}'), called('{"a": "x\\n  y"}')),
     "arguments as data": (called({"a": 1}), called('{"a":1}')),
     "arguments that are no JSON": (called('{"a": '), called({"arguments": '{"a": '})),
     "developer": ({"role": "developer", "content": "a"}, {"role": "system", "content": "a"}),
@@ -54,6 +57,8 @@ OTHER = {
     "role": (user("a"), {"role": "system", "content": "a"}),
     "argument value": (called('{"a": 1}'), called('{"a": 2}')),
     "argument type": (called('{"a": 1}'), called('{"a": "1"}')),
+    "argument's indentation": (called('{"a": "x\\n  y"}'), called('{"a": "x\\n y"}')),
+    "false in a list": (called('{"a": [1, false]}'), called('{"a": [1]}')),
     "true is not one": (called('{"a": true}'), called('{"a": 1}')),
     "called tool": (said("", call(1, "{}", "a")), said("", call(1, "{}", "b"))),
     "order of calls": (

@@ -8,6 +8,7 @@ delivered.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -18,9 +19,18 @@ from nemo_gym.gateway.retries.hints import Connection
 class AnswerWatch:
     """One answer on one connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, watched: bool = False) -> None:
         self._undelivered: Callable[[], None] | None = None
+        self._when_lost: Callable[[], None] | None = None
         self._lost = False
+        self.watched = watched
+        """Whether the end of the connection will be seen here."""
+
+    def when_lost(self, call: Callable[[], None] | None) -> None:
+        """``call`` when the connection ends, at once if it has ended; nothing takes it back."""
+        self._when_lost = call
+        if self._lost and call is not None:
+            call()
 
     def all_sent(self, undelivered: Callable[[], None]) -> bool:
         """The last byte was handed over. Returns ``False`` if the connection was gone by then; else ``undelivered`` is
@@ -31,6 +41,8 @@ class AnswerWatch:
 
     def _end(self, reset: bool) -> None:
         self._lost = True
+        if self._when_lost is not None:
+            self._when_lost()
         if reset and self._undelivered is not None:
             self._undelivered()
 
@@ -40,17 +52,25 @@ class Deliveries:
 
     def __init__(self) -> None:
         self._watches: dict[Connection, AnswerWatch] = {}
+        self._open: set[Connection] = set()
+
+    def began(self, connection: Connection | None) -> None:
+        """A connection is open whose end will be told."""
+        if connection is not None:
+            self._open.add(connection)
 
     def watch(self, connection: Connection | None) -> AnswerWatch:
         """Watch the answer to a request that came on ``connection``, an ASGI scope's ``client``. A request on a
         connection says that what was sent on it before has been read."""
-        watch = AnswerWatch()
+        watch = AnswerWatch(watched=connection in self._open)
         if connection is not None:
             self._watches[connection] = watch
         return watch
 
     def ended(self, connection: Connection | None, *, reset: bool) -> None:
         """A connection is closed."""
+        if connection is not None:
+            self._open.discard(connection)
         if connection is not None and (watch := self._watches.pop(connection, None)) is not None:
             watch._end(reset)
 
@@ -64,6 +84,10 @@ DELIVERIES = Deliveries()
 
 class WatchedHttpProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol, telling `DELIVERIES` how connections end: ``uvicorn.Config(app, http=...)``."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        DELIVERIES.began(self.client)
 
     def connection_lost(self, exc: Exception | None) -> None:
         DELIVERIES.ended(self.client, reset=exc is not None)

@@ -27,7 +27,7 @@ from nemo_gym.gateway.service.requests import OpenSession
 from nemo_gym.gateway.service.sessions import DurableSessions
 from nemo_gym.gateway.service.text_backend import TextBackend
 from nemo_gym.gateway.sessions import GatewaySessions
-from nemo_gym.serving.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
+from nemo_gym.serving.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError
 from nemo_gym.serving.middleware import require_role
 from nemo_gym.serving.problems import JsonResponse, parse_json_object
 
@@ -149,7 +149,7 @@ class Gateway(SimpleResponsesAPIModel):
         dialect = _dialect_of(request)
         body = await parse_json_object(request)
         try:
-            return await while_connected(request, lambda: self._inference.answer(dialect, body, request, live))
+            return await self._inference.answer(dialect, body, request, live)
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
 

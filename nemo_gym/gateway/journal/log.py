@@ -1,4 +1,8 @@
-"""An append-only log in segment files, with one thread that writes and syncs for many callers at once."""
+"""An append-only log in segment files.
+
+Waiting for a disk is a thread's work: it writes and syncs for many callers at once. Handing bytes to the kernel takes
+less time than handing them to a thread, so without syncs each record is written where it is appended.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +83,8 @@ class JournalLog:
         except BaseException:
             os.close(self._lock_file)
             raise
-        self._thread.start()
+        if durability == "power_loss":
+            self._thread.start()
         return self
 
     def append(self, payload: bytes) -> asyncio.Future[None]:
@@ -95,7 +100,11 @@ class JournalLog:
                 self.segment += 1
                 self._size = 0
             self._size += len(data)
-            self._queue.put(_Append(data, self.segment, future))
+            item = _Append(data, self.segment, future)
+            if self._durability == "power_loss":
+                self._queue.put(item)
+            else:
+                _resolve([item], self._try_write([item]))
         return future
 
     @property
@@ -116,8 +125,11 @@ class JournalLog:
         """Write what was appended, then let go of the directory."""
         if not self._closed:
             self._closed = True
-            self._queue.put(None)
-            await asyncio.to_thread(self._thread.join)
+            if self._thread.is_alive():
+                self._queue.put(None)
+                await asyncio.to_thread(self._thread.join)
+            if self._file >= 0:
+                os.close(self._file)
             os.close(self._lock_file)
 
     # -- opening -------------------------------------------------------------------------------------------------
@@ -155,7 +167,7 @@ class JournalLog:
                     os.fsync(file.fileno())
             self.segment, self._size = number, frames.end
 
-    # -- the writer's thread -------------------------------------------------------------------------------------
+    # -- writing ------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         last = False
@@ -175,10 +187,15 @@ class JournalLog:
                     break
             if group:
                 self._write_group(group)
-        if self._file >= 0:
-            os.close(self._file)
 
     def _write_group(self, group: list[_Append]) -> None:
+        error = self._try_write(group)
+        try:
+            self._loop.call_soon_threadsafe(_resolve, group, error)
+        except RuntimeError:
+            pass  # the loop is closed: nobody waits any more
+
+    def _try_write(self, group: list[_Append]) -> JournalError | None:
         error = self._broken
         if error is None:
             try:
@@ -193,10 +210,7 @@ class JournalLog:
                     f"the journal {self._directory} cannot be written: {caught}", retryable=True
                 )
         self.groups += 1
-        try:
-            self._loop.call_soon_threadsafe(_resolve, group, error)
-        except RuntimeError:
-            pass  # the loop is closed: nobody waits any more
+        return error
 
     def _write(self, segment: int, data: bytes) -> None:
         if segment != self._file_segment:

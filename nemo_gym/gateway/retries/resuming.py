@@ -2,7 +2,8 @@
 
 Sampling token by token, the next one depends on nothing but the ids before it. An answer that broke off after k tokens
 is therefore continued by giving prompt and those k ids to any engine, and every token still has the logprob of the
-engine that sampled it. So a killed engine, or one that aborts its calls to take new weights, costs no token.
+engine that sampled it. So an engine that aborts its calls to take new weights costs no token; neither does a killed
+one, if its answers are read as they are sampled.
 """
 
 from __future__ import annotations
@@ -36,17 +37,36 @@ log = structlog.get_logger(__name__)
 class TokenCalls(Generic[K]):
     """Token requests through a router, retried before their first token and continued after it."""
 
-    def __init__(self, calls: EngineCalls[K], *, max_resumes: int = MAX_RESUMES) -> None:
+    def __init__(
+        self, calls: EngineCalls[K], *, max_resumes: int = MAX_RESUMES, keep_partial_answers: bool = False
+    ) -> None:
+        """``keep_partial_answers``: `generate` reads answers token by token, so that those of a killed engine go on
+        elsewhere. Otherwise they are sampled again there, and a token costs a fraction of the work here."""
         self.calls = calls
         self._max_resumes = max_resumes
+        self._keep_partial_answers = keep_partial_answers
 
     async def generate(self, session_id: str | None, request: TokenRequest) -> Generation:
         """The whole answer. Raises the `EngineError` that could not be overcome."""
+        if not self._keep_partial_answers:
+            return await self._in_wholes(session_id, request)
         async with aclosing(self.stream(session_id, request)) as items:
             async for item in items:
                 if isinstance(item, Generation):
                     return item
         raise AssertionError("unreachable: a stream ends with a generation or raises")
+
+    async def _in_wholes(self, session_id: str | None, request: TokenRequest) -> Generation:
+        answer = _Answer()
+        for resumes in range(self._max_resumes + 1):
+            piece = _Piece(request, answer, resumes)
+            last = await self.calls.call(session_id, piece.whole)
+            if last.finish_reason is not FinishReason.ABORT or not _resumable(request.sampling):
+                return answer.joined(piece, last)
+            piece.add(TokenDelta(last.token_ids, last.logprobs))
+            if (full := await self._kept(request, answer, piece, resumes)) is not None:
+                return full
+        return answer.whole(FinishReason.ABORT)
 
     async def stream(
         self, session_id: str | None, request: TokenRequest
@@ -75,14 +95,20 @@ class TokenCalls(Generic[K]):
                 if last.finish_reason is not FinishReason.ABORT or not _resumable(request.sampling):
                     yield answer.joined(piece, last)
                     return
-            answer.keep(piece)
-            if len(answer.token_ids) >= request.sampling.max_tokens:
-                yield answer.whole(FinishReason.LENGTH)
+            if (full := await self._kept(request, answer, piece, resumes)) is not None:
+                yield full
                 return
-            if not piece.token_ids:
-                await asyncio.sleep(self.calls.options.first_backoff_s)  # an engine that is paused for an update
-            log.info("an answer goes on", engine=piece.engine, tokens=len(answer.token_ids), resumes=resumes + 1)
         yield answer.whole(FinishReason.ABORT)
+
+    async def _kept(self, request: TokenRequest, answer: _Answer, piece: _Piece, resumes: int) -> Generation | None:
+        """Add a piece to its answer: the whole answer if that used up its tokens, else nothing when it may go on."""
+        answer.keep(piece)
+        if len(answer.token_ids) >= request.sampling.max_tokens:
+            return answer.whole(FinishReason.LENGTH)
+        if not piece.token_ids:
+            await asyncio.sleep(self.calls.options.first_backoff_s)  # an engine that is paused for an update
+        log.info("an answer goes on", engine=piece.engine, tokens=len(answer.token_ids), resumes=resumes + 1)
+        return None
 
     def _may_go_on(self, request: TokenRequest, piece: _Piece, error: EngineError, resumes: int) -> bool:
         return (
@@ -108,6 +134,12 @@ class _Piece:
     source: TokenEngine | None = None
 
     def open(self, engine: TokenEngine) -> AsyncGenerator[TokenDelta | Generation, None]:
+        return engine.stream(self._asked(engine))
+
+    async def whole(self, engine: TokenEngine) -> Generation:
+        return await engine.generate(self._asked(engine))
+
+    def _asked(self, engine: TokenEngine) -> TokenRequest:
         self.engine, self.source, self.first_weights = engine.name, engine, engine.weights_version
         done = len(self.before.token_ids)
         asked = replace(
@@ -118,7 +150,7 @@ class _Piece:
             sampling=replace(self.request.sampling, max_tokens=self.request.sampling.max_tokens - done),
         )
         self.tries += 1
-        return engine.stream(asked)
+        return asked
 
     def add(self, delta: TokenDelta) -> None:
         self.token_ids += delta.token_ids

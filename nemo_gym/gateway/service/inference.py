@@ -35,6 +35,7 @@ from nemo_gym.gateway.service.live import LiveSession
 from nemo_gym.gateway.service.sessions import DurableSessions
 from nemo_gym.gateway.streaming import FIRST_EVENT_GRACE_S, PING_INTERVAL_S, KeepAlive
 from nemo_gym.gateway.usage import Usage
+from nemo_gym.serving.disconnect import CallerGoneError, while_connected
 from nemo_gym.serving.problems import JsonResponse
 
 EVENT_STREAM = "text/event-stream"
@@ -72,11 +73,35 @@ class Inference(Generic[C, D]):
     async def answer(
         self, dialect: Dialect, body: dict[str, Any], request: Request, live: LiveSession[C] | None
     ) -> Response:
-        """The reply to one call, ``live`` being its session. Cancelling this ends the sampling, unless another caller
-        waits for the same answer."""
+        """The reply to one call, ``live`` being its session. A caller that leaves, and a cancellation, end the
+        sampling, unless another caller waits for the same answer; the former raises `CallerGoneError`."""
+        watch = DELIVERIES.watch(_connection(request))
+        if not watch.watched:
+            return await while_connected(request, lambda: self._answered(dialect, body, request, live, watch))
+        try:
+            async with asyncio.timeout(None) as scope:
+                loop = asyncio.get_running_loop()
+                watch.when_lost(lambda: scope.reschedule(loop.time()))
+                try:
+                    return await self._answered(dialect, body, request, live, watch)
+                finally:
+                    watch.when_lost(None)
+        except TimeoutError:
+            if scope.expired():
+                raise CallerGoneError from None
+            raise
+
+    async def _answered(
+        self,
+        dialect: Dialect,
+        body: dict[str, Any],
+        request: Request,
+        live: LiveSession[C] | None,
+        watch: AnswerWatch,
+    ) -> Response:
         adapter = adapter_of(dialect)
         lowered = adapter.lower(body)
-        call = _Call(self, dialect, adapter, body, lowered, live, _connection(request))
+        call = _Call(self, dialect, adapter, body, lowered, live, _connection(request), watch)
         if live is None:
             return await self._reply(call, self._alone)
         fingerprint = request_fingerprint(dialect, body)
@@ -181,16 +206,13 @@ class _Call(Generic[C, D]):
     lowered: LoweredRequest
     live: LiveSession[C] | None
     connection: Connection | None
+    watch: AnswerWatch
     call_id: str = field(default_factory=lambda: uuid4().hex)
     fingerprint: str = ""
-    watch: AnswerWatch = field(init=False)
     delivery: Delivery[Committed] | None = None
     committed: Committed | None = None
     conversations: C | None = None
     all_yielded: bool = False
-
-    def __post_init__(self) -> None:
-        self.watch = DELIVERIES.watch(self.connection)
 
     def sent(self) -> None:
         """The last byte of the reply was handed over."""

@@ -72,6 +72,10 @@ class RetryConfig(BaseModel):
     max_resumes: int = Field(MAX_RESUMES, ge=0)
     """How often an answer that broke off after its first token is continued from there (token engines only)."""
 
+    keep_partial_answers: bool = False
+    """Whether answers are read from token engines as they are sampled, so that those of a killed engine are continued
+    elsewhere instead of sampled again. Costs this process about 40 µs per token."""
+
     def options(self) -> RetryOptions:
         return RetryOptions(self.max_tries, self.first_backoff_s, self.max_backoff_s)
 
@@ -104,7 +108,9 @@ class EnginePool:
         retries = retries or RetryConfig()
         self.router: Router[Any] = Router(self._routing.options())
         self._calls: EngineCalls[Any] = EngineCalls(self.router, options=retries.options(), budget=retries.budget())
-        self._token_calls: TokenCalls[Any] = TokenCalls(self._calls, max_resumes=retries.max_resumes)
+        self._token_calls: TokenCalls[Any] = TokenCalls(
+            self._calls, max_resumes=retries.max_resumes, keep_partial_answers=retries.keep_partial_answers
+        )
         self._facts: dict[str, dict[str, Any]] = {}
         self._http: aiohttp.ClientSession | None = None
         self._prober = Prober(self.router, interval_s=self._routing.probe_interval_s)

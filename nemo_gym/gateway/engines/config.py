@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -10,8 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from nemo_gym.gateway.engines.http import EngineEndpoint
 from nemo_gym.gateway.engines.openai import OpenAIEngine
+from nemo_gym.gateway.engines.sglang import STREAM_INTERVAL as SGLANG_STREAM_INTERVAL
 from nemo_gym.gateway.engines.sglang import SglangEngine
+from nemo_gym.gateway.engines.vllm import STREAM_INTERVAL as VLLM_STREAM_INTERVAL
 from nemo_gym.gateway.engines.vllm import VllmEngine, VllmRoute
+
+API_KEY_ENV = "OPENAI_API_KEY"
 
 
 class _EngineConfig(BaseModel):
@@ -73,9 +79,12 @@ class VllmEngineConfig(_EngineConfig):
     type: Literal["vllm"]
     route: VllmRoute = "completions"
     """``generate`` where the server has ``/inference/v1/generate``."""
+    stream_interval: int = Field(VLLM_STREAM_INTERVAL, ge=1)
+    """Tokens per streamed event that the server is asked for. An answer that breaks off goes on elsewhere after the
+    last event."""
 
     def make(self, http: aiohttp.ClientSession) -> VllmEngine:
-        engine = VllmEngine(self.endpoint(), http, route=self.route)
+        engine = VllmEngine(self.endpoint(), http, route=self.route, stream_interval=self.stream_interval)
         engine.weights_version = self.weights_version
         return engine
 
@@ -84,22 +93,29 @@ class SglangEngineConfig(_EngineConfig):
     """``base_url`` is the server's root."""
 
     type: Literal["sglang"]
+    stream_interval: int = Field(SGLANG_STREAM_INTERVAL, ge=1)
+    """Tokens per streamed event that the server is asked for. An answer that breaks off goes on elsewhere after the
+    last event."""
 
     def make(self, http: aiohttp.ClientSession) -> SglangEngine:
-        engine = SglangEngine(self.endpoint(), http)
+        engine = SglangEngine(self.endpoint(), http, stream_interval=self.stream_interval)
         engine.weights_version = self.weights_version
         return engine
 
 
 class OpenAIEngineConfig(_EngineConfig):
-    """``base_url`` ends in ``/v1``, usually."""
+    """``base_url`` ends in ``/v1``, usually. Without ``api_key``, the environment variable ``OPENAI_API_KEY`` is sent
+    where it is set."""
 
     type: Literal["openai"]
     logprobs: bool = False
     """Ask for the logprobs of sampled tokens."""
 
     def make(self, http: aiohttp.ClientSession) -> OpenAIEngine:
-        engine = OpenAIEngine(self.endpoint(), http, logprobs=self.logprobs)
+        endpoint = self.endpoint()
+        if endpoint.api_key is None:
+            endpoint = replace(endpoint, api_key=os.environ.get(API_KEY_ENV) or None)
+        engine = OpenAIEngine(endpoint, http, logprobs=self.logprobs)
         engine.weights_version = self.weights_version
         return engine
 

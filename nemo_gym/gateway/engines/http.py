@@ -215,7 +215,7 @@ class HttpEngine:
             # Not the engine's words: they may quote the key.
             return EngineCredentialError(f"engine '{self.name}' refused its API key ({status})", **known)
         said = self._quoted(body)
-        if status == 429:
+        if status == 429 or (status == 503 and "Retry-After" in reply.headers):
             seconds = retry_after_s(reply.headers.get("Retry-After"))
             return EngineRateLimitedError(f"engine '{self.name}' asks to wait: {said}", retry_after_s=seconds, **known)
         if status == 408:

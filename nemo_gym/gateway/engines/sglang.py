@@ -6,16 +6,43 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from nemo_gym.gateway.engines.errors import EngineFailedError, EngineLostError
-from nemo_gym.gateway.engines.http import HttpEngine
-from nemo_gym.gateway.engines.types import FinishReason, Generation, TokenDelta, TokenRequest, prompt_of
+import aiohttp
+
+from nemo_gym.gateway.engines.errors import (
+    EngineError,
+    EngineFailedError,
+    EngineLostError,
+    EngineRateLimitedError,
+    EngineRefusedError,
+)
+from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
+from nemo_gym.gateway.engines.types import (
+    FinishReason,
+    Generation,
+    Segment,
+    TokenDelta,
+    TokenRequest,
+    WeightsSpan,
+    prompt_of,
+)
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 _ROUTE = "/generate"
+STREAM_INTERVAL = 128
+"""Tokens. By default each of SGLang's events repeats all tokens before it, so that one event per token would cost
+gigabytes for a long answer. What a broken stream loses of an answer is sampled again."""
 
 
 class SglangEngine(HttpEngine):
-    """Streams in both of SGLang's forms: each event holding all tokens so far, or only the new ones."""
+    """Streams in both of SGLang's forms: each event holding all tokens so far, or only the new ones (a server started
+    with ``--incremental-streaming-output``, which costs less). ``stream_interval`` tokens are asked for per event,
+    after the first."""
+
+    def __init__(
+        self, endpoint: EngineEndpoint, http: aiohttp.ClientSession, *, stream_interval: int = STREAM_INTERVAL
+    ) -> None:
+        super().__init__(endpoint, http)
+        self._stream_interval = stream_interval
 
     async def generate(self, request: TokenRequest) -> Generation:
         first = self.weights_version
@@ -36,6 +63,8 @@ class SglangEngine(HttpEngine):
                 async for event in events:
                     with self.reading():
                         meta = event["meta_info"]
+                        if not pairs and meta.get("weight_version") is not None:
+                            first = str(meta["weight_version"])  # newer than what the last answer said
                         seen, total = _pairs(meta), int(meta["completion_tokens"])
                         if len(pairs) + len(seen) == total:
                             fresh = seen
@@ -64,6 +93,8 @@ class SglangEngine(HttpEngine):
         }
         if request.sampling.seed is not None:
             sampling["sampling_seed"] = request.sampling.seed
+        if stream:
+            sampling["stream_interval"] = self._stream_interval
         body: dict[str, Any] = {
             "rid": request.request_id,
             "input_ids": prompt_of(request),
@@ -80,14 +111,12 @@ class SglangEngine(HttpEngine):
         finish = meta["finish_reason"]
         kind = finish["type"]
         if kind == "abort" and finish.get("status_code"):
-            raise EngineFailedError(
-                f"engine '{self.name}' aborted the request: {str(finish.get('message'))[:200]}",
-                retryable=True,
-                engine=self.name,
-                upstream_status=finish["status_code"],
-            )
+            raise self._aborted(int(finish["status_code"]), str(finish.get("message"))[:200])
         if (version := meta.get("weight_version")) is not None:
             self.weights_version = str(version)
+        weights, segments = self.span(first), self._segments(meta.get("weight_versions"))
+        if segments:
+            weights = WeightsSpan(segments[0].weights.first, segments[-1].weights.last)
         cached = meta.get("cached_tokens")
         return Generation(
             tuple(token for token, _ in pairs),
@@ -95,9 +124,39 @@ class SglangEngine(HttpEngine):
             _FINISH[kind],
             self.name,
             finish.get("matched"),
-            self.span(first),
+            weights,
             int(cached) if cached is not None else None,
+            segments if len(segments) > 1 else (),
         )
+
+    def _segments(self, spans: list[dict[str, Any]] | None) -> tuple[Segment, ...]:
+        """Which weights sampled which tokens, where the server counts that."""
+        return tuple(
+            Segment(self.name, int(span["end"]) - int(span["start"]), WeightsSpan(version, version))
+            for span in spans or ()
+            if (version := str(span["version"]))
+        )
+
+    def _aborted(self, status: int, message: str) -> EngineError:
+        """Why the scheduler gave a request back: a server that streams has said 200 long before."""
+        known: dict[str, Any] = {"engine": self.name, "upstream_status": status}
+        if status == 503:
+            return self._overloaded(message)
+        if 400 <= status < 500:
+            return EngineRefusedError(f"engine '{self.name}' refused the request ({status}): {message}", **known)
+        return EngineFailedError(f"engine '{self.name}' aborted the request: {message}", retryable=True, **known)
+
+    def _overloaded(self, message: str) -> EngineRateLimitedError:
+        # Its queue is full, or the request waited there for too long. The engine is well: counted as failures, these
+        # would take one loaded engine after the other out of service.
+        return EngineRateLimitedError(
+            f"engine '{self.name}' asks to wait: {message}", engine=self.name, upstream_status=503
+        )
+
+    def _status_error(self, reply: aiohttp.ClientResponse, body: bytes) -> EngineError:
+        if reply.status == 503 and reply.method == "POST":
+            return self._overloaded(self._quoted(body))
+        return super()._status_error(reply, body)
 
     def _check(self, output_ids: list[int] | None, pairs: list[tuple[int, float]], meta: dict[str, Any]) -> None:
         if output_ids is not None and output_ids != [token for token, _ in pairs]:

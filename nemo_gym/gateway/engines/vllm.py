@@ -14,17 +14,27 @@ from nemo_gym.gateway.engines.types import FinishReason, Generation, TokenDelta,
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 VllmRoute = Literal["completions", "generate"]
+STREAM_INTERVAL = 32
+"""Tokens. Events cost both ends time; what a broken stream loses of an answer is sampled again."""
 
 
 class VllmEngine(HttpEngine):
     """``completions`` posts to ``/v1/completions`` with ``return_token_ids``, ``generate`` to
-    ``/inference/v1/generate``, which does not stream: there the answer is one delta."""
+    ``/inference/v1/generate``, which not every version streams: there the answer is one delta. ``stream_interval``
+    tokens are asked for per event, after the first; versions that do not know it send one. Cached tokens are told by
+    servers started with ``--enable-prompt-tokens-details``."""
 
     def __init__(
-        self, endpoint: EngineEndpoint, http: aiohttp.ClientSession, *, route: VllmRoute = "completions"
+        self,
+        endpoint: EngineEndpoint,
+        http: aiohttp.ClientSession,
+        *,
+        route: VllmRoute = "completions",
+        stream_interval: int = STREAM_INTERVAL,
     ) -> None:
         super().__init__(endpoint, http)
         self._route: VllmRoute = route
+        self._stream_interval = stream_interval
 
     async def generate(self, request: TokenRequest) -> Generation:
         first = self.weights_version
@@ -103,7 +113,11 @@ class VllmEngine(HttpEngine):
         if request.sampling.seed is not None:
             body["seed"] = request.sampling.seed
         if stream:
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
+            body |= {
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "stream_interval": self._stream_interval,
+            }
         return body
 
     def _generate_body(self, request: TokenRequest) -> dict[str, Any]:

@@ -6,8 +6,11 @@ from collections.abc import Awaitable, Callable
 import aiohttp
 import orjson
 import pytest
+from pydantic import TypeAdapter
 
 from nemo_gym.gateway.engines import (
+    EngineConfig,
+    EngineCredentialError,
     EngineEndpoint,
     EngineLostError,
     EngineRefusedError,
@@ -86,3 +89,57 @@ async def test_engine_is_a_text_engine_and_no_token_engine(http: aiohttp.ClientS
         await made.probe()
     assert isinstance(made, TextEngine) and not isinstance(made, TokenEngine)
     assert fake.probes == 1
+
+
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_refused_key_is_a_credential_error_that_does_not_quote_it(
+    status: int, streamed: bool, http: aiohttp.ClientSession
+) -> None:
+    said = b'{"error": {"message": "Incorrect API key provided: sk-secret"}}'
+    async with FakeOpenAIEngine() as fake:
+        fake.faults.append(Status(status, said))
+        made = OpenAIEngine(EngineEndpoint("e0", fake.url, api_key="sk-secret"), http)
+        with pytest.raises(EngineCredentialError) as caught:
+            if streamed:
+                async for _ in made.stream_text(ROUTE, BODY):
+                    pass
+            else:
+                await made.complete(ROUTE, BODY)
+    assert "sk-secret" not in str(caught.value) + str(caught.value.as_problem()) and "'e0'" in str(caught.value)
+    assert caught.value.details["upstream_status"] == status and not caught.value.retryable
+
+
+async def test_missing_route_is_a_refusal_that_says_what_the_endpoint_said(http: aiohttp.ClientSession) -> None:
+    async with FakeOpenAIEngine() as fake:
+        with pytest.raises(EngineRefusedError, match="404"):
+            await engine(fake, http).complete("/responses", {"input": "hi"})
+
+
+@pytest.mark.parametrize(("configured", "sent"), [(None, "Bearer sk-env"), ("sk-own", "Bearer sk-own")])
+async def test_key_comes_from_the_environment_when_none_is_configured(
+    configured: str | None, sent: str, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-env")
+    async with FakeOpenAIEngine() as fake:
+        given = {"type": "openai", "base_url": fake.url, "api_key": configured}
+        made = TypeAdapter(EngineConfig).validate_python(given).make(http)
+        assert isinstance(made, OpenAIEngine)
+        await made.complete(ROUTE, BODY)
+    assert fake.calls[0].headers["Authorization"] == sent and "sk-" not in repr(made.endpoint)
+
+
+async def test_key_of_the_environment_goes_to_no_other_kind_of_engine(
+    http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-env")
+    made = TypeAdapter(EngineConfig).validate_python({"type": "vllm", "base_url": "http://127.0.0.1:1"}).make(http)
+    assert made.endpoint.api_key is None
+
+
+async def test_streamed_chat_asks_for_logprobs_and_usage_when_they_are_configured(http: aiohttp.ClientSession) -> None:
+    async with FakeOpenAIEngine() as fake:
+        async for _ in engine(fake, http, logprobs=True).stream_text(ROUTE, BODY):
+            pass
+    sent = fake.calls[0].body
+    assert sent["logprobs"] is True and sent["stream"] is True and sent["stream_options"] == {"include_usage": True}

@@ -1,0 +1,130 @@
+"""What SGLang says beside tokens: why its scheduler gave a request back, and which weights sampled which token."""
+
+from __future__ import annotations
+
+import aiohttp
+import pytest
+
+from nemo_gym.gateway.engines import (
+    EngineEndpoint,
+    EngineError,
+    EngineFailedError,
+    EngineRateLimitedError,
+    EngineRefusedError,
+    Generation,
+    Sampling,
+    SglangEngine,
+    TokenRequest,
+    VllmEngine,
+    WeightsSpan,
+)
+from nemo_gym.gateway.testing import FakeSglangEngine, FakeVllmEngine, Status
+from nemo_gym.gateway.testing.engine import Answer, CallLog
+
+REQUEST = TokenRequest("r-1", [5, 6, 7], Sampling(100))
+
+
+def sglang(fake: FakeSglangEngine, http: aiohttp.ClientSession) -> SglangEngine:
+    return SglangEngine(EngineEndpoint("e0", fake.url), http)
+
+
+class AbortingEngine(FakeSglangEngine):
+    """Its scheduler gives every request back."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__()
+        self._finish = {"type": "abort", "status_code": status, "message": message, "err_type": None}
+
+    def answer(self, call: CallLog) -> Answer:
+        meta = {"finish_reason": self._finish, "completion_tokens": 0, "output_token_logprobs": []}
+        whole = {"text": "", "output_ids": [], "meta_info": meta}
+        return Answer(whole, [whole])
+
+
+class UpdatedEngine(FakeSglangEngine):
+    """Its weights change after the third token."""
+
+    def answer(self, call: CallLog) -> Answer:
+        answer = super().answer(call)
+        for part in (answer.whole, answer.events[-1]):
+            part["meta_info"]["weight_version"] = "w1"
+            part["meta_info"]["weight_versions"] = [
+                {"version": "w0", "start": 0, "end": 3},
+                {"version": "w1", "start": 3, "end": 8},
+            ]
+        return answer
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [(400, EngineRefusedError), (503, EngineRateLimitedError), (500, EngineFailedError)],
+)
+async def test_request_given_back_by_the_scheduler_fails_by_its_reason(
+    status: int, expected: type[EngineError], streamed: bool, http: aiohttp.ClientSession
+) -> None:
+    async with AbortingEngine(status, "The request queue is full.") as fake:
+        engine = sglang(fake, http)
+        with pytest.raises(EngineError, match="queue is full") as caught:
+            if streamed:
+                async for _ in engine.stream(REQUEST):
+                    pass
+            else:
+                await engine.generate(REQUEST)
+    assert type(caught.value) is expected and caught.value.details["upstream_status"] == status
+
+
+async def test_full_queue_is_no_news_about_health(http: aiohttp.ClientSession) -> None:
+    async with FakeSglangEngine() as fake:
+        fake.faults.append(Status(503, b'{"detail": "The request queue is full."}'))
+        with pytest.raises(EngineRateLimitedError) as caught:
+            await sglang(fake, http).generate(REQUEST)
+        assert not caught.value.unhealthy and caught.value.elsewhere
+        fake.healthy = False
+        with pytest.raises(EngineFailedError):  # while a probe that says 503 speaks of nothing else
+            await sglang(fake, http).probe()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_each_token_knows_its_weights_when_the_server_counts_them(
+    streamed: bool, http: aiohttp.ClientSession
+) -> None:
+    async with UpdatedEngine() as fake:
+        engine = sglang(fake, http)
+        if streamed:
+            *_, answer = [item async for item in engine.stream(REQUEST)]
+        else:
+            answer = await engine.generate(REQUEST)
+    assert isinstance(answer, Generation) and answer.weights == WeightsSpan("w0", "w1")
+    assert [(part.tokens, part.weights.first) for part in answer.segments] == [(3, "w0"), (5, "w1")]
+    assert engine.weights_version == "w1"
+
+
+async def test_stream_after_an_update_nobody_told_of_is_all_by_the_new_weights(http: aiohttp.ClientSession) -> None:
+    async with FakeSglangEngine() as fake:
+        engine = sglang(fake, http)
+        await engine.generate(REQUEST)
+        fake.weights_version = "w1"
+        *_, answer = [item async for item in engine.stream(REQUEST)]
+    assert isinstance(answer, Generation) and answer.weights == WeightsSpan("w1", "w1")
+
+
+async def test_stream_asks_for_few_events(http: aiohttp.ClientSession) -> None:
+    async with FakeSglangEngine() as fake:
+        engine = SglangEngine(EngineEndpoint("e0", fake.url), http, stream_interval=64)
+        async for _ in engine.stream(REQUEST):
+            pass
+        await engine.generate(REQUEST)
+    assert fake.calls[0].body["sampling_params"]["stream_interval"] == 64
+    assert "stream_interval" not in fake.calls[1].body["sampling_params"]
+
+
+async def test_overload_said_with_retry_after_is_a_rate_limit_on_every_wire(http: aiohttp.ClientSession) -> None:
+    async with FakeVllmEngine() as fake:
+        fake.faults += [Status(503, headers={"Retry-After": "3"}), Status(503)]
+        engine = VllmEngine(EngineEndpoint("e0", fake.url), http)
+        with pytest.raises(EngineRateLimitedError) as caught:
+            await engine.generate(REQUEST)
+        assert caught.value.retry_after_s == 3.0
+        with pytest.raises(EngineFailedError):
+            await engine.generate(REQUEST)

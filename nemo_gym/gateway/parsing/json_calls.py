@@ -11,6 +11,8 @@ from nemo_gym.gateway.parsing.json_text import is_object, members_at, skip_space
 NAME = r"[^\s<>{}\[\]\"`|｜:]{1,256}"
 """Pattern of a tool's name in markup. Its length is bounded, so that a search never runs on."""
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
 
 class FramedJson:
     """Calls of the form ``opening {json} closing``.
@@ -57,8 +59,8 @@ def call_at(text: str, at: int, known_keys: frozenset[str] | None = None) -> tup
     name = string_at(text, members["name"][0])
     place = members.get("arguments", members.get("parameters"))
     arguments = "{}" if place is None else _arguments(text[slice(*place)])
-    if name is None or not name[0] or arguments is None:
-        return None
+    if name is None or not name[0].isprintable() or not name[0] or arguments is None:
+        return None  # nobody can have been offered a tool of such a name; half a surrogate could not even be sent on
     return ParsedCall(name[0], arguments), end
 
 
@@ -77,4 +79,6 @@ def _arguments(value: str) -> str | None:
     if value == "null":
         return "{}"
     decoded = string_at(value, 0)
-    return decoded[0] if decoded is not None and is_object(decoded[0]) else None
+    if decoded is None or not is_object(decoded[0]) or _SURROGATE.search(decoded[0]):
+        return None
+    return decoded[0]

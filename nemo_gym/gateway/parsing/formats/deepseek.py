@@ -17,5 +17,8 @@ class DeepSeek(FramedJson):
                 r"(?:<｜tool▁calls▁begin｜>\s{0,16})?<｜tool▁call▁begin｜>"
                 rf"(?:function<｜tool▁sep｜>)?(?P<name>{NAME})(?:<｜tool▁sep｜>|\s{{0,16}}```json\b)"
             ),
-            re.compile(r"\s*+(?:```\s{0,16})?(?:<｜tool▁call▁end｜>(?:\s{0,16}<｜tool▁calls▁end｜>)?|\Z)"),
+            re.compile(
+                r"\s*+(?:```\s{0,16})?"
+                r"(?:<｜tool▁call▁end｜>(?:\s{0,16}<｜tool▁calls▁end｜>)?|<｜tool▁calls▁end｜>|\Z)"
+            ),
         )

@@ -1,0 +1,166 @@
+"""Whatever a policy samples: nothing raises, nothing is lost, and no text costs more than its length."""
+
+from __future__ import annotations
+
+import json
+import re
+import re._constants as sre
+import re._parser as sre_parser
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_gym.gateway.parsing import ParsedCall, answer_parser, json_text
+from nemo_gym.gateway.parsing.formats import CALL_FORMATS, mistral
+from nemo_gym.gateway.parsing.json_calls import FramedJson
+from nemo_gym.gateway.parsing.tagged_calls import TaggedCalls
+from tests.gateway.parsing.policies import policy
+from tests.gateway.parsing.test_formats import WRITTEN
+
+PIECES = sorted(
+    {
+        piece
+        for written in WRITTEN.values()
+        for text in written
+        for piece in re.findall(r"<[^<>]*>|\[[A-Z_]+\]|[{}\[\]\":,]|\w+|\s+", text)
+    }
+    | {"<think>", "</think>", "\\", "\\u12", '"a": ', '{"name": "a", "arguments": ', "```json\n", "</", "\ud800"}
+)
+TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=40).map("".join)
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=40).map("".join), tail=st.text(max_size=9)
+)
+def test_arbitrary_text_never_raises_and_calls_hold_json(name: str, text: str, tail: str) -> None:
+    parsed = answer_parser(policy("chatml_think"), tool_parser=name).parse(text, prompt_tail=tail, tools=None)
+    for call in parsed.calls:
+        assert call.name
+        assert json_text.is_object(call.arguments)
+    if not parsed.calls and parsed.reasoning is None and "think>" not in text + tail:
+        assert parsed.content == text
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+@settings(max_examples=200, deadline=None)
+@given(text=TEXTS)
+def test_segments_hold_every_letter_when_there_is_no_call(name: str, text: str) -> None:
+    segments = CALL_FORMATS[name].split(text, None)
+    if not any(isinstance(segment, ParsedCall) for segment in segments):
+        assert "".join(str(segment) for segment in segments) == text
+
+
+@settings(max_examples=500, deadline=None)
+@given(text=st.text(alphabet='{}[]":,\\u0123eE+-.tfn \n', max_size=12) | st.text(max_size=5))
+def test_json_ends_where_the_standard_library_says(text: str) -> None:
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    decoder = json.JSONDecoder(parse_constant=refuse)
+    try:
+        value, end = decoder.raw_decode(text)
+    except ValueError:
+        value = end = None
+    mine = json_text.value_end(text, 0) if text[:1] not in (" ", "\n", "\t", "\r") else None
+    if mine != end:  # a number cut short by what follows is no number here: 01 is not 0, and 1.x is not 1
+        assert mine is None
+        assert isinstance(value, int | float | bool | None)
+
+
+HOSTILE = {
+    "hermes": ['<tool_call>{"', '<tool_call>{"a":["', '<tool_call>{"name":"f","arguments":{"a":[', "<tool_call>{}  "],
+    "qwen3_coder": [
+        "<function=",
+        "<function=f>",
+        "<function=f><parameter=a>",
+        "<parameter=a><function=f><parameter=b></parameter>",
+        "<function=f><parameter=a></parameter>",
+        "</parameter>   ",
+    ],
+    "glm45": [
+        "<tool_call>f",
+        "<tool_call>f<arg_key>k</arg_key><arg_value>",
+        "<arg_key>k</arg_key><arg_value></arg_value>",
+    ],
+    "minimax_m2": ['<invoke name="f">', '<parameter name="a"><invoke name="f"><parameter name="b"></parameter>'],
+    "deepseek": [
+        "<｜tool▁call▁begin｜>",
+        '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a":"',
+        "<｜tool▁call▁begin｜>f```json {}  ",
+    ],
+    "kimi_k2": ["<|tool_call_begin|>f<|tool_call_argument_begin|>[", "<|tool_call_begin|>" + "f" * 300],
+    "mistral": ['[TOOL_CALLS][{"name":"f"},', '[TOOL_CALLS]f[ARGS]{"a":"', "[TOOL_CALLS]["],
+    "llama_json": ['<|python_tag|>{"name":"', '{"name":"f"};', "[" * 40],
+}
+LETTERS = 100_000
+
+
+@pytest.mark.parametrize(("name", "unit"), [(name, unit) for name, units in HOSTILE.items() for unit in units])
+def test_work_grows_with_the_text_when_it_is_hostile(name: str, unit: str) -> None:
+    tail = {"qwen3_coder": "JUNK", "minimax_m2": "JUNK"}.get(name, "")
+    head = {"qwen3_coder": "<function=f>", "minimax_m2": '<invoke name="f">'}.get(name, "")
+    once, twice = (_lines_run(name, head + unit * (size // len(unit)) + tail) for size in (LETTERS, 2 * LETTERS))
+    assert twice <= 2.5 * once + 1000
+
+
+def _lines_run(name: str, text: str) -> int:
+    """How many lines of Python this parse runs; what regular expressions do beneath them is bounded below."""
+    lines = 0
+
+    def count(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    parse = CALL_FORMATS[name].split
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        parse(text, None)
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+def _patterns() -> Iterator[re.Pattern[str]]:
+    for parser in CALL_FORMATS.values():
+        if isinstance(parser, FramedJson):
+            yield from (parser._opening, parser._closing)
+        if isinstance(parser, TaggedCalls):
+            yield parser._tags
+    for module in (json_text, mistral):
+        yield from (value for value in vars(module).values() if isinstance(value, re.Pattern))
+
+
+@pytest.mark.parametrize("pattern", [pytest.param(found, id=found.pattern[:60]) for found in _patterns()])
+def test_pattern_cannot_run_back_when_it_fails(pattern: re.Pattern[str]) -> None:
+    """Repetitions are possessive, or bounded: a search costs at most a constant per letter."""
+
+    def walk(parsed: Any) -> None:
+        for operation, argument in parsed:
+            if operation in (sre.MAX_REPEAT, sre.MIN_REPEAT):
+                assert argument[1] != sre.MAXREPEAT, f"unbounded repetition in {pattern.pattern}"
+            for part in argument if isinstance(argument, tuple | list) else (argument,):
+                if isinstance(part, sre_parser.SubPattern):
+                    walk(part)
+                elif isinstance(part, list):
+                    for branch in part:
+                        if isinstance(branch, sre_parser.SubPattern):
+                            walk(branch)
+
+    walk(sre_parser.parse(pattern.pattern))
+
+
+def test_nesting_is_no_limit() -> None:
+    depth = 100_000
+    arguments = '{"a": ' + "[" * depth + "]" * depth + "}"
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    parsed = answer_parser(policy("chatml_think")).parse(text, prompt_tail="", tools=None)
+    assert parsed.calls == (ParsedCall("f", arguments),)

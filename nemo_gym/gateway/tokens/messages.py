@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import orjson
 Message = Mapping[str, Any]
 """A Chat Completions message: ``role``, ``content`` (text, parts or nothing), ``tool_calls``, ``tool_call_id``."""
 
+_MANY_DIGITS = re.compile(r"[0-9]{19}")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -60,10 +62,11 @@ def arguments_of(call: Mapping[str, Any]) -> Any:
     if not arguments.strip():
         return {}
     try:
-        return orjson.loads(arguments)
+        if not _MANY_DIGITS.search(arguments):  # orjson makes doubles of integers beyond 64 bits
+            return orjson.loads(arguments)
     except orjson.JSONDecodeError:
         pass
     try:
         return json.loads(arguments)  # takes escaped lone surrogates, which JavaScript writes
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return arguments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -173,9 +174,16 @@ _SHAPERS: dict[str, Callable[[Message, TemplateTraits], dict[str, Any]]] = {"ass
 def _arguments(call: Mapping[str, Any], traits: TemplateTraits) -> Any:
     arguments = arguments_of(call)
     if traits.arguments == "string":
-        return arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+        return arguments if isinstance(arguments, str) else _json_text(arguments)
     # Templates that print data walk over its items; text that was no JSON still has to be shown somehow.
     return arguments if isinstance(arguments, Mapping) else {"arguments": arguments}
+
+
+def _json_text(data: Any) -> str:
+    try:
+        return orjson.dumps(data).decode()
+    except TypeError:  # integers beyond 64 bits, and escaped lone surrogates
+        return json.dumps(data, separators=(",", ":"))
 
 
 def _call_id(given: Any, traits: TemplateTraits) -> str:

@@ -105,3 +105,14 @@ def test_lone_surrogate_in_arguments_is_encoded_as_a_replacement() -> None:
 def test_importing_the_token_code_loads_neither_tokenizers_nor_numpy() -> None:
     code = "import sys, nemo_gym.gateway.tokens; print({'tokenizers', 'jinja2', 'numpy'} & sys.modules.keys())"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+
+@pytest.mark.parametrize("written", ['{"id": 123456789012345678901234567890}', '{"a": "\\ud800"}'])
+@pytest.mark.parametrize("family", ["chatml_think", "bar_tokens"])
+def test_arguments_reach_the_template_as_written_when_few_json_readers_take_them(family: str, written: str) -> None:
+    call = {"id": "abcdef123", "type": "function", "function": {"name": "f", "arguments": written}}
+    shown = policy(family).render(
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    )
+    value = json.loads(written)
+    assert any(json.dumps(next(iter(value.values())), ensure_ascii=plain) in shown for plain in (True, False))

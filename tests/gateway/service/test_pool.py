@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from nemo_gym.errors import ConfigError
 from nemo_gym.gateway.engines import EngineConfig, Sampling, TokenRequest
-from nemo_gym.gateway.service.pool import EngineKind, EnginePool, RoutingConfig
+from nemo_gym.gateway.service.pool import EngineKind, EnginePool, RetryConfig, RoutingConfig
 from nemo_gym.gateway.testing import FakeEngine, FakeOpenAIEngine, FakeSglangEngine, FakeVllmEngine
 
 CONFIG: TypeAdapter[Any] = TypeAdapter(EngineConfig)
@@ -133,7 +133,7 @@ async def test_removed_engine_finishes_its_calls_when_it_is_given_time(eventuall
 
 async def test_running_calls_go_on_elsewhere_when_their_engine_is_removed(eventually: Callable[..., Any]) -> None:
     async with FakeVllmEngine() as fake, FakeVllmEngine() as other:
-        async with EnginePool([config(fake, "a")]) as pool:
+        async with EnginePool([config(fake, "a")], retries=RetryConfig(keep_partial_answers=True)) as pool:
             fake.event_gate = asyncio.Semaphore(3)  # three tokens, then silence
             call = asyncio.create_task(pool.token_calls.generate("s", request()))
             await eventually(lambda: fake.event_gate is not None and fake.event_gate.locked())

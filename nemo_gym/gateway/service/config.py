@@ -38,6 +38,9 @@ class PolicyConfig(BaseModel):
     """Tokens that end a turn, beside those that the directory names."""
     template_variables: dict[str, Any] = Field(default_factory=dict)
     """Given to every rendering, for example ``enable_thinking: true``."""
+    special_tokens_in_content: Literal["text", "control"] = "text"
+    """What a special token's spelling (``<|im_end|>``) in a message is to the policy: the letters that it is made of,
+    or the token itself, with which a tool's output can end its message and start another."""
     tool_parser: str = "auto"
     """How tool calls are read from sampled text; ``auto`` looks at what the chat template writes."""
     reasoning_parser: str = "auto"
@@ -61,6 +64,7 @@ class PolicyConfig(BaseModel):
             chat_template=_read(self.chat_template) if self.chat_template is not None else None,
             stop_tokens=self.stop_tokens,
             template_variables=self.template_variables,
+            special_tokens_in_content=self.special_tokens_in_content,
         )
         parser = answer_parser(policy, tool_parser=self.tool_parser, reasoning_parser=self.reasoning_parser)
         return TokenBackend(policy, parser, pool, model=model, limits=self._limits(), history=self.history)

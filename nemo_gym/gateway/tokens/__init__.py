@@ -1,6 +1,7 @@
 """Token truth: what an engine sampled is what the trajectory holds.
 
     policy.py       tokenizer and chat template of a local directory; template.py, traits.py: how it is rendered
+    specials.py     what messages spell like control tokens stays text
     incremental.py  only new messages are encoded, where that is proven equal to encoding everything
     canonical.py    when two spellings of a message are the same message (the table); history.py: at a flat cost
     forest.py       a session's turns: continue, sample again, split with a reason (splits.py); commit on success

@@ -141,7 +141,7 @@ class IncrementalEncoder:
         ]
         # Shaped apart, because nothing may be joined across the end of the answer.
         shaped = shape(history, policy.traits, leading=True) + shape(rest, policy.traits, leading=False)
-        return policy.template.render(
+        return policy.render_shaped(
             shaped, tools=tools if continued.tools else None, add_generation_prompt=ask, now=now
         )
 

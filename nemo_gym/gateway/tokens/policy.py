@@ -6,18 +6,20 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
 from nemo_gym.errors import ConfigError
 from nemo_gym.gateway.tokens.messages import Message
+from nemo_gym.gateway.tokens.specials import MARK, SpecialText
 from nemo_gym.gateway.tokens.template import ChatTemplate, TemplateRefusedError
 from nemo_gym.gateway.tokens.traits import TemplateTraits, probe, shape
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+ContentSpecials = Literal["text", "control"]
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -25,8 +27,16 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cl
 class PolicyTokenizer:
     """Tokenizer and chat template of one policy, from a local directory. Immutable; shared by all sessions."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, stop_tokens: Iterable[str]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        stop_tokens: Iterable[str],
+        special_tokens_in_content: ContentSpecials = "text",
+    ) -> None:
         """``stop_tokens`` end a turn when sampled; the token with which the template closes an answer is added.
+        ``special_tokens_in_content``: what a special token's text is when a message holds it; ``control`` is what
+        tokenizers do by themselves, and lets whoever writes a tool's output end the message and start another.
 
         Raises `ConfigError` for a template that cannot render an exchange, or an unknown stop token.
         """
@@ -34,7 +44,9 @@ class PolicyTokenizer:
         self.template = template
         self.traits: TemplateTraits = probe(template)
         self.vocabulary_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
-        self._added = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = {token.content: token_id for token_id, token in added.items()}
+        self._specials: SpecialText | None = None
         self.turn_end: str | None = self._turn_end()
         """The token the template writes after every answer; nothing where the next message's header ends it."""
         self.stops: dict[str, int] = {}
@@ -45,6 +57,9 @@ class PolicyTokenizer:
                 raise ConfigError(f"stop token '{token}' is not in the policy's tokenizer")
             self.stops[token] = token_id
         self.stop_ids = frozenset(self.stops.values())
+        if special_tokens_in_content == "text":
+            control = {token.content for token in added.values() if token.special or token.content in self.stops}
+            self._specials = SpecialText(tokenizer, control, self._answer_tokens())
 
     @classmethod
     def load(
@@ -54,6 +69,7 @@ class PolicyTokenizer:
         chat_template: str | None = None,
         stop_tokens: Sequence[str] = (),
         template_variables: Mapping[str, Any] | None = None,
+        special_tokens_in_content: ContentSpecials = "text",
     ) -> PolicyTokenizer:
         """Read ``tokenizer.json``, ``tokenizer_config.json``, ``chat_template.jinja`` and ``generation_config.json``.
 
@@ -81,13 +97,16 @@ class PolicyTokenizer:
         stops = [*stop_tokens, *_generation_stops(folder, tokenizer)]
         if (eos := special.get("eos_token")) is not None and tokenizer.token_to_id(eos) is not None:
             stops.append(eos)
-        return cls(tokenizer, ChatTemplate(source, special, template_variables), stops)
+        template = ChatTemplate(source, special, template_variables)
+        return cls(tokenizer, template, stops, special_tokens_in_content)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of rendered text. Nothing is added: templates write their own special tokens."""
         if not text.isascii():
             # Lone surrogates come in by JSON escapes, and no tokenizer has them.
             text = text.encode("utf-8", "replace").decode() if _SURROGATE.search(text) else text
+            if self._specials is not None and MARK in text:
+                return self._specials.encode(text)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -103,8 +122,21 @@ class PolicyTokenizer:
         add_generation_prompt: bool = True,
         now: datetime | None = None,
     ) -> str:
-        """A whole conversation as text, shaped for the template. Raises `TemplateRefusedError`."""
+        """A whole conversation as text for `encode`, shaped for the template. Raises `TemplateRefusedError`."""
         shaped = shape(messages, self.traits, leading=True)
+        return self.render_shaped(shaped, tools=tools, add_generation_prompt=add_generation_prompt, now=now)
+
+    def render_shaped(
+        self,
+        shaped: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        now: datetime | None,
+    ) -> str:
+        """Messages as the template takes them as text for `encode`: texts of special tokens in them are marked."""
+        if self._specials is not None:
+            shaped, tools = self._specials.marked(shaped), self._specials.marked_tools(tools)
         return self.template.render(shaped, tools=tools, add_generation_prompt=add_generation_prompt, now=now)
 
     def find_stop(self, text: str, start: int) -> int | None:
@@ -117,12 +149,9 @@ class PolicyTokenizer:
 
     def _headers(self) -> list[str]:
         """The tokens that start the messages which may follow an answer, where answers have no end of their own."""
-        function = {"name": "f", "arguments": {"a": "b"}}
-        asked = {**_ANSWER, "tool_calls": [{"id": "abcdef123", "type": "function", "function": function}]}
-        result = {"role": "tool", "tool_call_id": "abcdef123", "name": "f", "content": "r"}
         found = []
         note = {"role": "system", "content": "s"}
-        followed = ([_ANSWER, _user("q")], [asked, result], [_ANSWER, note, _user("q")])
+        followed = ([_ANSWER, _user("q")], [_asked(), _RESULT], [_ANSWER, note, _user("q")])
         for conversation in ([_user("q"), *messages] for messages in followed):
             try:
                 before = self.render(conversation[:2], add_generation_prompt=False)
@@ -134,12 +163,45 @@ class PolicyTokenizer:
                 found.append(header)
         return found
 
+    def _answer_tokens(self) -> set[str]:
+        """Added tokens that the template writes into answers, or looks for there: of reasoning and of calls."""
+        asked = {**_asked(), "reasoning_content": "r"}
+        answer = asked if self.traits.tool_use else {**_ANSWER, "reasoning_content": "r"}
+        follows = [_RESULT] if self.traits.tool_use else []
+        prompt = self.render([_user("q")])
+        opened = self.render([_user("q")], add_generation_prompt=False)
+        whole = self.render([_user("q"), answer], add_generation_prompt=False)
+        within = whole[_common(prompt, whole) :]
+        exchange = self.render(
+            [{"role": "system", "content": "s"}, _user("q"), answer, *follows],
+            tools=[_TOOL],
+            add_generation_prompt=False,
+        )
+        around = exchange.replace(within, "")
+        between = {token for token in self._added if token in around} | self.stops.keys()
+        if (header := self._first_added(prompt.removeprefix(opened))) is not None:
+            between.add(header)
+        shown = self.template.source + within
+        return {token for token in self._added if token in shown and token not in between}
+
     def _first_added(self, text: str) -> str | None:
         found = [(at, -len(token), token) for token in self._added if (at := text.find(token)) >= 0]
         return min(found)[2] if found else None
 
 
 _ANSWER: Message = {"role": "assistant", "content": "answerprobe"}
+_RESULT: Message = {"role": "tool", "tool_call_id": "abcdef123", "name": "f", "content": "r"}
+_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+
+
+def _asked() -> Message:
+    function = {"name": "f", "arguments": {"a": "b"}}
+    return {**_ANSWER, "tool_calls": [{"id": "abcdef123", "type": "function", "function": function}]}
+
+
+def _common(first: str, second: str) -> int:
+    differing = (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(differing, min(len(first), len(second)))
 
 
 def _user(text: str) -> Message:

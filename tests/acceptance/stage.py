@@ -13,6 +13,7 @@ from nemo_gym.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.gateway.testing.tiny.engine import ENGINES, TinyEngine, Wire
 from nemo_gym.gateway.testing.tiny.policies import make_policy
 from nemo_gym.gateway.testing.tiny.script import Script
+from nemo_gym.server_utils import close_global_aiohttp_client
 from responses_api_models.gateway.app import Gateway
 from tests.servers.stack import Stack, rollout, running_stack
 
@@ -80,7 +81,10 @@ async def staged(
                     **gateway,
                 },
             )
-            yield Stage(stack, engine, policy)
+            try:
+                yield Stage(stack, engine, policy)
+            finally:
+                await close_global_aiohttp_client()
 
 
 def split_reasons(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:

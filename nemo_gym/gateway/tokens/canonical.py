@@ -11,7 +11,7 @@ their canonical form; what the policy saw and wrote stays in tokens, whatever th
 | text as one string, or split over parts | yes | dialects differ |
 | tool arguments: key order, spacing, escapes, 1.0 for 1, integers as doubles | yes | JavaScript re-serialises JSON |
 | an argument that is false or null: left out, or put in | yes | Claude Code writes defaults into history |
-| whitespace at the ends of an argument's lines | yes | Claude Code trims what it writes to files |
+| whitespace at the ends of an argument's lines; ``\\u00e9`` for é | yes | Claude Code cleans what it writes to files |
 | arguments that are no JSON, or wrapped as ``{"arguments": text}`` | yes | the Messages dialect must wrap them |
 | ids of tool calls and results | yes | renamed by harnesses; results belong to calls by order |
 | order of the results of parallel calls | yes | each result goes to its call |
@@ -43,6 +43,7 @@ from nemo_gym.gateway.tokens.messages import Message, arguments_of, calls_of, me
 _REMINDER = re.compile(r"<system-reminder>(.*?)</system-reminder>", re.DOTALL)
 _THINKING = re.compile(r"\A\s*(?:<think>)?(?:(?!<think>).)*?</think>", re.DOTALL)
 _BILLING = re.compile(r"^x-anthropic-billing-header:[^\n]*(?:\n|\Z)", re.MULTILINE)
+_ESCAPED = re.compile(r"(?:\\u[0-9a-fA-F]{4})+")
 _EXACT_INTEGER = 2**53
 NO_REMINDERS: frozenset[bytes] = frozenset()
 
@@ -134,14 +135,17 @@ def _answer(run: Sequence[Message]) -> Any:
 def _argument(value: Any) -> Any:
     """Without what harnesses change in the arguments of calls that they have run."""
     if isinstance(value, str):
-        return (
-            "\n".join(line.rstrip() for line in value.split("\n")).rstrip() if " " in value or "\n" in value else value
-        )
+        text = _ESCAPED.sub(_unescaped, value) if "\\u" in value else value
+        return "\n".join(line.rstrip() for line in text.split("\n")).rstrip()
     if isinstance(value, Mapping):
         return {key: _argument(item) for key, item in value.items() if item is not None and item is not False}
     if isinstance(value, list):
         return [_argument(item) for item in value]
     return value
+
+
+def _unescaped(escapes: re.Match[str]) -> str:
+    return bytes.fromhex(escapes[0].replace("\\u", "")).decode("utf-16-be", "surrogatepass")
 
 
 def _calls_before(messages: Sequence[Message], at: int) -> dict[str, int]:

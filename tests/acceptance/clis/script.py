@@ -209,6 +209,8 @@ HANDS: Mapping[str, type[Hands]] = {
 }
 
 
+ONE_SILENT_CALL = frozenset({"llama_headers"})
+"""Template families whose answers are either text or one call."""
 SPELLINGS: Sequence[Mapping[str, Any]] = (
     {"ensure_ascii": False},
     {"ensure_ascii": True, "separators": (",", ":")},
@@ -227,6 +229,8 @@ class Script:
     asked: list[str] = field(default_factory=list)
     """The mark of every answer begun, in order; ``summary`` and ``aside`` for answers outside the marks, ``rest`` for
     the rest of one that broke off."""
+    silent_calls: bool = False
+    """Whether the chat template drops the text, and the mark, of answers that call tools."""
     decode: Callable[[Sequence[int]], str] | None = None
     """The policy's, for answers that are to be continued after they broke off."""
     _given: list[tuple[str, str]] = field(default_factory=list)
@@ -252,7 +256,9 @@ class Script:
             return self._said("aside", "Temperatures")
         own = [mark for mark in marks if mark[1] == "main"] or marks
         kind, steps = (own[-1][1], self.main if own[-1][1] == "main" else self.side)
-        number = int(own[-1][2]) + max(0, view.renderer.answers_in(view.prompt[own[-1].end() :])) + 1
+        number = int(own[-1][2]) + 1
+        if self.silent_calls:
+            number += max(0, view.renderer.answers_in(view.prompt[own[-1].end() :]))
         if _SUMMARY_ASKED.search(view.prompt[marks[-1].end() :][-_TAIL:]):
             return self._said("summary", _SUMMARY.format(f"Temperatures are converted; at [[{kind}:{number - 1}]]."))
         if number > len(steps):
@@ -278,9 +284,9 @@ class Script:
         return f"main:{len(self.main)}"
 
 
-def script_for(cli: str, work: str, *, bulk_lines: int = 0, parallel_calls: bool = True) -> Script:
+def script_for(cli: str, work: str, *, family: str, bulk_lines: int = 0) -> Script:
     """The run of one CLI in ``work``. ``bulk_lines``: of output that two of its commands print each, to fill the
-    context until the CLI compacts. Without ``parallel_calls`` every call has an answer of its own."""
+    context until the CLI compacts."""
     hands = HANDS[cli](work)
     one_way = "def to_celsius(fahrenheit):\n    return (fahrenheit - 32) * 5 / 9\n"
     other_way = one_way + "\n\ndef to_fahrenheit(celsius):\n    return celsius * 9 / 5 + 32\n"
@@ -306,9 +312,9 @@ def script_for(cli: str, work: str, *, bulk_lines: int = 0, parallel_calls: bool
         Step("Which are they?", [hands.shell("git ls-files '*.py'"), hands.read("README.md")]),
         Step("There are two Python files."),
     ]
-    if not parallel_calls:
+    if family in ONE_SILENT_CALL:
         main, side = ([one for step in steps for one in _one_by_one(step)] for steps in (main, side))
-    return Script(main, side)
+    return Script(main, side, silent_calls=family in ONE_SILENT_CALL)
 
 
 def _one_by_one(step: Step) -> list[Step]:

@@ -41,6 +41,7 @@ SAME = {
     "argument's default written out": (called('{"a": 1}'), called('{"all": false, "a": 1, "n": null}')),
     "nested default written out": (called('{"e": [{"a": 1}]}'), called('{"e": [{"a": 1, "all": false}]}')),
     "argument's lines trimmed": (called('{"a": "x  \\n  y \\n\\n"}'), called('{"a": "x\\n  y"}')),
+    "argument unescaped": (called({"a": "\\u00e9 \\ud83c\\udf21 \\u12"}), called({"a": "é 🌡 \\u12"})),
     "arguments as data": (called({"a": 1}), called('{"a":1}')),
     "arguments that are no JSON": (called('{"a": '), called({"arguments": '{"a": '})),
     "developer": ({"role": "developer", "content": "a"}, {"role": "system", "content": "a"}),

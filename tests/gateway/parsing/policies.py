@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_gym.gateway.tokens.policy import PolicyTokenizer
+from nemo_gym.gateway.tokens.traits import shape
 from tests.gateway.tokens import policies as token_policies
 
 FOLDER = Path(__file__).parent / "families"
@@ -62,9 +63,15 @@ def rendered(
 ) -> tuple[str, str]:
     """``(prompt, answer)`` as the family's template writes them, the answer without the token that ends it."""
     used = policy(name)
+
+    def render(*messages: Mapping[str, Any], add_generation_prompt: bool) -> str:
+        # The template alone: a policy's own rendering would mark what the answer spells like control tokens.
+        shaped = shape(messages, used.traits, leading=True)
+        return used.template.render(shaped, tools=tools, add_generation_prompt=add_generation_prompt)
+
     question = {"role": "user", "content": "questionprobe"}
-    whole = used.render([question, {"role": "assistant", **message}], tools=tools, add_generation_prompt=False)
-    prompt = used.render([question], tools=tools)
+    whole = render(question, {"role": "assistant", **message}, add_generation_prompt=False)
+    prompt = render(question, add_generation_prompt=True)
     assert whole.startswith(prompt)
     answer = whole[len(prompt) :]
     if used.turn_end is not None:

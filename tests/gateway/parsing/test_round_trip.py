@@ -38,7 +38,7 @@ FRAGMENTS = st.sampled_from(
     ]
 )
 TEXT = st.lists(FRAGMENTS | st.text(st.characters(codec="utf-8", exclude_characters="\r"), max_size=8), max_size=8)
-WORDS = TEXT.map("".join).map(str.strip).filter(bool)
+WORDS = TEXT.map("".join).map(str.strip).filter(lambda text: bool(text) and "think>" not in text)
 TAGS = st.sampled_from(
     [
         *(

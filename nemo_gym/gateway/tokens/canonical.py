@@ -5,7 +5,7 @@ their canonical form; what the policy saw and wrote stays in tokens, whatever th
 
 | what differs | same? | because |
 |---|---|---|
-| whitespace in an assistant's text (stripped, re-wrapped) | yes | the policy's words are known by token |
+| whitespace in an assistant's text (stripped, re-wrapped, lost where it was joined) | yes | known by token |
 | an assistant's reasoning: replayed, dropped, in ``<think>`` | yes | harnesses drop it at will |
 | ``content``: absent, null, empty | yes | nothing was said |
 | text as one string, or split over parts | yes | dialects differ |
@@ -129,7 +129,7 @@ def _answer(run: Sequence[Message]) -> Any:
         ):
             arguments = arguments["arguments"]
         calls.append([str((call.get("function") or {}).get("name")), _argument(arguments)])
-    return ["assistant", " ".join(text.split()), calls]
+    return ["assistant", "".join(text.split()), calls]
 
 
 def _argument(value: Any) -> Any:

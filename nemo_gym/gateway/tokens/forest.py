@@ -5,8 +5,9 @@
     turn = forest.commit(prepared, sampled, message)   # only now anything is kept
 
 A request continues the deepest turn whose conversation it repeats; a request that repeats none starts a tree of its
-own. An answer sampled again is a sibling beside the first, behind the same tokens. Not thread-safe: one session's
-calls run on one event loop, and neither step awaits.
+own. An answer sampled again is a sibling beside the first, behind the same tokens. A request that ends in an
+assistant's text (a prefill, or an answer cut off for its length) goes on with that text, and only what is sampled
+behind it is delivered and marked. Not thread-safe: one session's calls run on one event loop, and neither step awaits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 from nemo_gym.errors import InvalidBodyError, ModelError
 from nemo_gym.gateway.tokens.history import HistoryReader, Reading
 from nemo_gym.gateway.tokens.incremental import IncrementalEncoder, Unproven
-from nemo_gym.gateway.tokens.messages import Message, calls_of, media_parts, role_of, text_of
+from nemo_gym.gateway.tokens.messages import Message, calls_of, continues_answer, media_parts, role_of, text_of
 from nemo_gym.gateway.tokens.policy import PolicyTokenizer
 from nemo_gym.gateway.tokens.prompts import Prompt
 from nemo_gym.gateway.tokens.splits import SplitReason, continuation_reason, start_reason
@@ -181,6 +182,10 @@ class TokenForest:
 
     def _continued(self, parent: Turn, reading: Reading, shared: int) -> Prepared | tuple[SplitReason, str]:
         new = _with_kept_ids(reading, shared, parent.message)
+        last_id = parent.tokens[parent.end - 1] if parent.end > parent.context_end else None
+        if not new and last_id not in self._policy.stop_ids and continues_answer(reading.messages):
+            # Its tokens were used up before the policy ended it: it goes on where it stopped.
+            return Prepared(parent, array("i"), reading, shared, None, None)
         dropping = self._encoder.drops_reasoning.intersection(role_of(message) for message in new)
         if self._history is History.TEMPLATE and parent.has_reasoning and dropping:
             return SplitReason.REASONING_DROPPED, f"a {min(dropping)} message follows earlier reasoning"
@@ -190,7 +195,7 @@ class TokenForest:
                 new,
                 system=parent.has_system,
                 tools=parent.has_tools,
-                last_id=parent.tokens[parent.end - 1] if parent.end > parent.context_end else None,
+                last_id=last_id,
                 now=self.now,
             )
         except TemplateRefusedError as error:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym.gateway.tokens.canonical import NO_REMINDERS, Entry, entries_of, entry_at, tools_digest
-from nemo_gym.gateway.tokens.messages import Message, role_of
+from nemo_gym.gateway.tokens.messages import Message, continues_answer, role_of, text_of
 from nemo_gym.gateway.tokens.prefixes import Prefix
 
 _ROOT = b"\0" * 16
@@ -52,8 +52,11 @@ class Reading:
         entries = len(self.entries)
         if entries and self.entries[-1].role == "assistant":
             entries -= 1
-        start = self.start_of(entries)
-        (entry,) = entries_of([*self.messages[start:], answer])
+        begun = self.messages[self.start_of(entries) :]
+        if begun and continues_answer(self.messages):
+            said, added = begun.pop(), answer
+            answer = {**added, "content": text_of(said.get("content")) + text_of(added.get("content"))}
+        (entry,) = entries_of([*begun, answer])
         assert entry.digest is not None  # only user messages can be nothing but reminders
         return roll(self.keys[entries], entry.digest), entry.digest
 

@@ -17,7 +17,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from nemo_gym.gateway.tokens.messages import Message, calls_of, role_of
+from nemo_gym.gateway.tokens.messages import Message, calls_of, continues_answer, role_of, text_of
 from nemo_gym.gateway.tokens.policy import PolicyTokenizer
 from nemo_gym.gateway.tokens.template import TemplateRefusedError
 from nemo_gym.gateway.tokens.traits import shape
@@ -40,6 +40,7 @@ class _Shape:
     tools: bool
     calls: int
     roles: tuple[tuple[str, int], ...]
+    prefill: bool
 
 
 class IncrementalEncoder:
@@ -50,13 +51,18 @@ class IncrementalEncoder:
         self._proofs: dict[_Shape, Unproven | None] = {}
         # Words that cannot be in any conversation, so that finding one says where its part of the template ended up.
         word = secrets.token_hex(8)
-        self._system, self._user, self._tool, self._answer = (f"{part}{word}" for part in ("sys", "usr", "tol", "ans"))
+        names = (f"{part}{word}" for part in ("sys", "usr", "tol", "ans", "end"))
+        self._system, self._user, self._tool, self._answer, self._end = names
 
     def full(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None, now: datetime | None = None
     ) -> list[int]:
-        """Token ids of the whole conversation with the generation prompt. Raises `TemplateRefusedError`."""
-        return self._policy.encode(self._policy.render(messages, tools=tools, now=now))
+        """Token ids of the whole conversation with the generation prompt; of one that ends in an assistant's text, up
+        to the end of that text. Raises `TemplateRefusedError`."""
+        if not messages or not continues_answer(messages):
+            return self._policy.encode(self._policy.render(messages, tools=tools, now=now))
+        text = self._policy.render(self._open(messages), tools=tools, add_generation_prompt=False, now=now)
+        return self._policy.encode(text[: self._open_end(text)])
 
     def continuation(
         self,
@@ -75,7 +81,8 @@ class IncrementalEncoder:
         Raises `TemplateRefusedError` when the template does not take the new messages.
         """
         roles = tuple((role_of(message), min(len(calls_of(message)), 2)) for message in new)
-        continued = _Shape(system, tools, min(len(calls_of(last)), 2), roles)
+        prefill = bool(new) and continues_answer(new)
+        continued = _Shape(system, tools, min(len(calls_of(last)), 2), roles, prefill)
         if continued not in self._proofs and len(self._proofs) >= _MAX_PROOFS:
             self._proofs.clear()
         if continued not in self._proofs:
@@ -115,6 +122,19 @@ class IncrementalEncoder:
         # The policy ended its turn itself. Where the template closes answers with a token, the sampled one stands for
         # it, even if it is another; where the next header's first token ends an answer, only that very token does.
         return ids[1:] if policy.turn_end is not None or ids[0] == last_id else ids
+
+    def _open(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with a word behind the last one's text, where the policy is to go on."""
+        last = messages[-1]
+        return [*messages[:-1], {**last, "content": text_of(last.get("content")) + self._end}]
+
+    def _open_end(self, text: str) -> int:
+        if text.count(self._end) != 1:
+            raise TemplateRefusedError(
+                "messages: end in an assistant's text, which the policy's chat template does not show as it is;"
+                " end them in a user's or a tool's message"
+            )
+        return text.index(self._end)
 
     def _stand_in(self, last: Message) -> Message:
         """The last answer with content that can be found, and the ids and names of its calls."""
@@ -162,7 +182,11 @@ class IncrementalEncoder:
     ) -> tuple[str, str] | Unproven:
         """The rendering up to the end of the answer, and from there on."""
         history = [*self._history(continued, depth), self._stand_in(last)]
-        text = self._render(history, new, continued, now, ask=True)
+        text = self._render(
+            history, self._open(new) if continued.prefill else new, continued, now, ask=not continued.prefill
+        )
+        if continued.prefill:
+            text = text[: self._open_end(text)]
         if (answer := text.rfind(self._answer)) < 0:
             return Unproven("the chat template does not show the last answer")
         if (cut := self._policy.find_stop(text, answer + len(self._answer))) is None:

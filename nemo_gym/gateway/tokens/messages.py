@@ -54,6 +54,12 @@ def calls_of(message: Message) -> Sequence[Mapping[str, Any]]:
     return calls
 
 
+def continues_answer(messages: Sequence[Message]) -> bool:
+    """Whether a request asks to go on with the text of its last message, an assistant's (a prefill)."""
+    last = messages[-1]
+    return role_of(last) == "assistant" and not calls_of(last) and bool(text_of(last.get("content")))
+
+
 def arguments_of(call: Mapping[str, Any]) -> Any:
     """A call's arguments as data. Text that is not JSON comes back as the text itself."""
     arguments = (call.get("function") or {}).get("arguments")

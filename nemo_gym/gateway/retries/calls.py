@@ -94,6 +94,7 @@ class _Tries(Generic[E]):
         self._calls = calls
         self._count = 0
         self._failed: set[str] = {*avoid}
+        self._refused: set[str] = set()
         self._backoff_s = calls.options.first_backoff_s
         calls.budget.earn()
 
@@ -108,7 +109,10 @@ class _Tries(Generic[E]):
 
     async def failed(self, engine: E, error: EngineError) -> None:
         """Return when the call is to be tried again; raise ``error`` when it is not."""
-        self._count += 1
+        if error.fatal and engine.name not in self._refused:
+            self._refused.add(engine.name)  # nothing was begun there; and it is out of service now
+        else:
+            self._count += 1
         if not error.elsewhere or self._count >= self._calls.options.max_tries:
             raise error
         self._failed.add(engine.name)
@@ -116,9 +120,9 @@ class _Tries(Generic[E]):
         if not another and (isinstance(error, EngineRateLimitedError) or not error.retryable):
             # The caller can wait as well as we can, and knows better whether it wants to.
             raise error
-        # Moving off an engine that is out of service is free: it happens once per engine and call, and a killed engine
-        # takes many calls with it at the same moment.
-        moving_off = another and not self._calls.router.in_service(engine.name)
+        # Moving off an engine that is out of service is free: a killed engine takes many calls with it at the same
+        # moment. Where there is no other, the call waits until one is in service, which is no load for any.
+        moving_off = not self._calls.router.in_service(engine.name)
         if not moving_off and not self._calls.budget.spend():
             log.warning("no retry: the budget is spent", engine=engine.name, error=str(error))
             raise error

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from nemo_gym.errors import NemoGymError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.chat import ChatAdapter
+from nemo_gym.gateway.dialects.memo import LoweringMemo
 from nemo_gym.gateway.dialects.messages import MessagesAdapter
 from nemo_gym.gateway.dialects.responses import ResponsesAdapter
 from nemo_gym.gateway.lowered import Answer, LoweredRequest
@@ -16,9 +17,9 @@ from nemo_gym.gateway.lowered import Answer, LoweredRequest
 class DialectAdapter(Protocol):
     """One dialect. Stateless; what a body makes up is derived from the answer, so raising it again gives the same."""
 
-    def lower(self, body: Mapping[str, Any]) -> LoweredRequest:
-        """The request in a body (JSON data). Raises `InvalidBodyError`, whose ``param`` names the field, for whatever
-        cannot be served, and nothing else."""
+    def lower(self, body: Mapping[str, Any], memo: LoweringMemo | None = None) -> LoweredRequest:
+        """The request in a body (JSON data). ``memo``: of the session, where its conversation is a long one. Raises
+        `InvalidBodyError`, whose ``param`` names the field, for whatever cannot be served, and nothing else."""
 
     def reply(self, answer: Answer, request: LoweredRequest, body: Mapping[str, Any]) -> dict[str, Any]:
         """The body that answers ``body``, which lowered to ``request``."""

@@ -46,6 +46,7 @@ from nemo_gym.gateway.dialects.fields import (
     stop_at,
     text_at,
 )
+from nemo_gym.gateway.dialects.memo import LoweringMemo, lowered_history
 from nemo_gym.gateway.dialects.tools import ToolTable, called, chosen, custom_arguments
 from nemo_gym.gateway.lowered import Answer, LoweredRequest
 
@@ -87,7 +88,7 @@ _USED = frozenset(
 class ChatAdapter:
     """Chat Completions."""
 
-    def lower(self, body: Body) -> LoweredRequest:
+    def lower(self, body: Body, memo: LoweringMemo | None = None) -> LoweredRequest:
         one_answer(body)
         refuse_set(body, _REFUSED)
         if body.get("modalities") not in (None, [], ["text"]):
@@ -102,7 +103,7 @@ class ChatAdapter:
         if stop := stop_at(body, "stop"):
             asked["stop"] = stop
         return LoweredRequest(
-            messages=lower_messages(body.get("messages"), table),
+            messages=_messages(body, table, memo),
             tools=table.tools or None,
             names=table.names,
             asked=asked,
@@ -141,11 +142,16 @@ def wants_token_ids(body: Body) -> bool:
     return flag_at(body, "return_token_ids") or flag_at(body, "return_token_id_information")
 
 
-def lower_messages(value: Any, table: ToolTable) -> list[dict[str, Any]]:
-    """The messages of a request."""
+def _messages(body: Body, table: ToolTable, memo: LoweringMemo | None) -> list[dict[str, Any]]:
+    value = body.get("messages")
     if not isinstance(value, list | tuple) or not value:
         refuse("messages", "must be a list of at least one message")
-    return lead_system([_message(message, where, table) for where, message in objects_in(value, "messages")])
+
+    def lower_from(start: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+        for end, (where, message) in enumerate(objects_in(value, "messages", start), start + 1):
+            yield end, [_message(message, where, table)]
+
+    return lead_system(lowered_history(memo, body.get("tools"), value, lower_from))
 
 
 def _message(message: Body, where: str, table: ToolTable) -> dict[str, Any]:

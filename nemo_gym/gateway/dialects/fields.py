@@ -45,13 +45,14 @@ def object_at(body: Body, key: str, where: str) -> Body:
     return value
 
 
-def objects_in(value: Any, where: str) -> Iterator[tuple[str, Body]]:
-    """``(where, object)`` of each element of a list of objects; nothing for null."""
+def objects_in(value: Any, where: str, start: int = 0) -> Iterator[tuple[str, Body]]:
+    """``(where, object)`` of each element of a list of objects from ``start`` on; nothing for null."""
     if value is None:
         return
     if not isinstance(value, list | tuple):
         refuse(where, f"must be a list, not {kind_of(value)}")
-    for number, item in enumerate(value):
+    for number in range(start, len(value)):
+        item = value[number]
         at = f"{where}.{number}"
         if not isinstance(item, Mapping):
             refuse(at, f"must be an object, not {kind_of(item)}")

@@ -43,6 +43,7 @@ from nemo_gym.gateway.dialects.fields import (
     stop_at,
     text_at,
 )
+from nemo_gym.gateway.dialects.memo import LoweringMemo
 from nemo_gym.gateway.dialects.messages_history import lower_messages
 from nemo_gym.gateway.dialects.tools import ToolTable
 from nemo_gym.gateway.lowered import Answer, LoweredRequest
@@ -60,7 +61,7 @@ _REFUSED = {
 class MessagesAdapter:
     """Messages."""
 
-    def lower(self, body: Body) -> LoweredRequest:
+    def lower(self, body: Body, memo: LoweringMemo | None = None) -> LoweredRequest:
         one_answer(body)
         refuse_set(body, _REFUSED)
         tools, deferred = _tools(body)
@@ -78,7 +79,7 @@ class MessagesAdapter:
         if output.get("effort") in _EFFORTS:
             extra["reasoning_effort"] = output["effort"]
         return LoweredRequest(
-            messages=lower_messages(body, {**deferred, **{_name(tool): tool for tool in tools}}),
+            messages=lower_messages(body, {**deferred, **{_name(tool): tool for tool in tools}}, memo),
             tools=tools or None,
             deferred=[*deferred.values()],
             asked=asked,

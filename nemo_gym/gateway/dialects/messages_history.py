@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
@@ -29,6 +29,7 @@ from nemo_gym.gateway.dialects.content import (
     text_part,
 )
 from nemo_gym.gateway.dialects.fields import Body, json_at, object_at, objects_in, optional_text, refuse, text_at
+from nemo_gym.gateway.dialects.memo import LoweringMemo, lowered_history
 from nemo_gym.gateway.dialects.tools import called
 
 _BILLING = "x-anthropic-billing-header:"
@@ -37,25 +38,30 @@ WRAPPED = "arguments"
 Tools = Mapping[str, Mapping[str, Any]]
 
 
-def lower_messages(body: Body, tools: Tools) -> list[dict[str, Any]]:
+def lower_messages(body: Body, tools: Tools, memo: LoweringMemo | None = None) -> list[dict[str, Any]]:
     """The system prompt and the messages of a request. ``tools``: by name, for references to them."""
-    messages = []
-    if text := _system(body.get("system"), "system"):
-        messages.append({"role": "system", "content": text})
     value = body.get("messages")
     if not isinstance(value, list | tuple) or not value:
         refuse("messages", "must be a list of at least one message")
-    for where, message in objects_in(value, "messages"):
-        role, at = message.get("role"), f"{where}.content"
-        if role == "user":
-            messages += _user(message.get("content"), at, tools)
-        elif role == "assistant":
-            messages.append(_assistant(message.get("content"), at))
-        elif role == "system":
-            messages.append({"role": "system", "content": _system(message.get("content"), at)})
-        else:
-            refuse(f"{where}.role", f"is {role!r}; it must be user, assistant or system")
-    return lead_system(messages)
+
+    def lower_from(start: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+        for end, (where, message) in enumerate(objects_in(value, "messages", start), start + 1):
+            yield end, _message(message, where, tools)
+
+    text = _system(body.get("system"), "system")
+    before = [{"role": "system", "content": text}] if text else []
+    return lead_system([*before, *lowered_history(memo, body.get("tools"), value, lower_from)])
+
+
+def _message(message: Body, where: str, tools: Tools) -> list[dict[str, Any]]:
+    role, at = message.get("role"), f"{where}.content"
+    if role == "user":
+        return _user(message.get("content"), at, tools)
+    if role == "assistant":
+        return [_assistant(message.get("content"), at)]
+    if role != "system":
+        refuse(f"{where}.role", f"is {role!r}; it must be user, assistant or system")
+    return [{"role": "system", "content": _system(message.get("content"), at)}]
 
 
 def _system(content: Any, where: str) -> str:

@@ -43,6 +43,7 @@ from nemo_gym.gateway.dialects.fields import (
     stop_at,
     text_at,
 )
+from nemo_gym.gateway.dialects.memo import LoweringMemo
 from nemo_gym.gateway.dialects.responses_history import lower_input
 from nemo_gym.gateway.dialects.tools import LOCAL_SHELL, ToolTable, chosen
 from nemo_gym.gateway.lowered import Answer, LoweredRequest
@@ -62,7 +63,7 @@ LOGPROBS = "message.output_text.logprobs"
 class ResponsesAdapter:
     """Responses."""
 
-    def lower(self, body: Body) -> LoweredRequest:
+    def lower(self, body: Body, memo: LoweringMemo | None = None) -> LoweredRequest:
         one_answer(body)
         refuse_set(body, _REFUSED)
         table = tool_table(body)
@@ -80,7 +81,7 @@ class ResponsesAdapter:
         if top:
             extra["top_logprobs"] = top
         return LoweredRequest(
-            messages=lower_input(body, table),
+            messages=lower_input(body, table, memo),
             tools=table.tools or None,
             names=table.names,
             asked=asked,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nemo_gym.gateway.dialects.chat_reply import TOKEN_FIELDS
 from nemo_gym.gateway.dialects.sse import event, pieces
 
 _EMPTY: dict[str, dict[str, Any]] = {
@@ -19,6 +20,7 @@ _CALL_EVENTS = {
     "function_call": ("response.function_call_arguments", "arguments"),
     "custom_tool_call": ("response.custom_tool_call_input", "input"),
 }
+_ONLY_WHEN_DONE = frozenset({"encrypted_content", *TOKEN_FIELDS})
 Event = dict[str, Any]
 
 
@@ -48,7 +50,7 @@ def _events(response: Mapping[str, Any]) -> Iterator[Event]:
     for index, item in enumerate(response.get("output") or ()):
         kind = str(item.get("type"))
         at = {"item_id": item.get("id"), "output_index": index}
-        added = {key: value for key, value in item.items() if key != "encrypted_content"}
+        added = {key: value for key, value in item.items() if key not in _ONLY_WHEN_DONE}
         yield {"type": "response.output_item.added", "output_index": index, "item": {**added, **_EMPTY.get(kind, {})}}
         if kind == "message":
             yield from _message(item, at)

@@ -6,18 +6,19 @@ reasoning item is read by its text (``content``, else ``summary``), never by ``e
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nemo_gym.gateway.dialects.chat import arguments_at
 from nemo_gym.gateway.dialects.content import answer_text, lead_system, openai_content, system_text
 from nemo_gym.gateway.dialects.fields import Body, object_at, objects_in, optional_text, refuse, text_at
+from nemo_gym.gateway.dialects.memo import LoweringMemo, lowered_history
 from nemo_gym.gateway.dialects.tools import LOCAL_SHELL, ToolTable, called, custom_arguments, shell_arguments
 
 _OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
 
 
-def lower_input(body: Body, table: ToolTable) -> list[dict[str, Any]]:
+def lower_input(body: Body, table: ToolTable, memo: LoweringMemo | None = None) -> list[dict[str, Any]]:
     """Instructions and input of a request."""
     value = body.get("input")
     instructions = body.get("instructions")
@@ -26,32 +27,44 @@ def lower_input(body: Body, table: ToolTable) -> list[dict[str, Any]]:
         return [*start, {"role": "user", "content": value}]
     if not isinstance(value, list | tuple) or not value:
         refuse("input", "must be a string, or a list of at least one item")
-    return lead_system([*start, *lower_items(objects_in(value, "input"), table)])
+    items = lowered_history(memo, body.get("tools"), value, lambda at: _groups(value, at, table))
+    return lead_system([*start, *items])
 
 
-def lower_items(items: Iterable[tuple[str, Body]], table: ToolTable) -> list[dict[str, Any]]:
-    """Items, each with where it stands, as messages."""
-    messages: list[dict[str, Any]] = []
+def _groups(items: Sequence[Any], start: int, table: ToolTable) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Items from ``start`` on as messages, each with where its items end."""
     turn: dict[str, Any] | None = None  # the assistant message being put together
-    for where, item in items:
+    end = start
+    for where, item in objects_in(items, "input", start):
         kind = item.get("type") or ("message" if "role" in item else None)
-        if kind in _OUTPUTS:
+        alone = _alone(kind, item, where)
+        opens = turn is None or (kind == "reasoning" and (turn.get("tool_calls") or turn["content"]))
+        if turn is not None and (alone is not None or opens):
+            yield end, [_whole(turn)]
             turn = None
-            call_id = text_at(item, "id" if item.get("call_id") is None else "call_id", where)
-            content = openai_content(item.get("output"), f"{where}.output") or ""
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
-        elif kind == "message" and item.get("role") != "assistant":
-            turn = None
-            messages.append(_message(item, where))
-        else:
-            if turn is None or (kind == "reasoning" and (turn.get("tool_calls") or turn["content"])):
-                turn = {"role": "assistant", "content": None}
-                messages.append(turn)
-            extend_turn(turn, kind, item, where, table)
-    for message in messages:
-        if message["content"] is None and not message.get("tool_calls"):
-            message["content"] = ""
-    return messages
+        end += 1
+        if alone is not None:
+            yield end, [alone]
+            continue
+        turn = turn or {"role": "assistant", "content": None}
+        extend_turn(turn, kind, item, where, table)
+    if turn is not None:
+        yield end, [_whole(turn)]
+
+
+def _whole(turn: dict[str, Any]) -> dict[str, Any]:
+    if turn["content"] is None and not turn.get("tool_calls"):
+        turn["content"] = ""
+    return turn
+
+
+def _alone(kind: Any, item: Body, where: str) -> dict[str, Any] | None:
+    """The message of an item that is one by itself; nothing for the items of an answer."""
+    if kind in _OUTPUTS:
+        call_id = text_at(item, "id" if item.get("call_id") is None else "call_id", where)
+        content = openai_content(item.get("output"), f"{where}.output") or ""
+        return {"role": "tool", "tool_call_id": call_id, "content": content}
+    return _message(item, where) if kind == "message" and item.get("role") != "assistant" else None
 
 
 def _message(item: Body, where: str) -> dict[str, Any]:

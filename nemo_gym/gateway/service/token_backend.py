@@ -25,7 +25,6 @@ from nemo_gym.gateway.tokens import (
     trajectories_of,
 )
 from nemo_gym.gateway.tokens.export import as_row
-from nemo_gym.gateway.tokens.messages import media_parts
 from nemo_gym.gateway.tokens.records import record_of, restore
 
 _TAIL_IDS = 96
@@ -124,7 +123,7 @@ class TokenBackend:
                 context.call_id,
                 prompt,
                 replace(sampling, stop_token_ids=stops),
-                _images(prepared),
+                prepared.images(),
                 prompt.json(),
             ),
         )
@@ -197,12 +196,6 @@ def _refuse_constraints(request: LoweredRequest) -> None:
             "response_format: only text is possible: constrained decoding would change what the policy samples",
             param="response_format",
         )
-
-
-def _images(prepared: Prepared) -> tuple[str, ...]:
-    """The images of the whole prompt, in order."""
-    found = (media for message in prepared.reading.messages for media in media_parts(message.get("content")))
-    return tuple(str(source) for kind, source in found if kind == "image")
 
 
 def _message(parsed: ParsedAnswer, call_id: str) -> dict[str, Any]:

@@ -15,6 +15,9 @@ npz, for ``n`` trajectories with ``P`` prompt and ``R`` response tokens in all (
 | ``response_offsets`` | int64 [n + 1] | |
 | ``rewards`` | float32 [n] | NaN = no reward |
 | ``metadata`` | uint8 [bytes] | UTF-8 JSON: a list of the remaining fields of each trajectory |
+
+``multimodal`` is one of the remaining fields: ``{kind, source, message}`` of each image, in the order of the
+placeholders among the token ids; ``source`` is a URL or a data URL, as it was sent.
 """
 
 from __future__ import annotations

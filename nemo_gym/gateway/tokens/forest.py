@@ -67,6 +67,17 @@ class Prepared:
         """The whole prompt, int32: a copy, made anew with each use."""
         return self.prompt.ids()
 
+    def media(self) -> tuple[Mapping[str, Any], ...]:
+        """Images and the like in the messages that are new behind ``parent``."""
+        return tuple(_media(self.reading.messages, self.reading.start_of(self.shared)))
+
+    def images(self) -> tuple[str, ...]:
+        """The sources of all images of the prompt, in the order of their placeholders in it. That is the order in
+        which they were first sent, also where a harness has put the results of parallel calls in another since."""
+        earlier = self.parent.path() if self.parent is not None and self.parent.media_count else ()
+        shown = (*(item for turn in earlier for item in turn.media), *self.media())
+        return tuple(str(item["source"]) for item in shown if item["kind"] == "image")
+
     def prompt_json(self) -> bytes:
         """The whole prompt as a JSON array for an engine's request."""
         return self.prompt.json()
@@ -129,6 +140,7 @@ class TokenForest:
         if new and new[-1].role == "assistant":
             entries.pop()  # the answer continues it, and its digest covers both
         placed = extended(parent, prepared.context, ids)
+        media = prepared.media()
         turn = Turn(
             turn_id=len(self._turns),
             parent=parent,
@@ -153,7 +165,8 @@ class TokenForest:
             reminders=reading.seen[-1] | (parent.reminders if parent is not None else frozenset()),
             reason=prepared.reason or self._reason(prepared),
             reason_detail=prepared.detail,
-            media=tuple(_media(reading.messages, reading.start_of(prepared.shared))),
+            media=media,
+            media_count=len(media) + (parent.media_count if parent is not None else 0),
             message_count=len(reading.messages) + 1,
         )
         self.add(turn)

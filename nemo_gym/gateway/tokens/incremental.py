@@ -17,7 +17,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from nemo_gym.gateway.tokens.messages import Message, calls_of, continues_answer, role_of, text_of
+from nemo_gym.gateway.tokens.messages import Message, calls_of, continues_answer, media_parts, role_of, text_of
 from nemo_gym.gateway.tokens.policy import PolicyTokenizer
 from nemo_gym.gateway.tokens.template import TemplateRefusedError
 from nemo_gym.gateway.tokens.traits import shape
@@ -41,6 +41,7 @@ class _Shape:
     calls: int
     roles: tuple[tuple[str, int], ...]
     prefill: bool
+    media: bool
 
 
 class IncrementalEncoder:
@@ -82,7 +83,8 @@ class IncrementalEncoder:
         """
         roles = tuple((role_of(message), min(len(calls_of(message)), 2)) for message in new)
         prefill = bool(new) and continues_answer(new)
-        continued = _Shape(system, tools, min(len(calls_of(last)), 2), roles, prefill)
+        media = any(True for message in new for _ in media_parts(message.get("content")))
+        continued = _Shape(system, tools, min(len(calls_of(last)), 2), roles, prefill, media)
         if continued not in self._proofs and len(self._proofs) >= _MAX_PROOFS:
             self._proofs.clear()
         if continued not in self._proofs:
@@ -167,11 +169,13 @@ class IncrementalEncoder:
 
     def _history(self, continued: _Shape, depth: int) -> list[Message]:
         start: list[Message] = [{"role": "system", "content": self._system}] if continued.system else []
+        # Some templates count images.
+        seen = [{"type": "image_url", "image_url": {"url": ""}}] if continued.media else []
         earlier: list[Message] = [
             message
             for turn in range(depth)
             for message in (
-                {"role": "user", "content": f"{self._user} {turn}"},
+                {"role": "user", "content": [{"type": "text", "text": f"{self._user} {turn}"}, *seen]},
                 {"role": "assistant", "content": f"earlier {turn}"},
             )
         ]

@@ -73,5 +73,6 @@ def restore(forest: TokenForest, records: Iterable[Mapping[str, Any]]) -> None:
             reminders=frozenset(map(bytes.fromhex, record["reminders"])),
             reason=SplitReason(record["reason"]) if record["reason"] is not None else None,
             media=tuple(record["media"]),
+            media_count=len(record["media"]) + (parent.media_count if parent is not None else 0),
         )
         forest.add(turn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -16,6 +17,7 @@ from nemo_gym.gateway.tokens.messages import Message, arguments_of, calls_of, me
 from nemo_gym.gateway.tokens.template import ChatTemplate, TemplateRefusedError
 
 _ALNUM9 = re.compile(r"[a-zA-Z0-9]{9}")
+_PRINTED_PART = re.compile(r"""['"]image""")
 _TEXT_A, _TEXT_B, _ARGUMENT = "firstprobetext", "secondprobetext", "argumentprobe"
 
 
@@ -36,6 +38,9 @@ class TemplateTraits:
     """``reminder``: a system message amid the conversation becomes a user message in a reminder tag."""
     consecutive_users: bool = True
     """Whether two user messages may follow each other; otherwise they are joined."""
+    images: frozenset[str] = frozenset()
+    """Roles (``user``, ``tool``) in whose messages the template writes a placeholder for an image. Elsewhere images
+    are refused, as the policy would not see them."""
     user_after_tool: bool = True
     """Whether a user message may follow a tool's; otherwise its text is appended to the tool's."""
 
@@ -64,8 +69,28 @@ def probe(template: ChatTemplate) -> TemplateTraits:
         system="native" if takes({"role": "system", "content": _TEXT_A}, second) else "user",
         mid_system="native" if takes(first, plain, {"role": "system", "content": _TEXT_B}, first) else "reminder",
         consecutive_users=takes(first, second),
+        images=_image_roles(template, TemplateTraits(arguments=arguments, call_ids=call_ids)),
         user_after_tool=takes({"role": "user", "content": "x"}, *_call("object", "call_0123456789"), second),
     )
+
+
+def _image_roles(template: ChatTemplate, traits: TemplateTraits) -> frozenset[str]:
+    text, image = {"type": "text", "text": _TEXT_A}, {"type": "image"}
+    user, *called = {"role": "user", "content": "x"}, *_call("object", "abcdef123")
+    before: dict[str, list[dict[str, Any]]] = {"user": [], "tool": [user, called[0]]}
+    last = {"user": user, "tool": called[1]}
+    found = set()
+    for role, messages in before.items():
+        with contextlib.suppress(TemplateRefusedError):
+            start = shape(messages, traits, leading=True)
+            shown = [
+                template.render([*start, {**last[role], "content": content}])
+                for content in ([text], [text, image], [text, image, image])
+            ]
+            printed = _PRINTED_PART.search(shown[1])  # the parts as data, not as the policy was trained on them
+            if _TEXT_A in shown[0] and len(shown[0]) < len(shown[1]) < len(shown[2]) and not printed:
+                found.add(role)
+    return frozenset(found)
 
 
 def _call(arguments: str, call_id: str) -> list[dict[str, Any]]:
@@ -141,7 +166,7 @@ def _joined(first: Any, second: Any) -> Any:
 
 
 def _plain(message: Message, traits: TemplateTraits) -> dict[str, Any]:
-    return {"role": role_of(message), "content": _content(message.get("content"))}
+    return {"role": role_of(message), "content": _content(message.get("content"), role_of(message), traits)}
 
 
 def _assistant(message: Message, traits: TemplateTraits) -> dict[str, Any]:
@@ -193,10 +218,16 @@ def _call_id(given: Any, traits: TemplateTraits) -> str:
     return hashlib.sha256(call_id.encode()).hexdigest()[:9]
 
 
-def _content(content: Any) -> Any:
+def _content(content: Any, role: str, traits: TemplateTraits) -> Any:
     media = list(media_parts(content))
     if not media:
         return text_of(content)
+    shown_in = "tool" if role == "tool" else "user"
+    if any(kind == "image" for kind, _ in media) and shown_in not in traits.images:
+        raise TemplateRefusedError(
+            f"messages: a {role} message holds an image, which the policy's chat template does not show there;"
+            " use a policy or a chat_template made for images"
+        )
     parts: list[dict[str, Any]] = []
     for part in content:
         found = next(media_parts([part]), None)

@@ -62,7 +62,9 @@ class Turn:
     """Why this turn is not the plain continuation of its parent; nothing where it is."""
     reason_detail: str | None
     media: tuple[Mapping[str, Any], ...]
-    """Images and the like in the messages since the parent."""
+    """Images and the like in the messages since the parent, in the order of their placeholders."""
+    media_count: int
+    """Of the whole conversation, so that most never look for any."""
     message_count: int
     text: bytearray
     """``tokens`` as decimal numbers with commas between them, shared and grown like ``tokens``."""

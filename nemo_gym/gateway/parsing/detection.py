@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
 
-from nemo_gym.gateway.parsing.answers import CallFormat, ParsedCall
+from nemo_gym.gateway.parsing.answers import ParsedCall, Segment
 from nemo_gym.gateway.parsing.formats import CALL_FORMATS
+from nemo_gym.gateway.parsing.formats.harmony import Harmony
 from nemo_gym.gateway.parsing.reasoning import REASONING_FORMATS, TaggedReasoning
 from nemo_gym.gateway.tokens.policy import PolicyTokenizer
 from nemo_gym.gateway.tokens.template import TemplateRefusedError
@@ -38,8 +39,10 @@ def detected_calls(policy: PolicyTokenizer) -> str | None:
             answer = _answer(policy, {"content": content, "tool_calls": [_call(call_id)]})
             if answer is not None:
                 for name, calls in CALL_FORMATS.items():
-                    if _reads(calls, answer):
+                    if _reads(calls.split(answer, [_TOOL])):
                         return name
+                if _reads(Harmony().parse(answer, prompt_tail="", tools=[_TOOL]).calls):
+                    return "harmony"
     return None
 
 
@@ -56,8 +59,8 @@ def detected_reasoning(policy: PolicyTokenizer) -> str:
     return "none"
 
 
-def _reads(calls: CallFormat, answer: str) -> bool:
-    found = [segment for segment in calls.split(answer, [_TOOL]) if isinstance(segment, ParsedCall)]
+def _reads(segments: Sequence[Segment]) -> bool:
+    found = [segment for segment in segments if isinstance(segment, ParsedCall)]
     return [call.name for call in found] == [_NAME] and orjson.loads(found[0].arguments) == _ARGUMENTS
 
 

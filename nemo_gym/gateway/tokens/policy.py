@@ -100,6 +100,11 @@ class PolicyTokenizer:
         template = ChatTemplate(source, special, template_variables)
         return cls(tokenizer, template, stops, special_tokens_in_content)
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer itself, for parsers of other packages that want one."""
+        return self._tokenizer
+
     def encode(self, text: str) -> list[int]:
         """Token ids of rendered text. Nothing is added: templates write their own special tokens."""
         if not text.isascii():

@@ -38,9 +38,14 @@ class Stage:
         self._numbers = count(1)
 
     @property
+    def url(self) -> str:
+        """The gateway's."""
+        return self._stack.url("gateway")
+
+    @property
     def port(self) -> int:
         """The gateway's."""
-        return int(self._stack.url("gateway").rpartition(":")[2])
+        return int(self.url.rpartition(":")[2])
 
     async def open(self, sampling: Mapping[str, Any] | None = None) -> OpenSession:
         body = {"rollout": rollout(f"r{next(self._numbers)}").model_dump(), "sampling": dict(sampling or {})}

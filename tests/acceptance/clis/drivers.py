@@ -29,6 +29,10 @@ class Cli(ABC):
     dialect: ClassVar[str]
     """Of the requests it sends: ``chat``, ``responses`` or ``messages``."""
     command: ClassVar[str]
+    resumes: ClassVar[bool] = True
+    """Whether a conversation can be gone on with after its process has died."""
+    delegates: ClassVar[bool] = True
+    """Whether it has sub-agents."""
     compact_above_tokens: ClassVar[int | None] = None
     """A length that the scripted run reaches, and that is well above the first prompt's; nothing where the CLI cannot
     compact."""
@@ -73,8 +77,9 @@ class ClaudeCode(Cli):
     dialect = "messages"
     command = "node_modules/.bin/claude"
     compact_above_tokens = 31_000
+    _CONTEXT_TOKENS = 200_000
     _WINDOW_TOKENS = 180_000
-    """What it takes an unknown model's context for, less its room for a summary."""
+    """Of the context, what a summary leaves."""
 
     def configure(self) -> None:
         (self.place.home / ".claude").mkdir(exist_ok=True)
@@ -103,6 +108,8 @@ class ClaudeCode(Cli):
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "8000",
             "API_TIMEOUT_MS": str(int(self.timeout_s * 1000)),
             "IS_SANDBOX": "1",  # as root it refuses to skip permissions otherwise
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(self._CONTEXT_TOKENS),
+            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(self._CONTEXT_TOKENS),
             **({"CLAUDE_AUTOCOMPACT_PCT_OVERRIDE": str(percent)} if percent else {}),
         }
 
@@ -277,6 +284,8 @@ class MiniSweAgent(Cli):
     name = "mini-swe-agent"
     dialect = "chat"
     command = "bin/mini"
+    resumes = False
+    delegates = False
 
     def configure(self) -> None:
         self._settings.mkdir(exist_ok=True)

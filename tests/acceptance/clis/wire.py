@@ -17,9 +17,10 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Nothing of the answer comes for so long; then all of it, if somebody still listens."""
+    """After so many bytes nothing of the answer comes for so long; then the rest, if somebody still listens."""
 
     seconds: float
+    after_bytes: int = 0
 
 
 class BadWire:
@@ -75,24 +76,29 @@ class BadWire:
             self._relays.discard(task)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        left: int | None = None
+        fault: Cut | Stall | None = None
+        given = 0
         while data := await reader.read(65536):
             # An answer begins with a read of its own: the gateway writes it only when its request has come.
             if data.startswith(b"HTTP/1.1 "):
                 self.answers += 1
-                fault = self._faults.get(self.answers)
-                if fault is not None:
-                    self.done.append(fault)
-                if isinstance(fault, Stall):
-                    await asyncio.sleep(fault.seconds)
-                left = fault.after_bytes if isinstance(fault, Cut) else None
-            if left is not None:
-                data = data[:left]
-                left -= len(data)
-            writer.write(data)
-            await writer.drain()
-            if left == 0:
-                return
+                fault, given = self._faults.get(self.answers), 0
+            at = fault.after_bytes - given if fault is not None else len(data)
+            given += len(data)
+            await _write(writer, data[:at])
+            if fault is not None and len(data) >= at:
+                self.done.append(fault)
+                if isinstance(fault, Cut):
+                    return
+                await asyncio.sleep(fault.seconds)
+                fault = None
+                await _write(writer, data[at:])
+
+
+async def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
+    if data:
+        writer.write(data)
+        await writer.drain()
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,0 +1,135 @@
+"""One run of one CLI through the gateway, calm or among faults, and what its trajectories are worth."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_gym.gateway.testing.faults import Abort, CutOff, Fault, Garbage, Status
+from nemo_gym.gateway.testing.tiny.truth import check_truth
+from tests.acceptance.clis.drivers import CLIS, Cli
+from tests.acceptance.clis.place import Endpoint, Place
+from tests.acceptance.clis.runs import Finished, run_cli
+from tests.acceptance.clis.script import START, Script, script_for
+from tests.acceptance.clis.wire import BadWire, Cut, Stall
+from tests.acceptance.stage import MODEL, Stage, split_reasons, staged
+
+TASK = f"Make the conversion work both ways, and write notes about it. {START}"
+ON = "Go on where you stopped."
+BULK_LINES = 900
+MIN_TURNS = 10
+IMPATIENCE_S = 4.0
+"""How long a CLI among faults waits for an answer."""
+STALL_S = 12.0
+ENGINE_FAULTS: Mapping[int, Fault] = {
+    1: Status(500),
+    4: CutOff(5),
+    7: Abort(9),
+    9: Status(503, headers={"Retry-After": "0"}),
+    12: CutOff(0),
+    14: Garbage(),
+    17: Abort(0),
+    20: CutOff(30),
+}
+"""What happens to an engine's calls, by their number; the gateway tries again, or goes on with what broke off."""
+WIRE_FAULTS: Mapping[int, Cut | Stall] = {2: Cut(0), 5: Cut(700), 9: Stall(STALL_S, 300), 12: Cut(250), 15: Cut(1)}
+"""What happens to the answers on their way to the CLI, which asks again: the same answer must come."""
+KILL_AFTER = "main:6"
+
+
+@dataclass
+class Trial:
+    """Figures of one trial."""
+
+    cli: str
+    family: str
+    faults: bool
+    completed: bool = False
+    detail: str = ""
+    turns: int = 0
+    """Committed, those of sub-agents and summaries included."""
+    trajectories: int = 0
+    sampled_tokens: int = 0
+    max_logprob_error: float = 0.0
+    splits: dict[str, int] = field(default_factory=dict)
+    injected: dict[str, int] = field(default_factory=dict)
+    asked: dict[str, int] = field(default_factory=dict)
+    """Answers begun by the engine: ``main``, ``side`` (a sub-agent's), ``summary`` (compaction), ``rest``…"""
+    violations: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return self.completed and self.turns >= MIN_TURNS and not self.violations
+
+
+async def trial(directory: Path, cli: str, family: str, *, faults: bool, timeout_s: float = 400.0) -> Trial:
+    """Run it below ``directory``, which must not exist."""
+    started = time.monotonic()
+    directory.mkdir(parents=True)
+    place = Place.make(directory / "place")
+    found = Trial(cli, family, faults)
+    compacting = CLIS[cli].compact_above_tokens is not None and not faults
+    script = script_for(cli, str(place.work), family=family, bulk_lines=BULK_LINES if compacting else 0)
+    async with staged(directory, family, script) as stage:
+        script.decode = stage.engine.policy.decode
+        session = await stage.open()
+        if faults:
+            stage.engine.chance = lambda: ENGINE_FAULTS.get(len(stage.engine.calls))
+        async with BadWire(stage.port, WIRE_FAULTS if faults else {}) as wire:
+            driver = CLIS[cli](
+                place,
+                Endpoint(wire.url + session.base_url.removesuffix("/v1")[len(stage.url) :], session.token, MODEL),
+                compact_at_tokens=CLIS[cli].compact_above_tokens if compacting else None,
+                timeout_s=IMPATIENCE_S if faults else 120.0,
+            )
+            ended = await _run(driver, script, killing=faults, timeout_s=timeout_s)
+            found.injected = _injected(stage, wire, ended)
+        finished = await stage.finalize(session)
+    last = ended[-1]
+    (directory / "output.txt").write_text("\n\n".join(one.output for one in ended))
+    found.completed = last.outcome.completed and script.last in script.asked
+    found.detail = last.outcome.detail if not found.completed else ""
+    _judge(found, finished, directory, stage)
+    found.asked = dict(Counter(what.partition(":")[0] for what in script.asked))
+    found.seconds = round(time.monotonic() - started, 1)
+    return found
+
+
+async def _run(driver: Cli, script: Script, *, killing: bool, timeout_s: float) -> list[Finished]:
+    """The runs of one conversation: killed once in the middle and resumed, where it can be."""
+    if not killing or not driver.resumes:
+        return [await run_cli(driver, TASK, timeout_s=timeout_s)]
+    killed = await run_cli(driver, TASK, timeout_s=timeout_s, kill_when=lambda: KILL_AFTER in script.asked)
+    if not killed.killed:
+        return [killed]
+    resumed = await run_cli(driver, ON, resume=killed.outcome.thread, timeout_s=timeout_s)
+    return [killed, resumed]
+
+
+def _judge(found: Trial, finished: Mapping[str, Any], directory: Path, stage: Stage) -> None:
+    rows = finished["trajectories"]
+    report = check_truth(rows, directory / "engine.jsonl", stage.policy)
+    found.turns, found.trajectories = finished["turns"], len(rows)
+    found.sampled_tokens = report.sampled_tokens
+    found.max_logprob_error = report.largest_logprob_error
+    found.splits = split_reasons(rows)
+    found.violations = [*report.violations]
+    if found.sampled_tokens != finished["usage"]["output_tokens"]:
+        found.violations.append(
+            f"{found.sampled_tokens} tokens are marked as sampled, {finished['usage']['output_tokens']} were accounted"
+        )
+
+
+def _injected(stage: Stage, wire: BadWire, ended: list[Finished]) -> dict[str, int]:
+    """The faults that happened, by kind."""
+    happened: Counter[str] = Counter()
+    happened.update(f"engine {type(call.fault).__name__}" for call in stage.engine.calls if call.fault is not None)
+    happened.update(f"wire {type(fault).__name__}" for fault in wire.done)
+    happened["engine calls cancelled"] = sum(call.outcome == "cancelled" for call in stage.engine.calls)
+    happened["CLI killed"] = sum(one.killed for one in ended)
+    return {kind: number for kind, number in sorted(happened.items()) if number}

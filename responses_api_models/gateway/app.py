@@ -14,6 +14,7 @@ from starlette.routing import Route
 from nemo_gym.base_responses_api_model import SimpleResponsesAPIModel, reward_in
 from nemo_gym.credentials import Role
 from nemo_gym.errors import CredentialError, InvalidBodyError
+from nemo_gym.gateway.capture import CallCapture, make_capture
 from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
 from nemo_gym.gateway.service.backend import Backend
@@ -44,18 +45,22 @@ class Gateway(SimpleResponsesAPIModel):
     _backend: Backend[Any, Any] = PrivateAttr()
     _durable: DurableSessions[Any, Any] = PrivateAttr()
     _inference: Inference[Any, Any] = PrivateAttr()
+    _capture: CallCapture = PrivateAttr()
 
     def model_post_init(self, context: Any) -> None:
         config = self.config
         self._pool = EnginePool(config.engines, routing=config.routing, retries=config.retries, kind=config.kind)
         self._backend = self._make_backend()
         self._durable = DurableSessions(self._backend, ttl_s=config.session_ttl_s, keep_closed_s=config.keep_closed_s)
+        keys = [engine.api_key for engine in config.engines if engine.api_key]
+        self._capture = make_capture(config.capture, secrets=keys)
         self._inference = Inference(
             self._backend,
             self._durable,
             model=config.model,
             return_token_ids=config.return_token_ids,
             timing=StreamTiming(config.ping_interval_s, config.first_event_grace_s),
+            capture=self._capture if config.capture is not None else None,
         )
 
     def _make_backend(self) -> Backend[Any, Any]:
@@ -73,6 +78,7 @@ class Gateway(SimpleResponsesAPIModel):
     async def shutdown(self) -> None:
         await self._durable.aclose()
         await self._pool.aclose()
+        self._capture.close()
 
     async def ready(self) -> dict[str, Any] | None:
         if (broken := self._durable.journal.log.broken) is not None:

@@ -50,10 +50,10 @@ class TurnFacts:
     """What observers want to know about a committed turn."""
 
     turn_id: int
-    engine: str
+    engines: tuple[str, ...]
+    """Who sampled it, in order."""
     weights_version: str | None
     split_reason: SplitReason | None
-    split_detail: str | None
 
 
 class Backend(Protocol[C, D]):

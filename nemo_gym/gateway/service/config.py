@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig
 from nemo_gym.errors import ConfigError
+from nemo_gym.gateway.capture import CaptureConfig
 from nemo_gym.gateway.engines import EngineConfig
 from nemo_gym.gateway.journal import Durability
 from nemo_gym.gateway.service.pool import EnginePool, RetryConfig, RoutingConfig
@@ -122,6 +123,8 @@ class GatewayConfig(BaseResponsesAPIModelConfig):
     """Silence in a stream before a keep-alive ping."""
     first_event_grace_s: float = Field(FIRST_EVENT_GRACE_S, ge=0)
     """How long a stream's headers wait for the answer; until then a failure is an HTTP status."""
+    capture: CaptureConfig | None = None
+    """Record every call for observers, with secrets taken out; nothing records none."""
     path_tokens: bool = False
     """Also take the inference token in the path (``/sessions/<id>/token/<token>/v1``), for trusted runners that can
     set a base URL but no header."""

@@ -11,35 +11,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Coroutine
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Generic
-from uuid import uuid4
 
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
-from nemo_gym.errors import FencedError
-from nemo_gym.gateway.delivery import DELIVERIES, AnswerWatch
-from nemo_gym.gateway.dialects import Dialect
-from nemo_gym.gateway.dialects.adapters import DialectAdapter, adapter_of
+from nemo_gym.errors import FencedError, NemoGymError
+from nemo_gym.gateway.capture import CallCapture, CallRecord
+from nemo_gym.gateway.delivery import DELIVERIES
+from nemo_gym.gateway.dialects import PATHS, Dialect
+from nemo_gym.gateway.dialects.adapters import adapter_of
 from nemo_gym.gateway.journal import SessionState
-from nemo_gym.gateway.lowered import LoweredRequest
-from nemo_gym.gateway.retries import Delivery, request_fingerprint, request_hints
+from nemo_gym.gateway.retries import RequestHints, request_fingerprint, request_hints
 from nemo_gym.gateway.retries.hints import Connection
 from nemo_gym.gateway.service.backend import Backend, C, CallContext, D
+from nemo_gym.gateway.service.call import Call
 from nemo_gym.gateway.service.committed import Committed, encode_committed
+from nemo_gym.gateway.service.delivered import DeliveredEvents, DeliveredJson, DeliveredStream, pieces
 from nemo_gym.gateway.service.live import LiveSession
 from nemo_gym.gateway.service.sessions import DurableSessions
 from nemo_gym.gateway.streaming import FIRST_EVENT_GRACE_S, PING_INTERVAL_S, KeepAlive
 from nemo_gym.gateway.usage import Usage
 from nemo_gym.serving.disconnect import CallerGoneError, while_connected
-from nemo_gym.serving.problems import JsonResponse
 
-EVENT_STREAM = "text/event-stream"
-_PIECE_BYTES = 64 * 1024
+ROUTES = {dialect: path for path, dialect in PATHS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +60,7 @@ class Inference(Generic[C, D]):
         model: str,
         return_token_ids: bool = False,
         timing: StreamTiming | None = None,
+        capture: CallCapture | None = None,
     ) -> None:
         """``return_token_ids``: replies carry the exact tokens, as NeMo Gym's models do for training."""
         self._backend = backend
@@ -69,6 +68,7 @@ class Inference(Generic[C, D]):
         self._model = model
         self._return_token_ids = return_token_ids
         self._timing = timing or StreamTiming()
+        self._capture = capture
 
     async def answer(
         self, dialect: Dialect, body: dict[str, Any], request: Request, live: LiveSession[C] | None
@@ -76,59 +76,66 @@ class Inference(Generic[C, D]):
         """The reply to one call, ``live`` being its session. A caller that leaves, and a cancellation, end the
         sampling, unless another caller waits for the same answer; the former raises `CallerGoneError`."""
         watch = DELIVERIES.watch(_connection(request))
-        if not watch.watched:
-            return await while_connected(request, lambda: self._answered(dialect, body, request, live, watch))
+        call = Call(dialect, adapter_of(dialect), body, live, _connection(request), watch, None, self._handed_over)
+        call.record = self._begun(call, request)
         try:
+            if not watch.watched:
+                return await while_connected(request, lambda: self._answered(call, request))
             async with asyncio.timeout(None) as scope:
                 loop = asyncio.get_running_loop()
                 watch.when_lost(lambda: scope.reschedule(loop.time()))
                 try:
-                    return await self._answered(dialect, body, request, live, watch)
+                    return await self._answered(call, request)
                 finally:
                     watch.when_lost(None)
-        except TimeoutError:
+        except TimeoutError as error:
+            call.failed(error)
+            self._captured(call)
             if scope.expired():
                 raise CallerGoneError from None
             raise
+        except BaseException as error:
+            call.failed(error)
+            self._captured(call)
+            raise
 
-    async def _answered(
-        self,
-        dialect: Dialect,
-        body: dict[str, Any],
-        request: Request,
-        live: LiveSession[C] | None,
-        watch: AnswerWatch,
-    ) -> Response:
-        adapter = adapter_of(dialect)
-        lowered = adapter.lower(body)
-        call = _Call(self, dialect, adapter, body, lowered, live, _connection(request), watch)
-        if live is None:
-            return await self._reply(call, self._alone)
-        fingerprint = request_fingerprint(dialect, body)
-        hints = request_hints(request.headers, call.connection, live.answered_on(fingerprint))
-        call.fingerprint = fingerprint
+    async def _answered(self, call: Call[C], request: Request) -> Response:
+        call.lowered = call.adapter.lower(call.body)
+        if (live := call.live) is None:
+            return await self._reply(call, self._alone(call))
+        call.fingerprint = request_fingerprint(call.dialect, call.body)
+        hints = request_hints(request.headers, call.connection, live.answered_on(call.fingerprint))
+        return await self._reply(call, self._once(call, live, hints))
 
-        async def once(call: _Call[C, D]) -> None:
-            live.in_flight += 1
-            try:
-                call.delivery = await live.answers.once(
-                    fingerprint,
-                    lambda: self._sample(live, call),
-                    lambda sampled: self._commit(live, call, sampled, hints.key),
-                    key=hints.key,
-                    repeat=hints.repeat,
-                )
-                call.committed = call.delivery.answer
-            finally:
-                live.in_flight -= 1
+    async def _once(self, call: Call[C], live: LiveSession[C], hints: RequestHints) -> None:
+        """The session's answer: sampled now, or the one that this call repeats."""
+        live.in_flight += 1
+        try:
+            call.delivery = await live.answers.once(
+                call.fingerprint,
+                lambda: self._sample(live, call),
+                lambda sampled: self._commit(live, call, sampled, hints.key),
+                key=hints.key,
+                repeat=hints.repeat,
+            )
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if live.state is not SessionState.OPEN and task is not None and not task.cancelling():
+                # Not this call was ended, but its session.
+                raise FencedError(f"session '{live.session_id}' is {live.state}") from None
+            raise
+        finally:
+            live.in_flight -= 1
+        call.answered(call.delivery.answer, repeated=call.delivery.repeated)
 
-        return await self._reply(call, once)
-
-    async def _sample(self, live: LiveSession[C], call: _Call[C, D]) -> D:
+    async def _sample(self, live: LiveSession[C], call: Call[C]) -> D:
         context = CallContext(live.session_id, call.call_id, live.session.sampling)
-        return await self._backend.sample(live.conversations, call.lowered, context)
+        sampled = await self._backend.sample(live.conversations, call.lowered, context)
+        if call.record is not None:
+            call.record.mark("sampled")
+        return sampled
 
-    async def _commit(self, live: LiveSession[C], call: _Call[C, D], sampled: D, key: str | None) -> Committed:
+    async def _commit(self, live: LiveSession[C], call: Call[C], sampled: D, key: str | None) -> Committed:
         if live.state is not SessionState.OPEN:
             raise FencedError(f"session '{live.session_id}' is {live.state}", session_id=live.session_id)
         # No await between here and the journal's own record: a turn that is kept is also on its way to the disk.
@@ -137,21 +144,23 @@ class Inference(Generic[C, D]):
             live.session_id, encode_committed(answer, turn), fingerprint=call.fingerprint, key=key
         )
         self._sessions.committed(live.session, Usage(answer.usage.prompt_tokens, answer.usage.completion_tokens))
+        call.sampled(facts)
         return Committed(answer, facts.turn_id, index)
 
-    async def _alone(self, call: _Call[C, D]) -> None:
+    async def _alone(self, call: Call[C]) -> None:
         """A call without a session: a judge's, or a NeMo Gym agent's. Nothing is kept."""
         conversations = self._backend.conversations(datetime.now().astimezone())
         sampled = await self._backend.sample(conversations, call.lowered, CallContext(None, call.call_id))
         answer, _, facts = self._backend.commit(conversations, call.lowered, sampled)
-        call.committed = Committed(answer, facts.turn_id)
         call.conversations = conversations
+        call.sampled(facts)
+        call.answered(Committed(answer, facts.turn_id), repeated=False)
 
-    async def _reply(self, call: _Call[C, D], work: Callable[[_Call[C, D]], Awaitable[None]]) -> Response:
+    async def _reply(self, call: Call[C], work: Coroutine[Any, Any, None]) -> Response:
         if not call.lowered.stream:
-            await work(call)
+            await work
             return DeliveredJson(self._raised(call), call.sent)
-        task = asyncio.ensure_future(work(call))
+        task = asyncio.ensure_future(work)
         try:
             done, _ = await asyncio.wait({task}, timeout=self._timing.first_event_grace_s)
         except asyncio.CancelledError:
@@ -163,15 +172,18 @@ class Inference(Generic[C, D]):
             return DeliveredEvents(b"".join(events), call.sent)
         return self._kept_alive(call, task)
 
-    def _kept_alive(self, call: _Call[C, D], task: asyncio.Future[None]) -> Response:
+    def _kept_alive(self, call: Call[C], task: asyncio.Future[None]) -> Response:
         async def source() -> AsyncGenerator[bytes, None]:
             try:
                 await task
+            except NemoGymError as error:
+                call.failed(error)
+                raise
             finally:
                 task.cancel()
             # Under the id that a ping may have opened the stream with, also for an answer that repeats an earlier one.
             reply = self._raised(call, answer_id=call.call_id, created_at=opened_at)
-            for piece in _pieces(call.adapter.events(reply, call.lowered)):
+            for piece in pieces(call.adapter.events(reply, call.lowered)):
                 yield piece
             call.all_yielded = True
 
@@ -180,113 +192,62 @@ class Inference(Generic[C, D]):
         stream = KeepAlive(
             call.dialect, source(), opening=opening, interval_s=self._timing.ping_interval_s, grace_s=0.0
         )
-        return DeliveredStream(stream, task, call.sent_if_complete)
 
-    def _raised(self, call: _Call[C, D], **changed: Any) -> dict[str, Any]:
+        def ended() -> None:
+            if call.all_yielded:
+                call.sent()
+                return
+            if call.record is not None:
+                call.record.client_gone = call.record.code is None
+            self._captured(call)
+
+        return DeliveredStream(stream, task, ended)
+
+    def _raised(self, call: Call[C], **changed: Any) -> dict[str, Any]:
         assert call.committed is not None
         answer = replace(call.committed.answer, **changed) if changed else call.committed.answer
         if call.lowered.logprobs or self._return_token_ids:
             conversations = call.live.conversations if call.live is not None else call.conversations
             assert conversations is not None
             answer = replace(answer, tokens=conversations.tokens_of(call.committed.turn_id))
-        return call.adapter.reply(answer, call.lowered, call.body)
+        reply = call.adapter.reply(answer, call.lowered, call.body)
+        if call.record is not None and self._capture is not None and self._capture.bodies:
+            call.record.answer = reply
+        return reply
 
-    def sent(self, live: LiveSession[C], committed: Committed) -> None:
-        self._sessions.journal.sent(live.session_id, committed.index)
+    def _handed_over(self, call: Call[C], delivered: bool) -> None:
+        if delivered and call.live is not None and call.delivery is not None and call.committed is not None:
+            call.delivery.sent()
+            call.live.sent_on(call.fingerprint, call.connection)
+            self._sessions.journal.sent(call.live.session_id, call.committed.index)
+        if call.record is not None:
+            call.record.status, call.record.client_gone = 200, not delivered
+            call.record.mark("sent")
+            self._captured(call)
 
+    def _begun(self, call: Call[C], request: Request) -> CallRecord | None:
+        if self._capture is None:
+            return None
+        session = call.live.session if call.live is not None else None
+        retries = request.headers.get("x-stainless-retry-count", "")
+        return CallRecord(
+            call.call_id,
+            str(call.dialect),
+            ROUTES[call.dialect],
+            session.session_id if session is not None else None,
+            session.rollout.model_dump(mode="json") if session is not None else None,
+            stream=bool(call.body.get("stream")),
+            retry_count=int(retries) if retries.isdecimal() else None,
+            user_agent=request.headers.get("user-agent"),
+            request_bytes=int(request.headers.get("content-length") or 0),
+            request=call.body if self._capture.bodies else None,
+        )
 
-@dataclass(slots=True)
-class _Call(Generic[C, D]):
-    """One call on its way."""
-
-    inference: Inference[C, D]
-    dialect: Dialect
-    adapter: DialectAdapter
-    body: Mapping[str, Any]
-    lowered: LoweredRequest
-    live: LiveSession[C] | None
-    connection: Connection | None
-    watch: AnswerWatch
-    call_id: str = field(default_factory=lambda: uuid4().hex)
-    fingerprint: str = ""
-    delivery: Delivery[Committed] | None = None
-    committed: Committed | None = None
-    conversations: C | None = None
-    all_yielded: bool = False
-
-    def sent(self) -> None:
-        """The last byte of the reply was handed over."""
-        if self.live is None or self.delivery is None or self.committed is None:
-            return
-        if self.watch.all_sent(self.delivery.undelivered):
-            self.delivery.sent()
-            self.live.sent_on(self.fingerprint, self.connection)
-            self.inference.sent(self.live, self.committed)
-
-    def sent_if_complete(self) -> None:
-        if self.all_yielded:
-            self.sent()
-
-
-class DeliveredJson(JsonResponse):
-    """A reply that says when its last byte was handed over."""
-
-    def __init__(self, content: Any, sent: Callable[[], None]) -> None:
-        super().__init__(content)
-        self._sent = sent
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await super().__call__(scope, receive, send)
-        self._sent()
-
-
-class DeliveredEvents(Response):
-    """A stream whose events are all there."""
-
-    media_type = EVENT_STREAM
-
-    def __init__(self, events: bytes, sent: Callable[[], None]) -> None:
-        super().__init__(events, headers={"Cache-Control": "no-cache"})
-        self._sent = sent
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await super().__call__(scope, receive, send)
-        self._sent()
-
-
-class DeliveredStream(StreamingResponse):
-    """A stream whose events are still to come, from ``work``."""
-
-    def __init__(self, stream: KeepAlive, work: asyncio.Future[None], sent: Callable[[], None]) -> None:
-        super().__init__(stream.events(), media_type=EVENT_STREAM, headers={"Cache-Control": "no-cache"})
-        self._stream = stream
-        self._work = work
-        self._sent = sent
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-            self._sent()
-        finally:
-            # Also where the caller left before anything was iterated, and no generator has anything to clean up.
-            self._work.cancel()
-            await self._stream.aclose()
+    def _captured(self, call: Call[C]) -> None:
+        if self._capture is not None and call.record is not None:
+            self._capture.record(call.record)
 
 
 def _connection(request: Request) -> Connection | None:
     client = request.scope.get("client")
     return (client[0], client[1]) if client else None
-
-
-def _pieces(events: Iterable[bytes]) -> Iterable[bytes]:
-    """Events joined to pieces that are worth a write."""
-    held: list[bytes] = []
-    size = 0
-    for event in events:
-        held.append(event)
-        size += len(event)
-        if size >= _PIECE_BYTES:
-            yield b"".join(held)
-            held, size = [], 0
-    if held:
-        yield b"".join(held)

@@ -141,7 +141,7 @@ class TextBackend:
             end,
             _usage(sampled.completion.get("usage")),
         )
-        facts = TurnFacts(turn.turn_id, sampled.reply.engine, turn.weights_version, turn.reason, turn.reason_detail)
+        facts = TurnFacts(turn.turn_id, (sampled.reply.engine,), turn.weights_version, turn.reason)
         return answer, {**record_of(turn), "said": said}, facts
 
     def count_tokens(self, request: LoweredRequest) -> None:

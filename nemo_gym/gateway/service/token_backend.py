@@ -164,7 +164,8 @@ class TokenBackend:
             AnswerUsage(len(prepared.prompt), len(generation.token_ids), generation.cached_tokens or 0),
             stop,
         )
-        facts = TurnFacts(turn.turn_id, generation.engine, turn.weights_version, turn.reason, turn.reason_detail)
+        engines = tuple(segment.engine for segment in generation.segments) or (generation.engine,)
+        facts = TurnFacts(turn.turn_id, engines, turn.weights_version, turn.reason)
         return answer, record_of(turn), facts
 
     def count_tokens(self, request: LoweredRequest) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,12 @@ from tests.servers.stack import Stack, rollout, running_stack
 FAMILY = "chatml_think"
 TOOL = {"type": "function", "function": {"name": "shell", "description": "Run.", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "shell", "arguments": {"command": "ls"}}\n</tool_call>'
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - the engine has no event for it
+            await asyncio.sleep(0.01)
 
 
 class Teller:

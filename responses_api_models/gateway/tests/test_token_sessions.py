@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from nemo_gym.server_utils import request
-from responses_api_models.gateway.tests.conftest import CALL, TOOL, GatewayStack
+from responses_api_models.gateway.tests.conftest import CALL, TOOL, GatewayStack, until
 
 
 def sampled(row: dict[str, Any]) -> list[int]:
     return [i for i, mask in zip(row["response_ids"], row["response_mask"], strict=True) if mask]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - the engine has no event for it
-            await asyncio.sleep(0.01)
 
 
 async def test_trajectory_holds_what_the_engine_sampled_and_nothing_else(gateway: GatewayStack) -> None:

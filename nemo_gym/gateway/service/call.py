@@ -1,0 +1,71 @@
+"""One call on its way through the gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic
+from uuid import uuid4
+
+from nemo_gym.errors import NemoGymError
+from nemo_gym.gateway.capture import CallRecord
+from nemo_gym.gateway.delivery import AnswerWatch
+from nemo_gym.gateway.dialects import Dialect
+from nemo_gym.gateway.dialects.adapters import DialectAdapter
+from nemo_gym.gateway.dialects.errors import status_of
+from nemo_gym.gateway.lowered import LoweredRequest
+from nemo_gym.gateway.retries import Delivery
+from nemo_gym.gateway.retries.hints import Connection
+from nemo_gym.gateway.service.backend import C, TurnFacts
+from nemo_gym.gateway.service.committed import Committed
+from nemo_gym.gateway.service.live import LiveSession
+
+
+@dataclass(slots=True)
+class Call(Generic[C]):
+    """What is known of a call, and what becomes of it."""
+
+    dialect: Dialect
+    adapter: DialectAdapter
+    body: Mapping[str, Any]
+    live: LiveSession[C] | None
+    """Its session; nothing for a caller of the stack that has none."""
+    connection: Connection | None
+    watch: AnswerWatch
+    record: CallRecord | None
+    """For the capture, where there is one."""
+    handed_over: Callable[[Call[C], bool], None]
+    """Called once the last byte of the answer has left; with whether its caller was still there."""
+    call_id: str = field(default_factory=lambda: uuid4().hex)
+    lowered: LoweredRequest = field(default_factory=lambda: LoweredRequest(()))
+    fingerprint: str = ""
+    delivery: Delivery[Committed] | None = None
+    committed: Committed | None = None
+    conversations: C | None = None
+    """Of a call without a session."""
+    all_yielded: bool = False
+
+    def sent(self) -> None:
+        """The last byte of the reply was handed over."""
+        self.handed_over(self, self.delivery is None or self.watch.all_sent(self.delivery.undelivered))
+
+    def answered(self, committed: Committed, *, repeated: bool) -> None:
+        self.committed = committed
+        if (record := self.record) is not None:
+            usage = committed.answer.usage
+            record.repeated, record.finish, record.turn = repeated, str(committed.answer.end), committed.turn_id
+            record.usage = {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
+
+    def sampled(self, facts: TurnFacts) -> None:
+        if (record := self.record) is not None:
+            record.mark("committed")
+            record.engines, record.weights_version = facts.engines, facts.weights_version
+            record.split_reason = str(facts.split_reason) if facts.split_reason is not None else None
+
+    def failed(self, error: BaseException) -> None:
+        if (record := self.record) is None:
+            return
+        if isinstance(error, NemoGymError):
+            record.status, record.code, record.error = status_of(error), error.code, error.message
+        else:
+            record.client_gone = True

@@ -25,6 +25,7 @@ from nemo_gym.base_responses_api_model import (
 )
 from nemo_gym.errors import ModelError
 from nemo_gym.gateway.dialects import Dialect, messages_chat, responses_chat
+from nemo_gym.gateway.dialects.adapters import adapter_of
 from nemo_gym.gateway.dialects.streams import stream_of
 from nemo_gym.gateway.usage import Usage
 from nemo_gym.prompt import resolve_path
@@ -96,11 +97,7 @@ class ScriptedModel(SimpleResponsesAPIModel):
 
 
 def _chat_messages(call: InferenceCall) -> list[dict[str, Any]]:
-    if call.dialect is Dialect.RESPONSES:
-        return responses_chat.chat_messages(call.body.get("input") or "", call.body.get("instructions"))
-    body = messages_chat.chat_request(call.body) if call.dialect is Dialect.MESSAGES else call.body
-    messages: list[dict[str, Any]] = body.get("messages") or []
-    return messages
+    return [dict(message) for message in adapter_of(call.dialect).lower(call.body).messages]
 
 
 def _tokens(value: Any) -> int:

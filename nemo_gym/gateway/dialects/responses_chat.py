@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
-from nemo_gym.errors import InvalidBodyError
+from nemo_gym.gateway.dialects.chat import ChatAdapter
 from nemo_gym.gateway.dialects.chat_reply import TOKEN_FIELDS
 from nemo_gym.gateway.dialects.endpoint import answer_of_completion, chat_body
 from nemo_gym.gateway.dialects.fields import objects_in
@@ -20,6 +20,7 @@ from nemo_gym.gateway.tokens.messages import text_of
 from nemo_gym.gateway.usage import Usage
 
 _ADAPTER = ResponsesAdapter()
+_CHAT = ChatAdapter()
 _SAME = ("model", "temperature", "top_p", "parallel_tool_calls", "user", "metadata", "store", "service_tier", "stream")
 _FINISH = {"max_output_tokens": "length", "content_filter": "content_filter"}
 _OF_THE_ANSWER = ("message", "function_call", "custom_tool_call", "reasoning")
@@ -57,20 +58,20 @@ def response_of_completion(completion: Mapping[str, Any], params: Mapping[str, A
 
 def responses_request(body: Mapping[str, Any]) -> dict[str, Any]:
     """A Chat Completions request as a Responses request."""
-    if (body.get("n") or 1) != 1:
-        raise InvalidBodyError("n: an endpoint that has Responses only gives one choice")
+    body = {**{key: body[key] for key in _SAME if body.get(key) is not None}, **chat_body(_CHAT.lower(body))}
     request: dict[str, Any] = {key: body[key] for key in _SAME if body.get(key) is not None}
-    request["input"] = _items(body.get("messages") or [])
-    if (limit := body.get("max_completion_tokens") or body.get("max_tokens")) is not None:
+    request["input"] = _items(body["messages"])
+    if (limit := body.get("max_tokens")) is not None:
         request["max_output_tokens"] = limit
     if effort := body.get("reasoning_effort"):
         request["reasoning"] = {"effort": effort}
     if tools := body.get("tools"):
         request["tools"] = [{"type": "function", "strict": False, **tool["function"]} for tool in tools]
-    choice = body.get("tool_choice")
-    if choice is not None:
-        named = isinstance(choice, Mapping) and "function" in choice
+    if (choice := body.get("tool_choice")) is not None:
+        named = isinstance(choice, Mapping)
         request["tool_choice"] = {"type": "function", **choice["function"]} if named else choice
+    if form := body.get("response_format"):
+        request["text"] = {"format": {"type": form.get("type"), **(form.get("json_schema") or {})}}
     return request
 
 

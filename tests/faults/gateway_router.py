@@ -40,6 +40,9 @@ DETECTION_S = INTERVAL_S + FAILURES * (INTERVAL_S + PROBE_TIMEOUT_S)
 """How long a hang can stay unnoticed: a round that still saw answers, then so many probes in a row."""
 SLACK_S = 2.0
 """For a machine that is busy."""
+JOINING_DELAY_S = 0.2
+"""Of each answer where shares are measured: long beside what an engine computes, since a slower engine rightly gets
+fewer calls of a closed loop."""
 ROUTING = {"probe_interval_s": INTERVAL_S, "failures_to_down": FAILURES, "queue_timeout_s": 60.0}
 
 
@@ -143,15 +146,15 @@ def _by_call(engine: EngineProcess) -> dict[str, list[list[int]]]:
 async def shares(case: Case) -> None:
     """An engine joins under load: sticky sessions that go on, and new ones."""
     for label, weight in (("equal weights", 1.0), ("double weight", 2.0)):
-        old = [case.engine(f"{label[:2]}{n}", first_token_delay_s=0.1) for n in range(3)]
-        new = case.engine(f"{label[:2]}-new", first_token_delay_s=0.1)
+        old = [case.engine(f"{label[:2]}{n}", first_token_delay_s=JOINING_DELAY_S) for n in range(3)]
+        new = case.engine(f"{label[:2]}-new", first_token_delay_s=JOINING_DELAY_S)
         async with engines(*old, new) as running, case.door(old, max_tokens=2) as door:
             load = Load(door)
             task = asyncio.create_task(load.run(10_000, 8, width=48))
             await load.reached(500)
             await door.add(new.config(weight=weight))
             before, done = [engine.count() for engine in running], load.turns_done
-            await load.reached(done + 4000)
+            await load.reached(done + 3000)
             placed = [engine.count() - count for engine, count in zip(running, before, strict=True)]
             load.stopped = True
             await task
@@ -164,8 +167,8 @@ async def shares(case: Case) -> None:
 
 async def long_sessions(case: Case) -> None:
     """An engine joins sessions that all live on the others, and no new ones open."""
-    old = [case.engine(f"long{n}", first_token_delay_s=0.1) for n in range(3)]
-    new = case.engine("long-new", first_token_delay_s=0.1)
+    old = [case.engine(f"long{n}", first_token_delay_s=JOINING_DELAY_S) for n in range(3)]
+    new = case.engine("long-new", first_token_delay_s=JOINING_DELAY_S)
     async with engines(*old, new) as running, case.door(old, max_tokens=2) as door:
         load = Load(door)
         task = asyncio.create_task(load.run(48, 10_000))

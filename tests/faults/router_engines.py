@@ -124,8 +124,11 @@ class Listener:
     async def at(self, port: int, answer: bytes | None) -> AsyncIterator[Listener]:
         """``answer``: the whole HTTP reply to a request; empty bytes close the connection; nothing holds it."""
 
+        talks: set[asyncio.Task[Any] | None] = set()
+
         async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             self.seen["connections"] += 1
+            talks.add(asyncio.current_task())
             try:
                 while head := await reader.readuntil(b"\r\n\r\n"):
                     method, path = head.split(b" ")[:2]
@@ -140,8 +143,8 @@ class Listener:
                         return
                     writer.write(answer)
                     await writer.drain()
-            except (asyncio.IncompleteReadError, ConnectionError):
-                return
+            except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+                return  # the end of this listener, too
             finally:
                 writer.close()
 
@@ -150,6 +153,6 @@ class Listener:
             yield self
         finally:
             server.close()
-            for task in asyncio.all_tasks():
-                if getattr(task.get_coro(), "__qualname__", "").endswith("talk"):
+            for task in talks:
+                if task is not None:
                     task.cancel()

@@ -172,6 +172,7 @@ class HttpEngine:
                 headers=self._headers,
                 timeout=timeout,
                 allow_redirects=False,
+                middlewares=(_once(),) if body is None else None,
             )
             try:
                 if reply.status != 200:
@@ -244,6 +245,20 @@ class HttpEngine:
         if self.endpoint.api_key:
             text = text.replace(self.endpoint.api_key, "***")
         return text[:QUOTED_CHARS]
+
+
+def _once() -> aiohttp.ClientMiddlewareType:
+    """For one probe, which is one request: aiohttp sends a GET again by itself when its connection breaks."""
+    sent = False
+
+    async def once(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+        nonlocal sent
+        if sent:
+            raise aiohttp.ServerDisconnectedError
+        sent = True
+        return await send(request)
+
+    return once
 
 
 async def _read_out(chunks: AsyncGenerator[bytes, None]) -> None:

@@ -162,7 +162,10 @@ class Router(Generic[E]):
         else:
             # Start-time fair queueing among the least loaded. Whoever was away (down, draining, full, not yet there)
             # begins at the present: it gets its share of what comes, and does not catch up with the past.
-            chosen = min(usable, key=lambda replica: (replica.load, max(replica.turn, self._now_turn), replica.last))
+            lowest = min((replica.in_flight + 1) / replica.weight for replica in usable)
+            # With one more call, the best would have this load: whoever is below it now is no worse a choice.
+            least = [replica for replica in usable if replica.load < lowest]
+            chosen = min(least, key=lambda replica: (max(replica.turn, self._now_turn), replica.last))
             self._now_turn = max(chosen.turn, self._now_turn)
             chosen.turn = self._now_turn + 1 / chosen.weight
             self._choices += 1

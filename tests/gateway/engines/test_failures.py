@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 
 import aiohttp
@@ -152,3 +153,20 @@ async def test_probe_samples_nothing_and_fails_when_the_engine_is_not_well(http:
 def test_base_url_must_be_a_url() -> None:
     with pytest.raises(ConfigError, match="is no URL"):
         EngineEndpoint("e0", "127.0.0.1:8000")
+
+
+async def test_probe_is_one_request_when_its_connection_breaks(http: aiohttp.ClientSession) -> None:
+    asked = 0
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        await reader.readuntil(b"\r\n\r\n")
+        asked += 1
+        writer.close()
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(EngineLostError):
+            await VllmEngine(EngineEndpoint("e0", f"http://127.0.0.1:{port}"), http).probe()
+    assert asked == 1

@@ -23,6 +23,7 @@ from pydantic import BaseModel
 from nemo_gym.base_resources_server import BaseResourcesServerConfig
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig
 from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig
+from nemo_gym.cli import export_trajectories
 from nemo_gym.config_types import BaseRunServerInstanceConfig
 from nemo_gym.configuration.check import check_everything
 from nemo_gym.configuration.compose import compose
@@ -137,6 +138,8 @@ def test_command_lines_use_keys_that_exist(line: CommandLine, place: Path) -> No
             _keys_exist(settings)
         case "ng_prepare":
             prepare.Options.parse(settings[1:])
+        case "ng_export_trajectories":
+            assert all(word.partition("=")[0] in export_trajectories.KEYS for word in settings)
         case "ng_status":
             assert all(word.partition("=")[0] in ("run_dir", "run_id") for word in settings)
         case _:
@@ -145,7 +148,7 @@ def test_command_lines_use_keys_that_exist(line: CommandLine, place: Path) -> No
 
 def _keys_exist(words: list[str]) -> None:
     given = parse_overrides([word for word in words if "=" in word])
-    extra = {"script", "oracle"}  # declared by the files of model=scripted and agent=oracle
+    extra = {"script", "oracle", "policy_path"}  # declared by the files of model=scripted, agent=oracle, model=vllm
     assert [override.key for override in given if override.path[0] not in known_keys() | extra] == []
 
 

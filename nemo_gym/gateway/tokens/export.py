@@ -63,6 +63,8 @@ def from_row(row: Mapping[str, Any]) -> Trajectory:
             bytes(row["response_mask"]),
             array("f", logprobs) if logprobs is not None else None,
         )
+    except RowError:
+        raise
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise RowError(f"trajectory: {type(error).__name__} at {error}; it was not written by this suite") from error
 
@@ -173,6 +175,7 @@ def _metadata(trajectory: Trajectory) -> dict[str, Any]:
         "message_count": trajectory.message_count,
         "reward": trajectory.reward,
         "reward_info": dict(trajectory.reward_info),
+        "identity": dict(trajectory.identity),
         "multimodal": [dict(item) for item in trajectory.multimodal],
         "has_logprobs": trajectory.logprobs is not None,
     }
@@ -201,6 +204,7 @@ def _assembled(
         message_count=row["message_count"],
         reward=row["reward"],
         reward_info=row["reward_info"],
+        identity=row.get("identity") or {},
         multimodal=tuple(row["multimodal"]),
     )
 

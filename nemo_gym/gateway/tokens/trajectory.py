@@ -48,6 +48,9 @@ class Trajectory:
     reward: float | None = None
     """The verdict's; nothing while there is none, or where it is invalid."""
     reward_info: Mapping[str, Any] = field(default_factory=dict)
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    """Which rollout this belongs to, where a run is exported: ``rollout_id``, ``task_id``, ``task_index``,
+    ``rollout_index``, ``attempt_index``, ``agent``."""
     multimodal: tuple[Mapping[str, Any], ...] = ()
     """``{kind, source, message}`` of each image, audio or video in the conversation, in order; ``source`` as it was
     sent (a URL or data), ``message`` the index of its message in the request that brought it."""

@@ -1,0 +1,89 @@
+"""Trajectories of a run's result rows, each with its rollout and the reward of its verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from nemo_gym.errors import RowError
+from nemo_gym.gateway.tokens.export import from_row
+from nemo_gym.gateway.tokens.trajectory import Trajectory
+from nemo_gym.rollouts.identity import (
+    AGENT_REF_KEY,
+    ATTEMPT_INDEX_KEY,
+    ROLLOUT_ID_KEY,
+    ROLLOUT_INDEX_KEY,
+    TASK_INDEX_KEY,
+)
+
+TRAJECTORY_KEY = "ng_trajectory"
+
+
+def trajectories_of_rows(path: str | Path) -> Iterator[list[Trajectory]]:
+    """The trajectories of each row of a result file (or a failures file), in order; none for a row without.
+
+    The row's verdict decides the reward, whatever the trajectory said before: an invalid one gives none.
+    Raises `RowError` naming the line that is no result row of this suite, or holds no token ids.
+    """
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                yield _of_row(line)
+            except RowError as error:
+                raise RowError(f"{path}, line {number}: {error.message}", path=str(path), line=number) from error
+
+
+def _of_row(line: bytes) -> list[Trajectory]:
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise RowError(f"not JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise RowError("not a JSON object")
+    held = row.get(TRAJECTORY_KEY)
+    if held is None:
+        held = []
+    if not isinstance(held, list):
+        raise RowError(f"'{TRAJECTORY_KEY}' is no list")
+    reward, identity = _reward(row), _identity(row)
+    found = []
+    for index, each in enumerate(held):
+        where = f"'{TRAJECTORY_KEY}[{index}]'"
+        if not isinstance(each, dict):
+            raise RowError(f"{where} is no JSON object")
+        if each.get("messages") is not None and not each.get("prompt_ids"):
+            raise RowError(f"{where} holds text and no token ids: the model behind it takes and returns text only")
+        try:
+            found.append(replace(from_row(each), reward=reward, identity=identity))
+        except RowError as error:
+            raise RowError(f"{where}: {error.message}") from error
+    return found
+
+
+def _reward(row: Mapping[str, Any]) -> float | None:
+    if not row.get("valid", True) or row.get("mask_sample"):
+        return None
+    reward = row.get("reward")
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise RowError("'reward' is no finite number, though the verdict is valid")
+    return float(reward)
+
+
+def _identity(row: Mapping[str, Any]) -> dict[str, Any]:
+    agent = row.get(AGENT_REF_KEY)
+    named = {
+        "rollout_id": row.get(ROLLOUT_ID_KEY),
+        "task_id": row.get("task_id"),
+        "task_index": row.get(TASK_INDEX_KEY),
+        "rollout_index": row.get(ROLLOUT_INDEX_KEY),
+        "attempt_index": row.get(ATTEMPT_INDEX_KEY),
+        "agent": agent.get("name") if isinstance(agent, Mapping) else None,
+    }
+    return {name: value for name, value in named.items() if value is not None}

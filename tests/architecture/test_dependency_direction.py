@@ -25,10 +25,12 @@ VENDOR_SDKS = frozenset(
         "pandas",
         "podman",
         "ray",
+        "sglang",
         "swebench",
         "torch",
         "transformers",
         "verl",
+        "vllm",
     ]
 )
 # Lower number = nearer to the ground. A module imports its own layer and those below it.
@@ -41,6 +43,7 @@ LAYERS = {
     "nemo_gym.configuration": 3,
     "nemo_gym.harvest": 3,
     "nemo_gym.gateway": 4,
+    "nemo_gym.gateway.refusals": 5,
     "nemo_gym.gateway.service": 5,
     "nemo_gym.serving": 5,
     "nemo_gym.topology": 5,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from nemo_gym.errors import ConfigError
@@ -36,7 +37,8 @@ def vllm_calls(name: str, policy: PolicyTokenizer) -> GuardedCalls:
         found = parser.extract_tool_calls(text, request)
         return found.content, [(call.function.name, call.function.arguments) for call in found.tool_calls]
 
-    extract("", None)  # what cannot be made for this policy fails now, not on its answers
+    with _usable("tool_parser", full):
+        extract("", None)
     return GuardedCalls(full, extract)
 
 
@@ -50,10 +52,8 @@ def vllm_reasoning(name: str, policy: PolicyTokenizer) -> GuardedReasoning:
         raise unknown_parser("reasoning_parser", full, _registered(manager)) from error
     tokenizer = transformers_tokenizer("reasoning_parser", full, policy)
     request_type = _request_type("reasoning_parser", full)
-    try:
+    with _usable("reasoning_parser", full):
         kind(tokenizer)
-    except RuntimeError as error:  # its way to say that the tokenizer has no such tags
-        raise ConfigError(f"reasoning_parser: '{full}' cannot be used with this policy: {error}") from error
 
     def extract(text: str, prompt_tail: str) -> tuple[str | None, str | None]:
         parser = kind(tokenizer)
@@ -64,6 +64,15 @@ def vllm_reasoning(name: str, policy: PolicyTokenizer) -> GuardedReasoning:
         return reasoning, content
 
     return GuardedReasoning(full, extract)
+
+
+@contextmanager
+def _usable(field: str, full: str) -> Iterator[None]:
+    """Its parsers say when they are made that a tokenizer lacks their tokens: at the start, not on every answer."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"{field}: '{full}' cannot be used with this policy: {error}") from error
 
 
 def _registered(manager: Any) -> Sequence[str]:

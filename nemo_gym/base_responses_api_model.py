@@ -25,6 +25,7 @@ from nemo_gym.credentials import CONTROL_TOKEN_HEADER, CREDENTIAL_HEADER, Role
 from nemo_gym.environment.plugin_call import PluginCall, plain
 from nemo_gym.errors import CredentialError, InvalidBodyError, ModelError
 from nemo_gym.gateway.dialects import PATHS, Dialect, apply_sampling
+from nemo_gym.gateway.dialects.models import models_reply
 from nemo_gym.gateway.dialects.streams import stream_of
 from nemo_gym.gateway.refusals import dialect_error, inference_refusal
 from nemo_gym.gateway.sessions import (
@@ -229,8 +230,7 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
 
     async def _models_route(self, request: Request) -> Response:
         self._authorize(request)
-        model = {"id": self.model_name(), "object": "model", "created": 0, "owned_by": self.config.name}
-        return JsonResponse({"object": "list", "data": [model]})
+        return JsonResponse(models_reply(request.headers, [self.model_name()]))
 
     async def _inference_route(self, request: Request) -> Response:
         session = self._authorize(request)

@@ -100,8 +100,9 @@ class Inference(Generic[C, D]):
             raise
 
     async def _answered(self, call: Call[C], request: Request) -> Response:
-        call.lowered = call.adapter.lower(call.body)
-        if (live := call.live) is None:
+        live = call.live
+        call.lowered = call.adapter.lower(call.body, live.lowering if live is not None else None)
+        if live is None:
             return await self._reply(call, self._alone(call))
         call.fingerprint = request_fingerprint(call.dialect, call.body)
         hints = request_hints(request.headers, call.connection, live.answered_on(call.fingerprint))

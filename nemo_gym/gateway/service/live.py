@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
+from nemo_gym.gateway.dialects.memo import LoweringMemo
 from nemo_gym.gateway.journal import SessionRecord, SessionState
 from nemo_gym.gateway.retries import SessionAnswers
 from nemo_gym.gateway.retries.hints import Connection
@@ -33,6 +34,7 @@ class LiveSession(Generic[C]):
     ending: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the session changes its state."""
     answers: SessionAnswers[Committed] = field(default_factory=SessionAnswers)
+    lowering: LoweringMemo = field(default_factory=LoweringMemo)
     in_flight: int = 0
     _answered_on: dict[str, Connection] = field(default_factory=dict)
 

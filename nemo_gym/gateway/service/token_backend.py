@@ -137,11 +137,12 @@ class TokenBackend:
     ) -> tuple[Answer, Mapping[str, Any], TurnFacts]:
         generation, prepared = sampled.generation, sampled.prepared
         text, stop = self._text(generation)
+        offered = [*(request.tools or ()), *request.deferred]
         parsed = self._parser.parse(
             text,
             prompt_tail=self._policy.decode(prepared.prompt.tail(_TAIL_IDS)),
-            tools=request.tools,
-            parse_calls=bool(request.tools) and request.tool_choice != "none",
+            tools=offered,
+            parse_calls=bool(offered) and request.tool_choice != "none",
         )
         message = _message(parsed, sampled.context.call_id)
         turn = conversations.forest.commit(

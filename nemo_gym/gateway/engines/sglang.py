@@ -8,6 +8,7 @@ from typing import Any
 
 import aiohttp
 
+from nemo_gym.gateway.engines.constraints import sglang_fields
 from nemo_gym.gateway.engines.errors import (
     EngineError,
     EngineFailedError,
@@ -86,6 +87,7 @@ class SglangEngine(HttpEngine):
     def _body(self, request: TokenRequest, *, stream: bool) -> dict[str, Any]:
         sampling = {
             **request.sampling.given(),
+            **sglang_fields(request.sampling.json_schema),
             "max_new_tokens": request.sampling.max_tokens,
             # The trajectory keeps what was sampled, end-of-sequence token and matched stop string included.
             "no_stop_trim": True,

@@ -39,9 +39,12 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    json_schema: str | None = None
+    """JSON text of the schema that the engine holds the answer to (`nemo_gym.gateway.engines.constraints`)."""
 
     def given(self) -> dict[str, Any]:
-        """The parameters that are set, except ``max_tokens`` and ``seed``, which engines spell differently."""
+        """The parameters that are set, except ``max_tokens``, ``seed`` and ``json_schema``: engines spell them
+        differently."""
         values: dict[str, Any] = {
             name: value
             for name in (

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import aiohttp
 
+from nemo_gym.gateway.engines.constraints import vllm_fields
 from nemo_gym.gateway.engines.errors import EngineLostError, EngineRefusedError
 from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
 from nemo_gym.gateway.engines.types import FinishReason, Generation, TokenDelta, TokenRequest, prompt_of
@@ -102,6 +103,7 @@ class VllmEngine(HttpEngine):
         body: dict[str, Any] = {
             "prompt": prompt_of(request),
             **request.sampling.given(),
+            **vllm_fields(request.sampling.json_schema),
             "max_tokens": request.sampling.max_tokens,
             "logprobs": 0,  # of the sampled token, and of no alternative
             "return_token_ids": True,
@@ -122,7 +124,12 @@ class VllmEngine(HttpEngine):
 
     def _generate_body(self, request: TokenRequest) -> dict[str, Any]:
         self._refuse_images(request)
-        sampling = {**request.sampling.given(), "max_tokens": request.sampling.max_tokens, "logprobs": 0}
+        sampling = {
+            **request.sampling.given(),
+            **vllm_fields(request.sampling.json_schema),
+            "max_tokens": request.sampling.max_tokens,
+            "logprobs": 0,
+        }
         if request.sampling.seed is not None:
             sampling["seed"] = request.sampling.seed
         body: dict[str, Any] = {

@@ -205,10 +205,11 @@ class _Answer:
 
 
 def _resumable(sampling: Sampling) -> bool:
-    """Whether a later token depends on the earlier ones as ids only: engines search for stop strings, and count for
-    penalties, in what they sampled themselves."""
+    """Whether a later token depends on the earlier ones as ids only: engines search for stop strings, count for
+    penalties, and follow a schema, in what they sampled themselves."""
     return (
         not sampling.stop
+        and sampling.json_schema is None
         and not sampling.presence_penalty
         and not sampling.frequency_penalty
         and sampling.repetition_penalty in (None, 1.0)

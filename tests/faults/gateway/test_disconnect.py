@@ -1,0 +1,26 @@
+"""The disconnect campaign in small: some bytes of each stream instead of every one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nemo_gym.gateway.dialects import Dialect
+from tests.faults.gateway_disconnect import every_byte, while_sampling, while_streaming
+
+
+async def test_cut_off_answer_is_given_again_and_sampled_once(tmp_path: Path) -> None:
+    figures, bars = await every_byte(tmp_path / "a", [*Dialect], stride=151)
+    assert [bar for bar in bars if not bar.ok] == [], figures
+    assert sum(figures[f"{dialect}/close"]["cuts"] for dialect in Dialect) > 40
+
+
+async def test_caller_that_leaves_before_its_answer_changes_nothing(tmp_path: Path) -> None:
+    figures, bars = await while_sampling(tmp_path / "b", [*Dialect], rounds=18)
+    assert [bar for bar in bars if not bar.ok] == [], figures
+    assert figures["clean"] == 18 and figures["of_them_after_headers"] > 3
+
+
+async def test_stream_cut_between_pings_keeps_one_turn(tmp_path: Path) -> None:
+    figures, bars = await while_streaming(tmp_path / "c", [*Dialect], stride=301)
+    assert [bar for bar in bars if not bar.ok] == [], figures
+    assert figures["one_turn"] == figures["cuts"] > 10

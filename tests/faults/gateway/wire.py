@@ -1,0 +1,92 @@
+"""Requests over bare sockets, whose ends are exactly as told."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import orjson
+
+
+class Leave(StrEnum):
+    """How a caller leaves."""
+
+    CLOSE = "close"
+    """As programs do: the kernel resets the connection if anything is unread, and ends it otherwise."""
+    RESET = "reset"
+    """At once, whatever was read."""
+    HALF = "half"
+    """Says that it will send nothing more, then closes: the end is seen before any reset."""
+
+
+@dataclass
+class Call:
+    """One request on a connection of its own."""
+
+    sock: socket.socket
+    read: bytes = b""
+
+    @classmethod
+    async def send(
+        cls, port: int, path: str, body: Any, headers: dict[str, str], *, buffer_bytes: int | None = None
+    ) -> Call:
+        """``body``: data, or bytes as they are. ``buffer_bytes``: of the receiving kernel."""
+        sock = socket.socket()
+        sock.setblocking(False)
+        if buffer_bytes is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(sock, ("127.0.0.1", port))
+        data = body if isinstance(body, bytes) else orjson.dumps(body)
+        head = {"Host": "gateway", "Content-Type": "application/json", "Content-Length": str(len(data)), **headers}
+        lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items()), "", ""]
+        await loop.sock_sendall(sock, "\r\n".join(lines).encode() + data)
+        return cls(sock)
+
+    async def bytes(self, count: int) -> bytes:
+        """Exactly so many more bytes, fewer only at the end."""
+        loop = asyncio.get_running_loop()
+        found = b""
+        while len(found) < count and (piece := await loop.sock_recv(self.sock, count - len(found))):
+            found += piece
+        self.read += found
+        return found
+
+    async def whole(self) -> tuple[int, bytes]:
+        """Status and body of the answer."""
+        while b"\r\n\r\n" not in self.read:
+            if not await self.bytes(1):
+                raise ConnectionError(f"the connection ended in the headers: {self.read!r}")
+        head, _, body = self.read.partition(b"\r\n\r\n")
+        headers = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+        status = int(head.split(b" ", 2)[1])
+        if (length := headers.get(b"content-length")) is not None:
+            body += await self.bytes(int(length) - len(body))
+            return status, body
+        while not body.endswith(b"0\r\n\r\n"):
+            piece = await asyncio.get_running_loop().sock_recv(self.sock, 1 << 16)
+            if not piece:
+                raise ConnectionError("the connection ended in the body")
+            self.read += piece
+            body += piece
+        return status, _unchunked(body)
+
+    def leave(self, how: Leave) -> None:
+        if how is Leave.RESET:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        elif how is Leave.HALF:
+            self.sock.shutdown(socket.SHUT_WR)
+        self.sock.close()
+
+
+def _unchunked(body: bytes) -> bytes:
+    found = b""
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        found += body[: int(size, 16)]
+        body = body[int(size, 16) + 2 :]
+    return found

@@ -41,8 +41,7 @@ DETECTION_S = INTERVAL_S + FAILURES * (INTERVAL_S + PROBE_TIMEOUT_S)
 SLACK_S = 2.0
 """For a machine that is busy."""
 JOINING_DELAY_S = 0.2
-"""Of each answer where shares are measured: long beside what an engine computes, since a slower engine rightly gets
-fewer calls of a closed loop."""
+"""Of each answer where shares are measured, on each engine: in a closed loop a slower engine rightly gets less."""
 ROUTING = {"probe_interval_s": INTERVAL_S, "failures_to_down": FAILURES, "queue_timeout_s": 60.0}
 
 
@@ -146,8 +145,8 @@ def _by_call(engine: EngineProcess) -> dict[str, list[list[int]]]:
 async def shares(case: Case) -> None:
     """An engine joins under load: sticky sessions that go on, and new ones."""
     for label, weight in (("equal weights", 1.0), ("double weight", 2.0)):
-        old = [case.engine(f"{label[:2]}{n}", first_token_delay_s=JOINING_DELAY_S) for n in range(3)]
-        new = case.engine(f"{label[:2]}-new", first_token_delay_s=JOINING_DELAY_S)
+        old = [case.engine(f"{label[:2]}{n}", steady_delay_s=JOINING_DELAY_S) for n in range(3)]
+        new = case.engine(f"{label[:2]}-new", steady_delay_s=JOINING_DELAY_S)
         async with engines(*old, new) as running, case.door(old, max_tokens=2) as door:
             load = Load(door)
             task = asyncio.create_task(load.run(10_000, 8, width=48))
@@ -167,8 +166,8 @@ async def shares(case: Case) -> None:
 
 async def long_sessions(case: Case) -> None:
     """An engine joins sessions that all live on the others, and no new ones open."""
-    old = [case.engine(f"long{n}", first_token_delay_s=JOINING_DELAY_S) for n in range(3)]
-    new = case.engine("long-new", first_token_delay_s=JOINING_DELAY_S)
+    old = [case.engine(f"long{n}", steady_delay_s=JOINING_DELAY_S) for n in range(3)]
+    new = case.engine("long-new", steady_delay_s=JOINING_DELAY_S)
     async with engines(*old, new) as running, case.door(old, max_tokens=2) as door:
         load = Load(door)
         task = asyncio.create_task(load.run(48, 10_000))

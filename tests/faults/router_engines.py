@@ -42,6 +42,8 @@ class EngineProcess:
     first_token_delay_s: float = 0.0
     tokens_per_second: float | None = None
     faults: str = ""
+    steady_delay_s: float | None = None
+    """With one, no model: answers of some ids that take so long, however many run."""
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
 
@@ -57,6 +59,13 @@ class EngineProcess:
         return {"type": self.wire, "base_url": self.url, "name": self.name, **options}
 
     def start(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(self._command(), cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+
+    def _command(self) -> list[str]:
+        if self.steady_delay_s is not None:
+            command = [sys.executable, "-m", "tests.faults.router_steady_engine", "--port", str(self.port)]
+            return [*command, "--log", str(self.log), "--delay-s", str(self.steady_delay_s)]
         command = [sys.executable, "-m", "nemo_gym.gateway.testing.tiny", "--policy", str(self.policy)]
         command += ["--wire", self.wire, "--port", str(self.port), "--log", str(self.log)]
         command += ["--seed", str(sum(self.name.encode())), "--first-token-delay", str(self.first_token_delay_s)]
@@ -64,8 +73,7 @@ class EngineProcess:
             command += ["--tokens-per-second", str(self.tokens_per_second)]
         if self.faults:
             command += ["--faults", self.faults]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+        return command
 
     async def up(self) -> None:
         """Wait until it answers."""

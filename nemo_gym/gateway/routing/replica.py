@@ -32,6 +32,10 @@ class Replica(Generic[E]):
     """Whether any call ended since the last look of the prober."""
     placed: int = 0
     """Calls ever sent here."""
+    calling: set[str] = field(default_factory=set)
+    """Sessions with a call here."""
+    expected: set[str] = field(default_factory=set)
+    """Sessions that were moved here in the middle of a call elsewhere: running calls of the next moment."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while nothing is in flight."""
     scopes: set[asyncio.Timeout] = field(default_factory=set)
@@ -44,10 +48,9 @@ class Replica(Generic[E]):
     def name(self) -> str:
         return self.engine.name
 
-    @property
-    def load(self) -> float:
-        """Calls running now, for its weight."""
-        return self.in_flight / self.weight
+    def load(self, more: int = 0) -> float:
+        """Calls running now, or as good as, and ``more`` of them; for its weight."""
+        return (self.in_flight + len(self.expected) + more) / self.weight
 
     def admits(self) -> bool:
         room = self.max_in_flight is None or self.in_flight < self.max_in_flight

@@ -20,9 +20,10 @@ class Reservation(Generic[E]):
     refusal is good news about the engine, an `EngineError` is judged by its class, anything else (a cancellation)
     says nothing."""
 
-    def __init__(self, replica: Replica[E], router: Router[E]) -> None:
+    def __init__(self, replica: Replica[E], router: Router[E], session_id: str | None = None) -> None:
         self.replica = replica
         self._router = router
+        self._session_id = session_id
         self._epoch = replica.health.epoch
         self._open = True
 
@@ -35,6 +36,8 @@ class Reservation(Generic[E]):
         for nothing learnt."""
         if self._open:
             self._open = False
+            if self._session_id is not None:
+                self.replica.calling.discard(self._session_id)
             self._router.ended(self.replica, self._epoch, outcome)
 
     def answering(self) -> None:

@@ -162,20 +162,23 @@ class Router(Generic[E]):
         else:
             # Start-time fair queueing among the least loaded. Whoever was away (down, draining, full, not yet there)
             # begins at the present: it gets its share of what comes, and does not catch up with the past.
-            lowest = min((replica.in_flight + 1) / replica.weight for replica in usable)
+            lowest = min(replica.load(1) for replica in usable)
             # With one more call, the best would have this load: whoever is below it now is no worse a choice.
-            least = [replica for replica in usable if replica.load < lowest]
+            least = [replica for replica in usable if replica.load() < lowest]
             chosen = min(least, key=lambda replica: (max(replica.turn, self._now_turn), replica.last))
             self._now_turn = max(chosen.turn, self._now_turn)
             chosen.turn = self._now_turn + 1 / chosen.weight
             self._choices += 1
             chosen.last = self._choices
             if session_id is not None:
-                self._homes[session_id] = chosen.name
+                self._move(session_id, chosen.name)
+        if session_id is not None:
+            chosen.expected.discard(session_id)
+            chosen.calling.add(session_id)
         chosen.in_flight += 1
         chosen.placed += 1
         chosen.idle.clear()
-        return Reservation(chosen, self)
+        return Reservation(chosen, self, session_id)
 
     async def acquire(self, session_id: str | None = None, *, without: Collection[str] = ()) -> Reservation[E]:
         """A place, waiting for one in order of arrival. Raises `EngineRateLimitedError` when all that could serve
@@ -199,7 +202,8 @@ class Router(Generic[E]):
 
     def forget(self, session_id: str) -> None:
         """A session has ended: its home means nothing any more."""
-        self._homes.pop(session_id, None)
+        if (home := self._replicas.get(self._homes.pop(session_id, ""))) is not None:
+            home.expected.discard(session_id)
 
     def home(self, session_id: str) -> str | None:
         """The engine that has a session's prefix cache."""
@@ -259,7 +263,11 @@ class Router(Generic[E]):
     def _leave(self, name: str) -> None:
         """Sessions that lived on an engine find a new home with their next call."""
         for session_id in [key for key, home in self._homes.items() if home == name]:
-            del self._homes[session_id]
+            self.forget(session_id)
+
+    def _move(self, session_id: str, name: str) -> None:
+        self.forget(session_id)
+        self._homes[session_id] = name
 
     def _settle(self) -> None:
         """Engines have come, come back or changed their weights: sessions move until each engine is home to its share
@@ -278,11 +286,13 @@ class Router(Generic[E]):
         spare = {name: len(homes[name]) - for_weight * weight for name, weight in serving.items()}
         while serving:
             most, least = max(spare, key=spare.__getitem__), min(spare, key=spare.__getitem__)
-            if spare[most] - spare[least] < 1.99:  # one more move would only swap their parts
+            if spare[most] - spare[least] < 1.001:  # one more move would only swap their parts
                 return
             session_id = homes[most].pop()
-            self._homes[session_id] = least
+            self._move(session_id, least)
             homes[least].append(session_id)
+            if session_id in self._replicas[most].calling:
+                self._replicas[least].expected.add(session_id)
             spare[most] -= 1
             spare[least] += 1
 

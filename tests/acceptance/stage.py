@@ -68,11 +68,18 @@ class Stage:
 
 @asynccontextmanager
 async def staged(
-    directory: Path, family: str, script: Script, *, wire: Wire = "vllm", **gateway: Any
+    directory: Path,
+    family: str,
+    script: Script,
+    *,
+    wire: Wire = "vllm",
+    engine: Mapping[str, Any] | None = None,
+    **gateway: Any,
 ) -> AsyncIterator[Stage]:
-    """``gateway``: more of its configuration. Everything is written below ``directory``."""
+    """``gateway``: more of its configuration; ``engine``: more of its engine's. Everything is written below
+    ``directory``."""
     policy = make_policy(directory / "policy", family)
-    async with ENGINES[wire](policy, script, log=directory / "engine.jsonl") as engine:
+    async with ENGINES[wire](policy, script, log=directory / "engine.jsonl") as tiny:
         with running_stack() as stack:
             stack.add(
                 "gateway",
@@ -80,14 +87,14 @@ async def staged(
                 Role.MODEL,
                 **{
                     "model": MODEL,
-                    "engines": [{"type": wire, "base_url": engine.url}],
+                    "engines": [{"type": wire, "base_url": tiny.url, **(engine or {})}],
                     "policy": {"path": str(policy), "max_context_tokens": 131_072},
                     "journal_dir": str(directory / "journal"),
                     **gateway,
                 },
             )
             try:
-                yield Stage(stack, engine, policy)
+                yield Stage(stack, tiny, policy)
             finally:
                 await close_global_aiohttp_client()
 

@@ -227,30 +227,11 @@ class Script:
     side: Sequence[Step]
     """A sub-agent's."""
     asked: list[str] = field(default_factory=list)
-    """The mark of every answer begun, in order; ``summary`` and ``aside`` for answers outside the marks, ``rest`` for
-    the rest of one that broke off."""
+    """The mark of every answer begun, in order; ``summary`` and ``aside`` for answers outside the marks."""
     silent_calls: bool = False
     """Whether the chat template drops the text, and the mark, of answers that call tools."""
-    decode: Callable[[Sequence[int]], str] | None = None
-    """The policy's, for answers that are to be continued after they broke off."""
-    _given: list[tuple[str, str]] = field(default_factory=list)
 
-    def __call__(self, view: CallView) -> Mapping[str, Any] | str:
-        if self.decode is None:
-            return self._answer(view)
-        for prompt, text in reversed(self._given):
-            if (
-                view.prompt != prompt
-                and view.prompt.startswith(prompt)
-                and text.startswith(view.prompt[len(prompt) :])
-            ):
-                self.asked.append("rest")
-                return text[len(view.prompt) - len(prompt) :]
-        message = self._answer(view)
-        self._given.append((view.prompt, self.decode(view.renderer.ids(message)[:-1])))
-        return message
-
-    def _answer(self, view: CallView) -> dict[str, Any]:
+    def __call__(self, view: CallView) -> Mapping[str, Any]:
         marks = [*_MARK.finditer(view.prompt)]
         if not marks:
             return self._said("aside", "Temperatures")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_gym.gateway.testing.faults import Abort, CutOff, Fault, Garbage, Status
+from nemo_gym.gateway.testing.faults import Abort, CutOff, Fault, Garbage, Hang, Status
 from nemo_gym.gateway.testing.tiny.truth import check_truth
 from tests.acceptance.clis.drivers import CLIS, Cli
 from tests.acceptance.clis.place import Endpoint, Place
@@ -25,13 +25,16 @@ MIN_TURNS = 10
 IMPATIENCE_S = 4.0
 """How long a CLI among faults waits for an answer."""
 STALL_S = 12.0
+SLOW_GATEWAY = {"ping_interval_s": 1.0, "engine": {"request_timeout_s": 2 * IMPATIENCE_S}}
+"""A hanging engine is given up only when a CLI, were it not for pings, would have given up the gateway."""
 ENGINE_FAULTS: Mapping[int, Fault] = {
     1: Status(500),
     4: CutOff(5),
     7: Abort(9),
     9: Status(503, headers={"Retry-After": "0"}),
-    12: CutOff(0),
-    14: Garbage(),
+    11: Hang(),
+    13: CutOff(0),
+    15: Garbage(),
     17: Abort(0),
     20: CutOff(30),
 }
@@ -39,6 +42,7 @@ ENGINE_FAULTS: Mapping[int, Fault] = {
 WIRE_FAULTS: Mapping[int, Cut | Stall] = {2: Cut(0), 5: Cut(700), 9: Stall(STALL_S, 300), 12: Cut(250), 15: Cut(1)}
 """What happens to the answers on their way to the CLI, which asks again: the same answer must come."""
 KILL_AFTER = "main:6"
+MAX_RUNS = 4
 
 
 @dataclass
@@ -52,13 +56,15 @@ class Trial:
     detail: str = ""
     turns: int = 0
     """Committed, those of sub-agents and summaries included."""
+    resumed: int = 0
+    """Broken engine calls whose tokens are in a trajectory, because another call went on from them."""
     trajectories: int = 0
     sampled_tokens: int = 0
     max_logprob_error: float = 0.0
     splits: dict[str, int] = field(default_factory=dict)
     injected: dict[str, int] = field(default_factory=dict)
     asked: dict[str, int] = field(default_factory=dict)
-    """Answers begun by the engine: ``main``, ``side`` (a sub-agent's), ``summary`` (compaction), ``rest``…"""
+    """Answers begun by the engine: ``main``, ``side`` (a sub-agent's), ``summary`` (compaction), ``aside``."""
     violations: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -75,8 +81,7 @@ async def trial(directory: Path, cli: str, family: str, *, faults: bool, timeout
     found = Trial(cli, family, faults)
     compacting = CLIS[cli].compact_above_tokens is not None and not faults
     script = script_for(cli, str(place.work), family=family, bulk_lines=BULK_LINES if compacting else 0)
-    async with staged(directory, family, script) as stage:
-        script.decode = stage.engine.policy.decode
+    async with staged(directory, family, script, **(SLOW_GATEWAY if faults else {})) as stage:
         session = await stage.open()
         if faults:
             stage.engine.chance = lambda: ENGINE_FAULTS.get(len(stage.engine.calls))
@@ -87,7 +92,7 @@ async def trial(directory: Path, cli: str, family: str, *, faults: bool, timeout
                 compact_at_tokens=CLIS[cli].compact_above_tokens if compacting else None,
                 timeout_s=IMPATIENCE_S if faults else 120.0,
             )
-            ended = await _run(driver, script, killing=faults, timeout_s=timeout_s)
+            ended = await _run(driver, script, faults=faults, timeout_s=timeout_s)
             found.injected = _injected(stage, wire, ended)
         finished = await stage.finalize(session)
     last = ended[-1]
@@ -100,22 +105,22 @@ async def trial(directory: Path, cli: str, family: str, *, faults: bool, timeout
     return found
 
 
-async def _run(driver: Cli, script: Script, *, killing: bool, timeout_s: float) -> list[Finished]:
-    """The runs of one conversation: killed once in the middle and resumed, where it can be."""
-    if not killing or not driver.resumes:
+async def _run(driver: Cli, script: Script, *, faults: bool, timeout_s: float) -> list[Finished]:
+    """The runs of one conversation. Among faults it is killed once in the middle, and resumed for as long as it gives
+    up over them; where it cannot be resumed, it has to come through in one run."""
+    if not faults or not driver.resumes:
         return [await run_cli(driver, TASK, timeout_s=timeout_s)]
-    killed = await run_cli(driver, TASK, timeout_s=timeout_s, kill_when=lambda: KILL_AFTER in script.asked)
-    if not killed.killed:
-        return [killed]
-    resumed = await run_cli(driver, ON, resume=killed.outcome.thread, timeout_s=timeout_s)
-    return [killed, resumed]
+    runs = [await run_cli(driver, TASK, timeout_s=timeout_s, kill_when=lambda: KILL_AFTER in script.asked)]
+    while not runs[-1].outcome.completed and len(runs) < MAX_RUNS:
+        runs.append(await run_cli(driver, ON, resume=runs[0].outcome.thread, timeout_s=timeout_s))
+    return runs
 
 
 def _judge(found: Trial, finished: Mapping[str, Any], directory: Path, stage: Stage) -> None:
     rows = finished["trajectories"]
     report = check_truth(rows, directory / "engine.jsonl", stage.policy)
     found.turns, found.trajectories = finished["turns"], len(rows)
-    found.sampled_tokens = report.sampled_tokens
+    found.sampled_tokens, found.resumed = report.sampled_tokens, report.resumed
     found.max_logprob_error = report.largest_logprob_error
     found.splits = split_reasons(rows)
     found.violations = [*report.violations]
@@ -132,4 +137,5 @@ def _injected(stage: Stage, wire: BadWire, ended: list[Finished]) -> dict[str, i
     happened.update(f"wire {type(fault).__name__}" for fault in wire.done)
     happened["engine calls cancelled"] = sum(call.outcome == "cancelled" for call in stage.engine.calls)
     happened["CLI killed"] = sum(one.killed for one in ended)
+    happened["CLI gave up"] = sum(not one.killed and not one.outcome.completed for one in ended)
     return {kind: number for kind, number in sorted(happened.items()) if number}

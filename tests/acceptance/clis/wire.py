@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
@@ -66,12 +68,12 @@ class BadWire:
             finally:
                 for half in (asking, answering):
                     half.cancel()
-                # Aborted, not closed: the other side sees a broken connection, as by a crash on the way.
-                writer.transport.abort()
-                to_upstream.transport.abort()
+                # Reset, not closed: both sides see what they would see of the other's crash.
+                _reset(writer)
+                _reset(to_upstream)
                 await asyncio.gather(asking, answering, return_exceptions=True)
         except ConnectionError:
-            writer.transport.abort()
+            _reset(writer)
         finally:
             self._relays.discard(task)
 
@@ -93,6 +95,13 @@ class BadWire:
                 await asyncio.sleep(fault.seconds)
                 fault = None
                 await _write(writer, data[at:])
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    end = writer.get_extra_info("socket")
+    if end is not None and not writer.transport.is_closing():
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
 
 
 async def _write(writer: asyncio.StreamWriter, data: bytes) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress, count, islice
-from operator import ne
+from operator import is_not, ne
 from typing import Generic, TypeVar, overload
 
+_ADOPTED = 8
 T = TypeVar("T", covariant=True)
 
 
@@ -32,10 +33,19 @@ class Prefix(Sequence[T], Generic[T]):
         made._items, made._length = items, kept + len(new)
         return made
 
-    def common(self, others: Sequence[object]) -> int:
-        """How many first items equal those of ``others``."""
-        differing = map(ne, islice(self._items, self._length), others)
-        return next(compress(count(), differing), min(self._length, len(others)))
+    def common(self, others: Sequence[T]) -> int:
+        """How many first items equal those of ``others``. Those that are the very same objects are not looked into, so
+        where few are not, they are kept in place of their equals for the next time."""
+        items, length = self._items, min(self._length, len(others))
+        changed = compress(count(), map(is_not, items, islice(others, length)))
+        for at in islice(changed, _ADOPTED):
+            if items[at] != others[at]:
+                return at
+            items[at] = others[at]
+        if (start := next(changed, length)) == length:
+            return length
+        differing = map(ne, islice(items, start, length), islice(others, start, length))
+        return next(compress(count(start), differing), length)
 
     def __len__(self) -> int:
         return self._length

@@ -6,6 +6,7 @@ A server may word the errors of some of its routes otherwise (`shape_errors`).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -57,7 +58,7 @@ def problem_response(error: NemoGymError, scope: Scope | None = None) -> Respons
     body = error.as_problem()
     headers = {}
     if (retry_after := error.details.get("retry_after_s")) is not None:
-        headers["Retry-After"] = str(retry_after)
+        headers["Retry-After"] = str(math.ceil(retry_after))  # whole seconds, says RFC 9110
     return Response(orjson.dumps(body, default=str), error.status, headers, PROBLEM_TYPE)
 
 

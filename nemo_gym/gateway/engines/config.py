@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -50,8 +50,8 @@ class _EngineConfig(BaseModel):
         parts = urlsplit(url)
         if "@" in parts.netloc:
             raise ValueError("a URL appears in logs and takes no password; use 'api_key' or 'headers'")
-        if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
-            raise ValueError(f"'{url}' is no URL of a server; give for example http://127.0.0.1:8000")
+        if parts.scheme not in ("http", "https") or parts.query or parts.fragment or not _can_be_reached(parts):
+            raise ValueError(f"'{url[:200]}' is no URL of a server; give for example http://127.0.0.1:8000")
         return url.rstrip("/")
 
     @property
@@ -71,6 +71,16 @@ class _EngineConfig(BaseModel):
             self.idle_timeout_s,
             self.probe_timeout_s,
         )
+
+
+def _can_be_reached(parts: SplitResult) -> bool:
+    """Whether host and port are such that a connection can be tried at all."""
+    try:
+        host, port = parts.hostname or "", parts.port
+        host.encode("idna")
+    except ValueError:  # no number, too large a number; a host's label that is empty or too long
+        return False
+    return bool(host) and port != 0 and not any(char.isspace() or not char.isprintable() for char in parts.geturl())
 
 
 class VllmEngineConfig(_EngineConfig):

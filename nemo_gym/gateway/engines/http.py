@@ -204,6 +204,8 @@ class HttpEngine:
                 retryable=True,
                 engine=self.name,
             ) from error
+        except UnicodeError as error:  # a host that cannot be a name
+            raise EngineUnreachableError(f"{where} cannot be reached: {error}; is its base URL right?") from error
         except (aiohttp.ClientError, OSError) as error:
             raise EngineLostError(
                 f"the connection to {where} broke: {type(error).__name__}", retryable=True, engine=self.name
@@ -214,7 +216,9 @@ class HttpEngine:
         known: dict[str, Any] = {"engine": self.name, "upstream_status": status}
         if status in (401, 403):
             # Not the engine's words: they may quote the key.
-            return EngineCredentialError(f"engine '{self.name}' refused its API key ({status})", **known)
+            return EngineCredentialError(
+                f"engine '{self.name}' refused its API key ({status}); set the engine's 'api_key'", **known
+            )
         said = self._quoted(body)
         if status == 429 or (status == 503 and "Retry-After" in reply.headers):
             seconds = retry_after_s(reply.headers.get("Retry-After"))

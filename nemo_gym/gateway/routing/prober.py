@@ -7,7 +7,7 @@ from typing import Generic
 
 import structlog
 
-from nemo_gym.gateway.engines.errors import EngineError
+from nemo_gym.gateway.engines.errors import EngineError, EngineFailedError
 from nemo_gym.gateway.routing.health import HealthState
 from nemo_gym.gateway.routing.replica import E, Replica
 from nemo_gym.gateway.routing.router import Router
@@ -63,6 +63,10 @@ class Prober(Generic[E]):
         except EngineError as error:
             if error.fatal or not replica.heard_from:  # else its answers, which came meanwhile, say more
                 self._router.probe_failed(replica, error)
+        except Exception as error:
+            log.exception("a probe failed by a defect", engine=replica.name)
+            found = EngineFailedError(f"probing engine '{replica.name}' failed: {type(error).__name__}")
+            self._router.probe_failed(replica, found)
         else:
             self._router.probe_succeeded(replica)
         finally:

@@ -330,7 +330,11 @@ class Router(Generic[E]):
                 retryable=True,
                 retry_after_s=RETRY_AFTER_S,
             )
-        states = ", ".join(f"{s.name} {s.state} with {s.in_flight} calls" for s in self.status())
+        states = ", ".join(
+            f"{s.name} {s.state} with {s.in_flight} calls"
+            + (f" ({s.last_error})" if s.last_error and s.state is not HealthState.UP else "")
+            for s in self.status()
+        )
         return NoEngineError(
             f"no engine had room within {self.options.queue_timeout_s} s: {states}",
             retryable=True,

@@ -190,3 +190,30 @@ async def test_prober_brings_a_restarted_server_back(http: aiohttp.ClientSession
             await eventually(lambda: router.status()[0].state is HealthState.TRIAL)
         finally:
             prober.cancel()
+
+
+async def test_defect_of_one_adapter_does_not_end_the_probes_of_the_others() -> None:
+    router, sick, well = two()
+
+    async def broken() -> None:
+        raise KeyError("a defect")
+
+    sick.probe = broken  # type: ignore[method-assign]
+    prober = Prober(router)
+    for _ in range(3):
+        await prober.round()
+    assert state(router) is HealthState.DOWN and well.probes == 3 and state(router, "well") is HealthState.UP
+
+
+async def test_probe_that_fails_while_answers_come_says_nothing() -> None:
+    router, sick, _ = two()
+
+    async def answered_meanwhile() -> None:
+        router.replica("sick").heard_from = True
+        raise EngineTimeoutError("busy")
+
+    sick.probe = answered_meanwhile  # type: ignore[method-assign]
+    prober = Prober(router)
+    for _ in range(8):
+        await prober.round()
+    assert state(router) is HealthState.UP

@@ -22,7 +22,7 @@ class SplitReason(StrEnum):
     COMPACTION = "compaction"
     """The conversation starts as before, and the rest was replaced by less."""
     SUB_AGENT = "sub_agent"
-    """A conversation of its own: another system prompt, or another start with other tools."""
+    """A conversation of its own: another system prompt, or a start with other tools."""
     TOOLS_CHANGED = "tools_changed"
     """The same history with other tools, which are part of the prompt."""
     TEMPLATE = "template"
@@ -60,8 +60,12 @@ def start_reason(
     if other_tools:
         return SplitReason.TOOLS_CHANGED
     own = [entry.digest for entry in reading.entries if entry.digest is not None]
-    shared, longer = max((_common(own, path), len(path) > len(own)) for _, path in earlier)
-    if shared:
+    alike = [(tools, path) for tools, path in earlier if _common(own, path)]
+    if alike:
+        fresh = not any(entry.role == "assistant" for entry in reading.entries)
+        if fresh and reading.tools not in {tools for tools, _ in alike}:
+            return SplitReason.SUB_AGENT  # one that starts with the main agent's own instructions
+        longer = any(len(path) > len(own) for _, path in alike)
         return SplitReason.COMPACTION if longer else SplitReason.EDITED_HISTORY
     starts_with_system = bool(reading.entries) and reading.entries[0].role == "system"
     if starts_with_system or reading.tools not in {tools for tools, _ in earlier}:

@@ -123,6 +123,23 @@ def test_sub_agent_is_a_sibling_and_the_main_conversation_goes_on() -> None:
     assert len(whole.turns) == 2
 
 
+def test_sub_agent_under_the_same_instructions_is_told_from_compaction_by_its_tools() -> None:
+    session = Session()
+    conversation(session, 3)
+    fewer = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+    session.ask([SYSTEM, user("count the lines")], said("two"), fewer)
+    assert [one.split_reason for one in session.check()] == ["initial", "sub_agent"]
+
+
+def test_compaction_behind_a_call_for_its_summary_is_compaction() -> None:
+    session = Session()
+    messages = conversation(session, 4)
+    session.ask([SYSTEM, messages[1], user("sum up")], said("a summary"), TOOLS)
+    kept = [SYSTEM, user("a summary"), said("thanks"), user("the files"), said("seen")]
+    session.ask([*kept, user("go on")], said("going on"), TOOLS)
+    assert [one.split_reason for one in session.check()] == ["initial", "compaction", "compaction"]
+
+
 def test_compaction_is_a_sibling_with_its_reason() -> None:
     session = Session()
     messages = conversation(session, 4)

@@ -43,6 +43,9 @@ class LoweringMemo:
     def lowered(self, context: Any, raw: Sequence[Any], lower_from: LowerFrom) -> Lowered:
         """``raw`` as messages. ``context`` is whatever else of the request the messages depend on."""
         known, groups = self._nearest(context, raw)
+        if known is not None and groups and isinstance(raw, list):
+            # Equal objects become one: whoever compares the history after this sees that at once.
+            raw[: known.ends[groups - 1]] = known.raw[: known.ends[groups - 1]]
         ends = known.ends[:groups] if known is not None else []
         counts = known.counts[:groups] if known is not None else []
         messages = known.messages[: counts[-1]] if known is not None and counts else []

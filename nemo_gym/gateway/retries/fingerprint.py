@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
+
+from nemo_gym.gateway.tokens.prefixes import Prefix
 
 # How an answer is delivered, and what is only said about the caller. Claude Code, for one, repeats a turn that it saw
 # break off with `stream` turned off: that is the same turn.
@@ -24,8 +26,41 @@ _NOT_THE_REQUEST = frozenset(
 )
 
 
-def request_fingerprint(route: str, body: Mapping[str, Any]) -> str:
-    """A digest of what is asked for, whatever the order of its keys."""
+_HISTORIES = ("messages", "input")
+_VIEWS = 4
+_OPTIONS = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
+
+
+class FingerprintMemo:
+    """The memory of one session: histories that start as one before are digested from where they differ."""
+
+    def __init__(self) -> None:
+        self._views: list[tuple[Prefix[Any], Prefix[bytes]]] = []
+
+    def digest(self, history: Sequence[Any]) -> bytes:
+        """A digest of all elements of a history, the same with an empty memory. They must not be changed later."""
+        shared, elements, digests = 0, Prefix[Any](), Prefix[bytes]()
+        for place, view in enumerate(self._views):
+            common = view[0].common(history)
+            if common > shared:
+                shared, (elements, digests) = common, view
+            if common and common == len(view[0]):
+                del self._views[place]  # what a request extends is not needed any more
+                break
+        last = digests[shared - 1] if shared else b""
+        new = [last := _digest(last + orjson.dumps(element, option=_OPTIONS)) for element in history[shared:]]
+        self._views = [(elements.grown(shared, history[shared:]), digests.grown(shared, new)), *self._views][:_VIEWS]
+        return last
+
+
+def request_fingerprint(route: str, body: Mapping[str, Any], memo: FingerprintMemo | None = None) -> str:
+    """A digest of what is asked for, whatever the order of its keys. With a ``memo`` it costs what is new."""
     asked = {key: value for key, value in body.items() if key not in _NOT_THE_REQUEST}
-    data = orjson.dumps([route, asked], option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+    for key in _HISTORIES:
+        if isinstance(asked.get(key), list):
+            asked[key] = {"digest": (memo or FingerprintMemo()).digest(asked[key]).hex()}
+    return _digest(orjson.dumps([route, asked], option=_OPTIONS)).hex()
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()

@@ -104,7 +104,7 @@ class Inference(Generic[C, D]):
         call.lowered = call.adapter.lower(call.body, live.lowering if live is not None else None)
         if live is None:
             return await self._reply(call, self._alone(call))
-        call.fingerprint = request_fingerprint(call.dialect, call.body)
+        call.fingerprint = request_fingerprint(call.dialect, call.body, live.fingerprints)
         hints = request_hints(request.headers, call.connection, live.answered_on(call.fingerprint))
         return await self._reply(call, self._once(call, live, hints))
 

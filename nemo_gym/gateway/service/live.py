@@ -9,6 +9,7 @@ from typing import Any, Generic
 from nemo_gym.gateway.dialects.memo import LoweringMemo
 from nemo_gym.gateway.journal import SessionRecord, SessionState
 from nemo_gym.gateway.retries import SessionAnswers
+from nemo_gym.gateway.retries.fingerprint import FingerprintMemo
 from nemo_gym.gateway.retries.hints import Connection
 from nemo_gym.gateway.service.backend import C
 from nemo_gym.gateway.service.committed import Committed
@@ -35,6 +36,7 @@ class LiveSession(Generic[C]):
     """Held while the session changes its state."""
     answers: SessionAnswers[Committed] = field(default_factory=SessionAnswers)
     lowering: LoweringMemo = field(default_factory=LoweringMemo)
+    fingerprints: FingerprintMemo = field(default_factory=FingerprintMemo)
     in_flight: int = 0
     _answered_on: dict[str, Connection] = field(default_factory=dict)
 

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_gym.gateway.retries import fingerprint
+from nemo_gym.gateway.retries.fingerprint import FingerprintMemo, request_fingerprint
+
+ELEMENTS = st.lists(st.fixed_dictionaries({"content": st.sampled_from(["a", "b", "c"])}), max_size=6)
+
+
+@given(requests=st.lists(st.tuples(st.booleans(), ELEMENTS), min_size=1, max_size=8))
+def test_fingerprint_with_a_memory_is_the_one_without(requests: list[tuple[bool, list[dict[str, Any]]]]) -> None:
+    memo, before = FingerprintMemo(), []
+    for goes_on, new in requests:
+        history = [*before, *new] if goes_on else new
+        body = json.loads(json.dumps({"messages": history, "tools": [], "stream": goes_on}))
+        assert request_fingerprint("r", body, memo) == request_fingerprint("r", body)
+        before = history
+
+
+@pytest.mark.parametrize("key", ["messages", "input"])
+def test_histories_that_differ_anywhere_have_other_fingerprints(key: str) -> None:
+    histories: list[Any] = [[], [{}], [{}, {}], ["ab", "c"], ["a", "bc"], [["a"], "b"], [["a", "b"]], "ab", None]
+    found = {request_fingerprint("r", {key: history}) for history in histories}
+    assert len(found) == len(histories)
+
+
+def test_only_what_is_new_is_digested(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = []
+    digest = fingerprint._digest
+
+    def counting(data: bytes) -> bytes:
+        done.append(len(data))
+        return digest(data)
+
+    monkeypatch.setattr(fingerprint, "_digest", counting)
+    memo = FingerprintMemo()
+    history: list[dict[str, str]] = []
+    for turn in range(50):
+        history.append({"content": f"{turn:1000}"})
+        done.clear()
+        request_fingerprint("r", json.loads(json.dumps({"messages": history})), memo)
+        assert len(done) == 2

@@ -2,13 +2,16 @@
 
 Handing the last byte to the kernel does not say that anybody reads it. A client that closes its connection with bytes
 unread makes its kernel reset it, and that is seen here; so is a connection that ended while the answer was still being
-written. What cannot be seen is a client whose library had already taken the bytes from the kernel: that counts as
-delivered.
+written, or with bytes on their way that the client's kernel never took. What cannot be seen is a client whose library
+had already taken the bytes from the kernel: that counts as delivered.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import sys
+import termios
 from collections.abc import Callable
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -89,6 +92,22 @@ class WatchedHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         DELIVERIES.began(self.client)
 
+    def eof_received(self) -> None:
+        # What is written from here on goes nowhere, and nobody is told.
+        DELIVERIES.ended(self.client, reset=_untaken(self.transport) > 0)
+        super().eof_received()
+
     def connection_lost(self, exc: Exception | None) -> None:
-        DELIVERIES.ended(self.client, reset=exc is not None)
+        DELIVERIES.ended(self.client, reset=exc is not None or _untaken(self.transport) > 0)
         super().connection_lost(exc)
+
+
+def _untaken(transport: asyncio.BaseTransport | None) -> int:
+    """Bytes that were written and that the other end's kernel has not acknowledged. A client that leaves before they
+    come ends its connection in order: the reset comes behind its end, and nobody reads that far."""
+    sock = transport.get_extra_info("socket") if transport is not None else None
+    try:
+        waiting = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0" * 4) if sock is not None else b"\0" * 4
+    except OSError:  # no socket of the kernel's any more
+        return 0
+    return int.from_bytes(waiting, sys.byteorder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 
@@ -42,6 +43,8 @@ class Gateway:
     def __init__(self) -> None:
         self.answers: SessionAnswers[int] = SessionAnswers()
         self.sampled = 0
+        self.held: asyncio.Event | None = None
+        """What follows the first part waits for it."""
 
     async def turn(self, request: Request) -> StreamingResponse:
         await request.body()
@@ -59,7 +62,11 @@ class Gateway:
         async def events() -> AsyncIterator[bytes]:
             for part in range(3):
                 yield f"data: answer {delivery.answer:04d} part {part}\n\n".encode()
-                await asyncio.sleep(0)
+                if self.held is not None:
+                    await self.held.wait()
+                    time.sleep(0.05)  # noqa: ASYNC251 - the client's end comes before this server looks again
+                else:
+                    await asyncio.sleep(0)
             yield b"data: [DONE]\n\n"
 
         async def body() -> AsyncIterator[bytes]:
@@ -113,6 +120,26 @@ def test_answer_broken_off_at_any_byte_is_given_again_and_sampled_once(run: Scen
                 # Leaving before the first byte may end the call before it is sampled: that is one sample, too.
                 assert gateway.sampled == before + 1, f"sampled twice after {count} bytes"
                 assert again.count(b"answer %04d" % gateway.sampled) == 3 and len(broken) == count
+
+    run(steps())
+
+
+def test_answer_whose_client_left_in_order_before_it_came_is_given_again(run: Scenario) -> None:
+    async def steps() -> None:
+        gateway, loop = Gateway(), asyncio.get_running_loop()
+        gateway.held = asyncio.Event()
+        async with served(gateway) as port:
+            with socket.socket() as client:
+                client.setblocking(False)
+                await loop.sock_connect(client, ("127.0.0.1", port))
+                await loop.sock_sendall(client, ASK)
+                seen = b""
+                while not seen.endswith(b"part 0\n\n\r\n"):
+                    seen += await loop.sock_recv(client, 1)
+                # Nothing is unread: the connection ends in order, in the same moment as the rest is written.
+                gateway.held.set()
+            assert b"answer 0001" in await read_exactly(port, None)
+            assert gateway.sampled == 1
 
     run(steps())
 

@@ -9,6 +9,11 @@ kill in the middle after which the conversation is resumed.
 
 from __future__ import annotations
 
+import os
+
+# Before numpy is loaded: two threads are slower than one for matrices as small as the tiny policy's.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import argparse
 import asyncio
 import sys

@@ -76,7 +76,7 @@ class ClaudeCode(Cli):
     name = "claude-code"
     dialect = "messages"
     command = "node_modules/.bin/claude"
-    compact_above_tokens = 31_000
+    compact_above_tokens = 38_000
     _CONTEXT_TOKENS = 200_000
     _WINDOW_TOKENS = 180_000
     """Of the context, what a summary leaves."""
@@ -174,7 +174,7 @@ class Opencode(Cli):
     name = "opencode-ai"
     dialect = "chat"
     command = "node_modules/.bin/opencode"
-    compact_above_tokens = 17_000
+    compact_above_tokens = 21_000
     _ANSWER_TOKENS = 4096
 
     def configure(self) -> None:
@@ -232,7 +232,7 @@ class QwenCode(Cli):
     name = "qwen-code"
     dialect = "chat"
     command = "node_modules/.bin/qwen"
-    compact_above_tokens = 33_000
+    compact_above_tokens = 38_000
     _RESERVED_TOKENS = 31_500
     """Of the context, for answers and summaries."""
 

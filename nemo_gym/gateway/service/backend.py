@@ -24,8 +24,9 @@ class Conversations(Protocol):
         """Its trajectories as JSON data, one per conversation."""
         ...
 
-    def tokens_of(self, turn_id: int) -> AnswerTokens | None:
-        """The exact tokens of one answer, where the engine gave them."""
+    def tokens_of(self, turn_id: int, *, texts: bool = True) -> AnswerTokens | None:
+        """The exact tokens of one answer, where the engine gave them; the text of each only where ``texts`` are
+        wanted."""
         ...
 
 

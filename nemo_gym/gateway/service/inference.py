@@ -102,6 +102,8 @@ class Inference(Generic[C, D]):
     async def _answered(self, call: Call[C], request: Request) -> Response:
         live = call.live
         call.lowered = call.adapter.lower(call.body, live.lowering if live is not None else None)
+        if self._return_token_ids:
+            call.lowered = replace(call.lowered, token_ids=True)
         if live is None:
             return await self._reply(call, self._alone(call))
         call.fingerprint = request_fingerprint(call.dialect, call.body, live.fingerprints)
@@ -207,10 +209,12 @@ class Inference(Generic[C, D]):
     def _raised(self, call: Call[C], **changed: Any) -> dict[str, Any]:
         assert call.committed is not None
         answer = replace(call.committed.answer, **changed) if changed else call.committed.answer
-        if call.lowered.logprobs or self._return_token_ids:
+        if call.lowered.logprobs or call.lowered.token_ids:
             conversations = call.live.conversations if call.live is not None else call.conversations
             assert conversations is not None
-            answer = replace(answer, tokens=conversations.tokens_of(call.committed.turn_id))
+            answer = replace(
+                answer, tokens=conversations.tokens_of(call.committed.turn_id, texts=call.lowered.logprobs)
+            )
         reply = call.adapter.reply(answer, call.lowered, call.body)
         if call.record is not None and self._capture is not None and self._capture.bodies:
             call.record.answer = reply

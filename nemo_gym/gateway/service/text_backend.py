@@ -78,7 +78,7 @@ class TextConversations:
             rows.append({**as_row(trajectory), "messages": messages, "tools": path[0].get("tools")})
         return rows
 
-    def tokens_of(self, turn_id: int) -> AnswerTokens | None:
+    def tokens_of(self, turn_id: int, *, texts: bool = True) -> AnswerTokens | None:
         details = self.forest.turns[turn_id].details
         if "token_logprobs" not in details:
             return None

@@ -47,14 +47,15 @@ class TokenConversations:
         found = trajectories_of(self.forest.turns, session_id, reward=reward, reward_info=reward_info)
         return [as_row(trajectory) for trajectory in found]
 
-    def tokens_of(self, turn_id: int) -> AnswerTokens:
+    def tokens_of(self, turn_id: int, *, texts: bool = True) -> AnswerTokens:
         turn = self.forest.turns[turn_id]
-        ids = turn.sampled_ids.tolist()
+        ids: list[int] = turn.sampled_ids.tolist()
+        text_of = {token_id: self._policy.decode([token_id]) for token_id in set(ids)} if texts else {}
         return AnswerTokens(
             turn.tokens[: turn.context_end].tolist(),
             ids,
             turn.logprobs.tolist() if turn.logprobs is not None else None,
-            [self._policy.decode([token_id]) for token_id in ids],
+            [text_of[token_id] for token_id in ids] if texts else None,
         )
 
 

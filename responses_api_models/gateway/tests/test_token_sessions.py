@@ -143,3 +143,16 @@ async def test_prompt_beyond_the_context_is_told_as_each_dialect_does(gateway: G
     messages = await session.post("/messages", {"model": "m", "max_tokens": 5, "messages": long})
     assert "prompt is too long" in (await messages.json())["error"]["message"]
     assert not gateway.engine.calls
+
+
+@pytest.mark.parametrize(("block", "body"), [({"return_token_ids": True}, {}), ({}, {"return_token_ids": True})])
+async def test_reply_carries_the_exact_tokens_when_the_gateway_or_the_caller_asks_for_them(
+    gateway: GatewayStack, block: dict[str, Any], body: dict[str, Any]
+) -> None:
+    await gateway.restart(**block)
+    session = await gateway.open()
+    message = (await session.chat(**body))["choices"][0]["message"]
+    (call,) = gateway.engine.answered
+    assert message["prompt_token_ids"] == call.body["prompt"]
+    assert message["generation_token_ids"] == list(call.token_ids)
+    assert message["generation_log_probs"] == pytest.approx(list(call.logprobs))

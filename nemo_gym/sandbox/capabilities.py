@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from nemo_gym.errors import SandboxCapabilityError
 from nemo_gym.sandbox.base import Door, NetworkPolicy, SandboxHandle, SandboxProvider, SandboxSpec
+from nemo_gym.sandbox.door_statistics import DoorStatistics
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,15 @@ class SupportsLoopbackDoor(Protocol):
     async def open_door(self, handle: SandboxHandle, door: Door) -> None: ...
 
     async def close_door(self, handle: SandboxHandle, name: str) -> None: ...
+
+
+@runtime_checkable
+class SupportsDoorStatistics(Protocol):
+    """The provider serves its boxes' doors itself, and counts what went through them."""
+
+    def door_statistics(self, handle: SandboxHandle) -> Mapping[str, DoorStatistics]:
+        """By door name; the objects go on counting until the door closes."""
+        ...
 
 
 @runtime_checkable

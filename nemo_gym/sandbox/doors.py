@@ -23,6 +23,7 @@ from yarl import URL
 
 from nemo_gym.errors import ConfigError
 from nemo_gym.sandbox.base import Door
+from nemo_gym.sandbox.door_statistics import DoorStatistics, Exchange
 
 INFERENCE_ROUTES: tuple[str, ...] = (
     "POST /v1/responses",
@@ -129,6 +130,7 @@ class DoorServer:
         self._dropped = _HOP_BY_HOP | _CREDENTIALS | {name.lower() for name in door.headers}
         self._runner: web.ServerRunner | None = None
         self._client: aiohttp.ClientSession | None = None
+        self.statistics = DoorStatistics()
 
     async def start(self) -> None:
         """Begin to accept. Requests that came before wait in the socket's backlog."""
@@ -169,6 +171,7 @@ class DoorServer:
         raw_path, _, query = request.raw_path.partition("?")
         path = normalize_path(raw_path)
         if path is None or not self._routes.allows(request.method, path):
+            self.statistics.forbidden += 1
             return self._problem(
                 403,
                 "door_route",
@@ -184,18 +187,24 @@ class DoorServer:
             if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
                 request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             body = request.content
-        try:
-            upstream = await self._session().request(
-                request.method, url, headers=headers, data=body, allow_redirects=False
-            )
-        except aiohttp.ClientConnectorError as error:
-            return self._problem(502, "door_unreachable", self._say("cannot be reached", error), started="no")
-        except (aiohttp.ClientError, TimeoutError) as error:
-            return self._problem(502, "door_failed", self._say("failed before it answered", error), started="unknown")
-        async with upstream:
-            return await self._relay(request, upstream)
+        with self.statistics.exchange() as exchange:
+            try:
+                upstream = await self._session().request(
+                    request.method, url, headers=headers, data=body, allow_redirects=False
+                )
+            except aiohttp.ClientConnectorError as error:
+                exchange.unreachable(said := self._say("cannot be reached", error))
+                return self._problem(502, "door_unreachable", said, started="no")
+            except (aiohttp.ClientError, TimeoutError) as error:
+                exchange.unreachable(said := self._say("failed before it answered", error))
+                return self._problem(502, "door_failed", said, started="unknown")
+            async with upstream:
+                return await self._relay(request, upstream, exchange)
 
-    async def _relay(self, request: web.BaseRequest, upstream: aiohttp.ClientResponse) -> web.StreamResponse:
+    async def _relay(
+        self, request: web.BaseRequest, upstream: aiohttp.ClientResponse, exchange: Exchange
+    ) -> web.StreamResponse:
+        exchange.answers(upstream.status, upstream.headers)
         response = web.StreamResponse(status=upstream.status, reason=upstream.reason)
         named = _connection_tokens(upstream.headers)
         for key, value in upstream.headers.items():
@@ -204,12 +213,15 @@ class DoorServer:
         await response.prepare(request)
         try:
             async for data in upstream.content.iter_any():
+                exchange.saw(data)
                 await response.write(data)
-        except (aiohttp.ClientError, TimeoutError):
+        except (aiohttp.ClientError, TimeoutError) as error:
+            exchange.broke_off(self._say("broke off in its answer", error))
             # The target broke off. The box must see that too, and not a body that seems complete.
             if request.transport is not None:
                 request.transport.abort()
             return response
+        exchange.ends()
         await response.write_eof()
         return response
 

@@ -30,6 +30,7 @@ from nemo_gym.sandbox.base import (
     SandboxStatus,
 )
 from nemo_gym.sandbox.capabilities import SandboxCapabilities
+from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.labels import MANAGED
 from nemo_gym.sandbox.providers.docker import archives
 from nemo_gym.sandbox.providers.docker.box import DockerBox, box_of
@@ -377,6 +378,9 @@ class DockerProvider:
         server = box_of(handle).doors.pop(name, None)
         if server is not None:
             await server.aclose()
+
+    def door_statistics(self, handle: SandboxHandle) -> Mapping[str, DoorStatistics]:
+        return {name: server.statistics for name, server in box_of(handle).doors.items()}
 
     async def _open_door(self, box: DockerBox, door: Door) -> None:
         """Serve a door on a listener made in the container's network namespace."""

@@ -39,6 +39,7 @@ from nemo_gym.sandbox.base import (
     SandboxStatus,
 )
 from nemo_gym.sandbox.capabilities import SandboxCapabilities
+from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.doors import DoorServer
 from nemo_gym.sandbox.providers.local.client import SupervisorClient
 from nemo_gym.sandbox.providers.local.images import ImageError, ImageStore
@@ -374,6 +375,9 @@ class LocalProvider:
         server = _box_of(handle).doors.pop(name, None)
         if server is not None:
             await server.aclose()
+
+    def door_statistics(self, handle: SandboxHandle) -> Mapping[str, DoorStatistics]:
+        return {name: server.statistics for name, server in _box_of(handle).doors.items()}
 
     # ---------------------------------------------------------------------------------- images and connecting
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_gym.gateway.testing.faults import Abort, CutOff, Fault, Garbage, Hang, Status
+from nemo_gym.gateway.testing.tiny.engine import Wire
 from nemo_gym.gateway.testing.tiny.truth import check_truth
 from tests.acceptance.clis.drivers import CLIS, Cli
 from tests.acceptance.clis.place import Endpoint, Place
@@ -27,6 +28,8 @@ IMPATIENCE_S = 4.0
 STALL_S = 12.0
 SLOW_GATEWAY = {"ping_interval_s": 1.0, "engine": {"request_timeout_s": 2 * IMPATIENCE_S}}
 """A hanging engine is given up only when a CLI, were it not for pings, would have given up the gateway."""
+WIRES: Mapping[str, Wire] = {"bar_tokens": "sglang"}
+"""The engine's wire by template family; the others speak vLLM's."""
 ENGINE_FAULTS: Mapping[int, Fault] = {
     1: Status(500),
     4: CutOff(5),
@@ -81,7 +84,8 @@ async def trial(directory: Path, cli: str, family: str, *, faults: bool, timeout
     found = Trial(cli, family, faults)
     compacting = CLIS[cli].compact_above_tokens is not None and not faults
     script = script_for(cli, str(place.work), family=family, bulk_lines=BULK_LINES if compacting else 0)
-    async with staged(directory, family, script, **(SLOW_GATEWAY if faults else {})) as stage:
+    slow = SLOW_GATEWAY if faults else {}
+    async with staged(directory, family, script, wire=WIRES.get(family, "vllm"), **slow) as stage:
         session = await stage.open()
         if faults:
             stage.engine.chance = lambda: ENGINE_FAULTS.get(len(stage.engine.calls))

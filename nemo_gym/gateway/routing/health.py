@@ -11,14 +11,17 @@ from enum import StrEnum
 
 from nemo_gym.gateway.engines.errors import EngineError
 
+PROBES_IN_TRIAL = 2
+"""Successful ones during a trial call that are as good as its answer."""
+
 
 class HealthState(StrEnum):
     UP = "up"
     DOWN = "down"
     """Gets probes, and no call."""
     TRIAL = "trial"
-    """Answers probes again; gets one call at a time until one succeeds, since a server may be alive and yet unable to
-    sample."""
+    """Answers probes again; gets one call at a time until one is answered, or goes on for a while, since a server may
+    be alive and yet unable to sample."""
 
 
 class Health:
@@ -28,8 +31,11 @@ class Health:
     def __init__(self, failures_to_down: int) -> None:
         self._failures_to_down = failures_to_down
         self._failures = 0
+        """Of calls, since the last answer."""
+        self._probe_failures = 0
         self.state = HealthState.UP
         self.epoch = 0
+        self._trial_probes = 0
         self.rests = 0
         """Probes to leave out: after a trial that failed, so that probe and trial together are no more than one
         request in each interval."""
@@ -49,7 +55,7 @@ class Health:
         return back
 
     def answering(self, epoch: int) -> bool:
-        """A call has its first token. That ends a trial well, but on probation: the next failure, before any whole
+        """A call is being answered. That ends a trial well, but on probation: the next failure, before any whole
         answer, takes the engine out again. Returns whether that put the engine into service."""
         if epoch != self.epoch or self.state is not HealthState.TRIAL:
             return False
@@ -57,28 +63,37 @@ class Health:
         self._failures = self._failures_to_down - 1
         return True
 
-    def failed(self, epoch: int, error: EngineError) -> bool:
-        """A call or a probe failed. Returns whether that took the engine out of service."""
+    def failed(self, epoch: int, error: EngineError, *, probe: bool = False) -> bool:
+        """A call failed, or a probe; either alone can be enough. Returns whether that took the engine out of
+        service."""
         if not error.unhealthy or epoch != self.epoch:
             return False
         self.last_error = str(error)
         if self.state is HealthState.DOWN:
             return False
-        self._failures += 1
+        if probe:
+            self._probe_failures += 1
+        else:
+            self._failures += 1
         if self.state is HealthState.TRIAL:
             self.rests = 1
-        if error.fatal or self.state is HealthState.TRIAL or self._failures >= self._failures_to_down:
+        many = max(self._failures, self._probe_failures) >= self._failures_to_down
+        if error.fatal or many or self.state is HealthState.TRIAL:
             self.state = HealthState.DOWN
             self.epoch += 1
-            self._failures = 0
+            self._failures = self._probe_failures = 0
             return True
         return False
 
-    def probe_succeeded(self) -> bool:
-        """Returns whether the engine may have its trial call now."""
+    def probe_succeeded(self, in_flight: int = 0) -> bool:
+        """``in_flight``: calls running there. Returns whether the engine may have more calls now."""
         if self.state is HealthState.DOWN:
             self.state = HealthState.TRIAL
+            self._trial_probes = 0
             return True
-        if self.state is HealthState.UP:
-            self._failures = 0
+        self._probe_failures = 0
+        if self.state is HealthState.TRIAL and in_flight:
+            self._trial_probes += 1
+            # What cannot sample fails soon. A long answer must not hold back all calls but one for minutes.
+            return self._trial_probes >= PROBES_IN_TRIAL and self.answering(self.epoch)
         return False

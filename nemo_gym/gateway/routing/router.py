@@ -217,13 +217,14 @@ class Router(Generic[E]):
     # -- health --------------------------------------------------------------------------------------------------
 
     def probe_succeeded(self, replica: Replica[E]) -> None:
-        if replica.health.probe_succeeded():
+        if replica.health.probe_succeeded(replica.in_flight):
+            self._settle()
             self._place_waiters()
 
     def probe_failed(self, replica: Replica[E], error: EngineError) -> None:
         """Also ends the engine's running calls when the probe's failure takes it out of service: an engine that
         answers nothing at all will not answer them."""
-        if replica.health.failed(replica.health.epoch, error):
+        if replica.health.failed(replica.health.epoch, error, probe=True):
             self._leave(replica.name)
             replica.abandon()
 

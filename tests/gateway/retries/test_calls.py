@@ -26,7 +26,7 @@ from nemo_gym.gateway.engines import (
     VllmEngine,
 )
 from nemo_gym.gateway.retries import EngineCalls, RetryBudget, RetryOptions
-from nemo_gym.gateway.routing import HealthState, Router
+from nemo_gym.gateway.routing import HealthState, Router, RouterOptions
 from nemo_gym.gateway.testing import CutOff, FakeVllmEngine, Hang, Status
 from tests.gateway.stubs import StubEngine
 
@@ -183,7 +183,7 @@ async def test_cancelled_call_is_not_tried_again_and_says_nothing_about_the_engi
 
 
 async def test_retries_over_all_calls_stay_within_the_budget() -> None:
-    router: Router[StubEngine] = Router()
+    router: Router[StubEngine] = Router(RouterOptions(failures_to_down=10_000))
     router.add(StubEngine("a"))
     budget = RetryBudget(ratio=0.1, capacity=10)
     calls = EngineCalls(router, options=RetryOptions(max_tries=5, first_backoff_s=0), budget=budget)
@@ -192,11 +192,9 @@ async def test_retries_over_all_calls_stay_within_the_budget() -> None:
     async def failing(engine: StubEngine) -> None:
         nonlocal tries
         tries += 1
-        router.replicas[0].health.probe_succeeded()
         raise EngineFailedError("500", retryable=True)
 
     for _ in range(1000):
-        router.replicas[0].health.state = HealthState.UP
         with pytest.raises(EngineError):
             await calls.call(None, failing)
     assert 1000 + 100 <= tries <= 1000 + 10 + 100

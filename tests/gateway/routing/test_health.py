@@ -217,3 +217,14 @@ async def test_probe_that_fails_while_answers_come_says_nothing() -> None:
     for _ in range(8):
         await prober.round()
     assert state(router) is HealthState.UP
+
+
+async def test_engine_that_fails_now_and_then_a_call_is_out_though_its_probes_succeed() -> None:
+    router, _, _ = two()
+    prober = Prober(router)
+    for failures in range(3):
+        assert state(router) is HealthState.UP, f"after {failures} failures"
+        fail(router, EngineFailedError("500"))
+        if failures < 2:
+            await prober.round()
+    assert state(router) is HealthState.DOWN

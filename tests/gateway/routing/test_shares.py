@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import itertools
 import random
@@ -120,6 +121,22 @@ async def test_trial_ends_with_the_first_token_and_the_next_failure_ends_the_pro
     assert router.replica("a").health.state is HealthState.DOWN
     second.release(EngineLostError("broke off"))
     assert router.replica("a").health.state is HealthState.DOWN
+
+
+async def test_long_trial_ends_while_probes_succeed() -> None:
+    router = three()
+    router.reserve(without={"b", "c"}).release(EngineUnreachableError("gone"))  # type: ignore[union-attr]
+    prober = Prober(router)
+    await prober.round()
+    trial = router.reserve(without={"b", "c"})
+    assert trial is not None
+    waiting = asyncio.create_task(router.acquire(without={"b", "c"}))
+    for _ in range(2):
+        assert not waiting.done()
+        await prober.round()
+    with await waiting:
+        assert router.replica("a").health.state is HealthState.UP
+    trial.release(True)
 
 
 async def test_engine_that_answers_a_call_after_its_trial_is_judged_like_any_other() -> None:

@@ -73,13 +73,15 @@ async def staged(
     script: Script,
     *,
     wire: Wire = "vllm",
+    tokens_per_second: float | None = None,
     engine: Mapping[str, Any] | None = None,
     **gateway: Any,
 ) -> AsyncIterator[Stage]:
-    """``gateway``: more of its configuration; ``engine``: more of its engine's. Everything is written below
-    ``directory``."""
+    """``tokens_per_second``: of the engine, which else goes as fast as it can; ``gateway``: more of its configuration;
+    ``engine``: more of its engine's. Everything is written below ``directory``."""
     policy = make_policy(directory / "policy", family)
-    async with ENGINES[wire](policy, script, log=directory / "engine.jsonl") as tiny:
+    log = directory / "engine.jsonl"
+    async with ENGINES[wire](policy, script, log=log, tokens_per_second=tokens_per_second) as tiny:
         with running_stack() as stack:
             stack.add(
                 "gateway",

@@ -1,10 +1,11 @@
 """Real agent CLIs through the gateway: is every sampled token in the trajectories, once, and no other?
 
-python -m tests.acceptance.clis.campaign [--json] [--clis NAME…] [--families NAME…] [--faults | --calm] [--keep DIR]
+python -m tests.acceptance.clis.campaign [--json] [--clis NAME…] [--families NAME…] [--faults | --calm | --seeds N…]
 
 Every CLI runs headless over each template family: calm, with a sub-agent and compaction where it has them; and among
 faults: engines that fail, hang up or give up, answers that break off on their way, answers that come too late, and a
-kill in the middle after which the conversation is resumed.
+kill in the middle after which the conversation is resumed. With ``--seeds`` faults come by chance instead, the same
+ones for the same seed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # run as a script,
 
 from nemo_gym.gateway.testing.tiny.truth import TOLERANCE
 from tests.acceptance.clis.drivers import CLIS
+from tests.acceptance.clis.plans import CALM, FAULTS, Plan, by_chance
 from tests.acceptance.clis.trial import MIN_TURNS, Trial, trial
 from tests.bench.report import Bar, argument_parser, print_report
 
@@ -39,21 +41,29 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--families", nargs="+", default=[*FAMILIES], metavar="NAME")
     parser.add_argument("--faults", action="store_true", help="only the runs among faults")
     parser.add_argument("--calm", action="store_true", help="only the calm runs")
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[], metavar="N", help="only runs with faults by chance"
+    )
     parser.add_argument("--keep", type=Path, help="a new directory for everything that the runs write")
     return parser.parse_args()
 
 
+def plans(given: argparse.Namespace, what: str) -> list[Plan]:
+    if given.seeds:
+        return [by_chance(seed, what) for seed in given.seeds]
+    return [plan for plan, left_out in ((CALM, given.faults), (FAULTS, given.calm)) if not left_out]
+
+
 async def measure(given: argparse.Namespace, directory: Path) -> list[Trial]:
-    moods = [faults for faults, left_out in ((False, given.faults), (True, given.calm)) if not left_out]
     found = []
     for cli in given.clis:
         for family in given.families:
-            for faults in moods:
-                place = directory / f"{cli}-{family}-{'faults' if faults else 'calm'}"
+            for plan in plans(given, f"{cli} {family}"):
+                place = directory / f"{cli}-{family}-{plan.name.replace(' ', '-')}"
                 try:
-                    found.append(await trial(place, cli, family, faults=faults))
+                    found.append(await trial(place, cli, family, plan))
                 except TimeoutError as error:
-                    found.append(Trial(cli, family, faults, detail=str(error)))
+                    found.append(Trial(cli, family, plan.name, detail=str(error)))
                 print(_line(found[-1]), file=sys.stderr, flush=True)
     return found
 
@@ -75,7 +85,7 @@ def bars(found: Sequence[Trial], given: argparse.Namespace) -> list[Bar]:
             Bar.at_most(f"{name}: largest logprob difference", max(one.max_logprob_error for one in own), TOLERANCE),
             Bar.at_least(f"{name}: sampled tokens checked", sum(one.sampled_tokens for one in own), 1, "tokens"),
         ]
-        calm, rough = [one for one in own if not one.faults], [one for one in own if one.faults]
+        calm, rough = [one for one in own if one.plan == CALM.name], [one for one in own if one.plan == FAULTS.name]
         if calm and CLIS[name].delegates:
             made.append(Bar.at_least(f"{name}: runs with a sub-agent", _with(calm, "side"), len(calm), "runs"))
         if calm and CLIS[name].compact_above_tokens is not None:
@@ -98,8 +108,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="clis-", ignore_cleanup_errors=True) as directory:
             found = asyncio.run(measure(given, Path(directory)))
     figures: dict[str, Any] = {
-        f"{one.cli}, {one.family}, {'faults' if one.faults else 'calm'}": {
-            key: value for key, value in asdict(one).items() if key not in ("cli", "family", "faults")
+        f"{one.cli}, {one.family}, {one.plan}": {
+            key: value for key, value in asdict(one).items() if key not in ("cli", "family", "plan")
         }
         for one in found
     }

@@ -8,6 +8,7 @@ import pytest
 
 from tests.acceptance.clis.campaign import FAMILIES
 from tests.acceptance.clis.drivers import CLIS
+from tests.acceptance.clis.plans import FAULTS
 from tests.acceptance.clis.trial import MIN_TURNS, trial
 
 
@@ -16,7 +17,7 @@ from tests.acceptance.clis.trial import MIN_TURNS, trial
 async def test_cli_run_with_sub_agent_and_compaction_has_every_sampled_token_once(
     cli: str, family: str, tmp_path: Path
 ) -> None:
-    found = await trial(tmp_path / "run", cli, family, faults=False)
+    found = await trial(tmp_path / "run", cli, family)
     assert found.completed, found
     assert not found.violations
     assert found.turns >= MIN_TURNS
@@ -27,7 +28,7 @@ async def test_cli_run_with_sub_agent_and_compaction_has_every_sampled_token_onc
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("number", "cli"), [*enumerate(sorted(CLIS))], ids=sorted(CLIS))
 async def test_cli_run_among_faults_has_every_sampled_token_once(number: int, cli: str, tmp_path: Path) -> None:
-    found = await trial(tmp_path / "run", cli, FAMILIES[number % len(FAMILIES)], faults=True)
+    found = await trial(tmp_path / "run", cli, FAMILIES[number % len(FAMILIES)], FAULTS)
     assert found.completed, found
     assert not found.violations
     assert found.turns >= MIN_TURNS

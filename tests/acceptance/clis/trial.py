@@ -9,43 +9,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_gym.gateway.testing.faults import Abort, CutOff, Fault, Garbage, Hang, Status
 from nemo_gym.gateway.testing.tiny.engine import Wire
 from nemo_gym.gateway.testing.tiny.truth import check_truth
 from tests.acceptance.clis.drivers import CLIS, Cli
 from tests.acceptance.clis.place import Endpoint, Place
+from tests.acceptance.clis.plans import CALM, Plan
 from tests.acceptance.clis.runs import Finished, run_cli
 from tests.acceptance.clis.script import START, Script, script_for
-from tests.acceptance.clis.wire import BadWire, Cut, Stall
+from tests.acceptance.clis.wire import BadWire
 from tests.acceptance.stage import MODEL, Stage, split_reasons, staged
 
 TASK = f"Make the conversion work both ways, and write notes about it. {START}"
 ON = "Go on where you stopped."
 BULK_LINES = 900
 MIN_TURNS = 10
-IMPATIENCE_S = 4.0
-"""How long a CLI among faults waits for an answer."""
-STALL_S = 12.0
-SLOW_GATEWAY = {"ping_interval_s": 1.0, "engine": {"request_timeout_s": 2 * IMPATIENCE_S}}
-"""A hanging engine is given up only when a CLI, were it not for pings, would have given up the gateway."""
 WIRES: Mapping[str, Wire] = {"bar_tokens": "sglang"}
 """The engine's wire by template family; the others speak vLLM's."""
-ENGINE_FAULTS: Mapping[int, Fault] = {
-    1: Status(500),
-    4: CutOff(5),
-    7: Abort(9),
-    9: Status(503, headers={"Retry-After": "0"}),
-    11: Hang(),
-    13: CutOff(0),
-    15: Garbage(),
-    17: Abort(0),
-    20: CutOff(30),
-}
-"""What happens to an engine's calls, by their number; the gateway tries again, or goes on with what broke off."""
-WIRE_FAULTS: Mapping[int, Cut | Stall] = {2: Cut(0), 5: Cut(700), 9: Stall(STALL_S, 300), 12: Cut(250), 15: Cut(1)}
-"""What happens to the answers on their way to the CLI, which asks again: the same answer must come."""
-KILL_AFTER = "main:6"
-MAX_RUNS = 4
 
 
 @dataclass
@@ -54,7 +33,7 @@ class Trial:
 
     cli: str
     family: str
-    faults: bool
+    plan: str
     completed: bool = False
     detail: str = ""
     turns: int = 0
@@ -76,27 +55,26 @@ class Trial:
         return self.completed and self.turns >= MIN_TURNS and not self.violations
 
 
-async def trial(directory: Path, cli: str, family: str, *, faults: bool, timeout_s: float = 400.0) -> Trial:
-    """Run it below ``directory``, which must not exist."""
+async def trial(directory: Path, cli: str, family: str, plan: Plan = CALM, *, timeout_s: float = 400.0) -> Trial:
+    """Run it below ``directory``, which must not exist; ``timeout_s`` is for each of its runs."""
     started = time.monotonic()
     directory.mkdir(parents=True)
     place = Place.make(directory / "place")
-    found = Trial(cli, family, faults)
-    compacting = CLIS[cli].compact_above_tokens is not None and not faults
+    found = Trial(cli, family, plan.name)
+    compacting = CLIS[cli].compact_above_tokens is not None and plan.calm
     script = script_for(cli, str(place.work), family=family, bulk_lines=BULK_LINES if compacting else 0)
-    slow = SLOW_GATEWAY if faults else {}
-    async with staged(directory, family, script, wire=WIRES.get(family, "vllm"), **slow) as stage:
+    served: dict[str, Any] = {"tokens_per_second": plan.tokens_per_second, **plan.gateway}
+    async with staged(directory, family, script, wire=WIRES.get(family, "vllm"), **served) as stage:
         session = await stage.open()
-        if faults:
-            stage.engine.chance = lambda: ENGINE_FAULTS.get(len(stage.engine.calls))
-        async with BadWire(stage.port, WIRE_FAULTS if faults else {}) as wire:
+        stage.engine.chance = lambda: plan.engine(len(stage.engine.calls))
+        async with BadWire(stage.port, plan.wire) as wire:
             driver = CLIS[cli](
                 place,
                 Endpoint(wire.url + session.base_url.removesuffix("/v1")[len(stage.url) :], session.token, MODEL),
                 compact_at_tokens=CLIS[cli].compact_above_tokens if compacting else None,
-                timeout_s=IMPATIENCE_S if faults else 120.0,
+                timeout_s=plan.timeout_s,
             )
-            ended = await _run(driver, script, faults=faults, timeout_s=timeout_s)
+            ended = await _run(driver, script, plan, timeout_s)
             found.injected = _injected(stage, wire, ended)
         finished = await stage.finalize(session)
     last = ended[-1]
@@ -109,14 +87,22 @@ async def trial(directory: Path, cli: str, family: str, *, faults: bool, timeout
     return found
 
 
-async def _run(driver: Cli, script: Script, *, faults: bool, timeout_s: float) -> list[Finished]:
-    """The runs of one conversation. Among faults it is killed once in the middle, and resumed for as long as it gives
-    up over them; where it cannot be resumed, it has to come through in one run."""
-    if not faults or not driver.resumes:
-        return [await run_cli(driver, TASK, timeout_s=timeout_s)]
-    runs = [await run_cli(driver, TASK, timeout_s=timeout_s, kill_when=lambda: KILL_AFTER in script.asked)]
-    while not runs[-1].outcome.completed and len(runs) < MAX_RUNS:
-        runs.append(await run_cli(driver, ON, resume=runs[0].outcome.thread, timeout_s=timeout_s))
+async def _run(driver: Cli, script: Script, plan: Plan, timeout_s: float) -> list[Finished]:
+    """The runs of one conversation. Among faults it is killed in the middle, and resumed while it gives up over
+    them; where it cannot be resumed, it has to come through in one run."""
+    runs: list[Finished] = []
+    thread = None
+    while not runs or (not runs[-1].outcome.completed and len(runs) < (plan.max_runs if driver.resumes else 1)):
+        kill_at = None
+        if driver.resumes and len(runs) < len(plan.kill_after):
+            kill_at = len(script.asked) + plan.kill_after[len(runs)]
+
+        def due(kill_at: int | None = kill_at) -> bool:
+            return kill_at is not None and len(script.asked) >= kill_at
+
+        runs.append(await run_cli(driver, ON if thread else TASK, resume=thread, timeout_s=timeout_s, kill_when=due))
+        # Killed before it had said what its conversation is called, there is none to resume.
+        thread = thread or runs[-1].outcome.thread
     return runs
 
 

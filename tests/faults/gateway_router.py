@@ -201,6 +201,8 @@ async def dead(case: Case) -> None:
             victim.kill()
             async with Listener().at(victim.port, answer) as listener:
                 found = await until(functools.partial(_state, door, victim.name, "down"))
+                found_at = time.monotonic()
+                await asyncio.sleep(INTERVAL_S)  # calls that were placed before, and connect only now
                 counted, began = listener.seen["requests"], time.monotonic()
                 intervals = 24
                 await asyncio.sleep(intervals * INTERVAL_S)
@@ -209,7 +211,10 @@ async def dead(case: Case) -> None:
                 turns = load.turns_done
             load.stopped = True
             await task
-        case.figure(f"the port {label}: requests before it was found dead", counted)
+        late = max(0.0, (listener.last_call_at or 0.0) - found_at)
+        case.figure(f"the port {label}: requests until one interval after it was found dead", counted)
+        case.figure(f"the port {label}: last call to it, s after it was found dead", round(late, 3))
+        case.at_most(f"s after it was found dead of the last call to it, the port {label}", late, INTERVAL_S, "s")
         case.figure(f"the port {label}: found dead after s", round(found, 2))
         case.figure(f"the port {label}: requests in {passed:.1f} intervals", dict(listener.seen))
         case.figure(f"the port {label}: turns answered by the others", turns)

@@ -127,6 +127,8 @@ class Listener:
     """Listens where an engine was, and counts what comes: requests by method, and connections."""
 
     seen: Counter[str] = field(default_factory=Counter)
+    last_call_at: float | None = None
+    """Monotonic seconds of the last request that was no probe."""
 
     @asynccontextmanager
     async def at(self, port: int, answer: bytes | None) -> AsyncIterator[Listener]:
@@ -141,6 +143,8 @@ class Listener:
                 while head := await reader.readuntil(b"\r\n\r\n"):
                     method, path = head.split(b" ")[:2]
                     self.seen["requests"] += 1
+                    if method == b"POST":
+                        self.last_call_at = time.monotonic()
                     self.seen[f"{method.decode()} {path.decode()}"] += 1
                     length = [line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")]
                     if length:

@@ -47,7 +47,7 @@ from tests.bench.gateway_parts.doors import (
 )
 from tests.bench.gateway_parts.engine import Scenario
 from tests.bench.gateway_parts.processes import Running, on_socket
-from tests.bench.gateway_parts.wire import Connection
+from tests.bench.gateway_parts.wire import Connection, WireError
 from tests.bench.report import Bar, argument_parser, print_report
 
 SECTIONS = ("latency", "throughput", "peers", "sessions", "history", "relay")
@@ -68,6 +68,7 @@ class Amounts:
     callers: int = 256
     turns: int = 6
     """Of each caller."""
+    peer_turns: int = 3
     rounds: int = 3
     sessions: int = 1000
     session_turns: int = 8
@@ -132,15 +133,15 @@ class Bench:
     async def throughput(self) -> None:
         async with self.gateways() as (tokens, text):
             pairs: list[tuple[Door, Door]] = [(tokens, self.token_engine), (text, self.text_engine)]
-            found = await self._lost(pairs, self.amounts.rounds)
+            found = await self._lost(pairs, self.amounts.turns, self.amounts.rounds)
         self.figures["throughput"] = found
         for name, one in found["realistic_engine"].items():
             label = f"{name}: throughput lost at {self.amounts.callers} concurrent"
             self.bars.append(Bar.at_most(label, one["lost_share"], LOST_AT_MOST))
             self.bars.append(Bar.at_most(f"{name}: failed calls", one["failed"], 0))
 
-    async def _lost(self, pairs: list[tuple[Door, Door]], rounds: int) -> dict[str, Any]:
-        callers, turns = self.amounts.callers, self.amounts.turns
+    async def _lost(self, pairs: list[tuple[Door, Door]], turns: int, rounds: int) -> dict[str, Any]:
+        callers = self.amounts.callers
         return {
             "callers": callers,
             "engine_answer_s": ENGINE_S,
@@ -161,7 +162,7 @@ class Bench:
                         opening = peers.uni_agent(self.engine.url, self.policy, self.folder, uni_agent_source)
                     peer: Door = await asyncio.to_thread(held.enter_context, opening)
                     told[name] = {"available": True, **await self._beside(peer)}
-            except peers.PeerMissingError as error:
+            except (peers.PeerMissingError, WireError) as error:
                 told[name] = {"available": False, "reason": str(error)}
 
     async def _beside(self, peer: Door) -> dict[str, Any]:
@@ -174,7 +175,7 @@ class Bench:
             await self.at_once()
             added = await latency.added(pairs, max(10, self.amounts.conversations // 4))
             ours, theirs = added[same[0].name], added[peer.name]
-            lost = await self._lost(pairs, 1)
+            lost = await self._lost(pairs, self.amounts.peer_turns, 1)
             ratio = theirs["added_p50_ms"] / ours["added_p50_ms"]
             return {"latency": added, "throughput": lost, "added_p50_over_ours": round(ratio, 2)}
 
@@ -212,7 +213,7 @@ class Bench:
             for kind, tokens in zip(kinds, (True, False), strict=True):
                 with contextlib.ExitStack() as one:
                     door = await asyncio.to_thread(one.enter_context, gateway(kind))
-                    asked = {"return_token_ids": True} if tokens else {"logprobs": True}
+                    asked = {"return_token_ids": True, **({} if tokens else {"logprobs": True})}
                     found = await relay.compared(door, proxy, self.amounts.relay_rounds, tokens=tokens, asked=asked)
                 self.figures["relay"][door.name] = found
                 for what in ("wall", "cpu"):

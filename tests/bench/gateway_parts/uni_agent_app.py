@@ -86,7 +86,6 @@ class Backend:
 
 async def main() -> None:
     import aiohttp
-    from fastapi import Request
     from fastapi.responses import JSONResponse
     from uni_agent.gateway.config import GatewayActorConfig
     from uni_agent.gateway.gateway import _GatewayActor
@@ -97,12 +96,12 @@ async def main() -> None:
     actor._server_address = "127.0.0.1"
 
     @actor._app.post("/bench/sessions/{session_id}")
-    async def _open(session_id: str, request: Request):
+    async def _open(session_id: str):
         await actor.create_session(session_id, sampling_params={"logprobs": True})
         return JSONResponse({})
 
     @actor._app.post("/bench/sessions/{session_id}/finalize")
-    async def _finalize(session_id: str, request: Request):
+    async def _finalize(session_id: str):
         found = await actor.finalize_session(session_id)
         return JSONResponse({"trajectories": len(found), "tokens": sum(len(one.response_ids) for one in found)})
 

@@ -6,17 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nemo_gym.errors import ConfigError
-from nemo_gym.sandbox.base import Door, Mount, NetworkPolicy, SandboxSpec
-from nemo_gym.sandbox.doors import INFERENCE_ROUTES, MCP_ROUTES
-from nemo_gym.session import (
-    MODEL_DOOR,
-    Egress,
-    EgressPolicy,
-    InferenceEndpoint,
-    McpServer,
-    SessionDescriptor,
-    Topology,
-)
+from nemo_gym.sandbox.base import Mount, NetworkPolicy, SandboxSpec
+from nemo_gym.session import Egress, EgressPolicy, SessionDescriptor
 
 
 @dataclass(frozen=True)
@@ -72,56 +63,3 @@ def network_policy(egress: Egress) -> NetworkPolicy:
                 " 'open' where the task may reach everything",
                 key="egress.policy",
             )
-
-
-def world_doors(
-    descriptor: SessionDescriptor, inference: InferenceEndpoint, *, topology: Topology, needs: HarnessNeeds
-) -> tuple[Door, ...]:
-    """The doors of the attempt's box, with the credentials that stay outside it.
-
-    The model's door is opened unless the world forbids it, and is required when the harness runs in the box. An
-    attempt without a model (an oracle's: an empty ``inference.base_url``) has no such door.
-    """
-    egress = descriptor.egress
-    wants_model = egress.policy is not EgressPolicy.NONE and bool(inference.base_url)
-    if needs.model_in_box and egress.policy is EgressPolicy.NONE:
-        raise ConfigError(
-            f"environment '{descriptor.environment}' lets nothing out of the box (egress.policy 'none'), and the agent"
-            " runs in it and needs the model; use an agent that runs outside the box, or egress 'model_only'",
-            key="egress.policy",
-        )
-    mcp = {server.name: server for server in descriptor.mcp}
-    doors = []
-    for request in egress.doors:
-        if request.name == MODEL_DOOR:
-            if wants_model and (needs.model_in_box or topology is not Topology.ENV_SANDBOXED):
-                doors.append(_model_door(request.port, inference))
-        elif request.name in mcp:
-            doors.append(_mcp_door(request.port, mcp[request.name]))
-        else:
-            raise ConfigError(
-                f"environment '{descriptor.environment}' asks for a door '{request.name}' with nothing behind it;"
-                f" known: {', '.join([MODEL_DOOR, *mcp])}",
-                key="egress.doors",
-            )
-    return tuple(doors)
-
-
-def _model_door(port: int, inference: InferenceEndpoint) -> Door:
-    return Door(
-        name=MODEL_DOOR,
-        port=port,
-        target=inference.base_url.rstrip("/").removesuffix("/v1"),
-        allow=INFERENCE_ROUTES,
-        headers={"Authorization": f"Bearer {inference.token}"},
-    )
-
-
-def _mcp_door(port: int, server: McpServer) -> Door:
-    return Door(
-        name=server.name,
-        port=port,
-        target=server.url.rstrip("/").removesuffix("/mcp"),
-        allow=MCP_ROUTES,
-        headers=dict(server.headers),
-    )

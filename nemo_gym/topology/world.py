@@ -1,7 +1,7 @@
 """One attempt in its world: acquire the box, run the harness in bounds, harvest, and leave nothing behind.
 
-The agent server owns the box here (topology C without a broker, and B where the environment only describes its world):
-it renews the lease for as long as the act lives, and the act lives for as long as the pipeline's connection does.
+The agent server owns the box here (see `nemo_gym.topology.bindings` for which box that is): it renews the lease for as
+long as the act lives, and the act lives for as long as the pipeline's connection does.
 """
 
 from __future__ import annotations
@@ -26,10 +26,21 @@ from nemo_gym.errors import (
 )
 from nemo_gym.harvest import harvest_all
 from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import SandboxExecResult, SandboxHandle, SandboxProvider, SandboxRole, SandboxSpec
+from nemo_gym.sandbox.base import (
+    ExecProcess,
+    ExecRequest,
+    SandboxExecResult,
+    SandboxHandle,
+    SandboxProvider,
+    SandboxRole,
+    SandboxSpec,
+)
+from nemo_gym.sandbox.capabilities import SupportsDoorStatistics
+from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.facade import keep_renewed
 from nemo_gym.session import ActRequest, ActResponse, AgentOutcome, Artifact, Topology
-from nemo_gym.topology.merge import HarnessNeeds, world_doors, world_spec
+from nemo_gym.topology.bindings import AgentBoxes, Binding, bind
+from nemo_gym.topology.merge import HarnessNeeds
 
 log = structlog.get_logger(__name__)
 
@@ -71,6 +82,21 @@ class World:
             raise SandboxLostError(f"box {self.handle.sandbox_id} was lost while a command ran in it", retryable=True)
         return result
 
+    async def start_exec(self, request: ExecRequest) -> ExecProcess:
+        """As `SandboxProvider.start_exec`: a command whose output streams. Give it a ``cwd``."""
+        return await self.provider.start_exec(self.handle, request)
+
+    def door_url(self, name: str) -> str | None:
+        """Root URL of a door as processes in the box see it; ``None`` when there is no such door."""
+        port = next((door.port for door in self.spec.doors if door.name == name), None)
+        return None if port is None else f"http://127.0.0.1:{port}"
+
+    def door_statistics(self, name: str) -> DoorStatistics | None:
+        """What went through a door so far; ``None`` where there is no such door, or the provider does not count."""
+        if not isinstance(self.provider, SupportsDoorStatistics):
+            return None
+        return self.provider.door_statistics(self.handle).get(name)
+
 
 Harness = Callable[[World, HarnessRun], Awaitable[None]]
 """Drives the agent in a world. Reports through the `HarnessRun`; raises `ModelError` or `AgentError` for failures that
@@ -83,13 +109,19 @@ async def act_in_world(
     harness: Harness,
     *,
     needs: HarnessNeeds | None = None,
+    boxes: AgentBoxes | None = None,
     topologies: Sequence[Topology] = (Topology.AGENT_IN_ENV,),
     default_wall_clock_s: float | None = None,
+    grace_s: float = 0.0,
     lease_ttl_s: float = DEFAULT_LEASE_TTL_S,
 ) -> ActResponse:
     """Run one attempt in its box and harvest it.
 
-    The box outlives this process by at most ``lease_ttl_s`` seconds.
+    Args:
+        boxes: the agent's own boxes, for topologies in which its harness is not in the environment's world.
+        default_wall_clock_s: for the harness, where the descriptor sets no limit.
+        grace_s: what a harness that keeps the wall clock itself gets beyond it, to stop and say how it ended.
+        lease_ttl_s: how long the box outlives this process at most.
 
     Raises:
         ConfigError: the descriptor asks for a topology or world this agent cannot serve.
@@ -103,13 +135,14 @@ async def act_in_world(
             f" {', '.join(topologies)}",
             key="topology",
         )
-    needs = needs or HarnessNeeds()
+    binding = bind(request, topology, needs or HarnessNeeds(), boxes or AgentBoxes())
     run = HarnessRun()
-    async with _acquired(request, provider, topology, needs, lease_ttl_s) as world:
+    async with _acquired(request, provider, topology, binding, lease_ttl_s) as world:
         started = time.monotonic()
-        await _run_in_bounds(harness, world, run, descriptor.limits.wall_clock_s or default_wall_clock_s)
+        wall_clock_s = descriptor.limits.wall_clock_s or default_wall_clock_s
+        await _run_in_bounds(harness, world, run, wall_clock_s, grace_s)
         run.observations.setdefault("seconds", round(time.monotonic() - started, 3))
-        artifacts = await _harvest(world, request)
+        artifacts = await _harvest(world, request) if binding.is_world else []
     return ActResponse(
         response=run.response or empty_response(),
         outcome=run.outcome,
@@ -121,23 +154,14 @@ async def act_in_world(
 
 @contextlib.asynccontextmanager
 async def _acquired(
-    request: ActRequest, provider: SandboxProvider, topology: Topology, needs: HarnessNeeds, lease_ttl_s: float
+    request: ActRequest, provider: SandboxProvider, topology: Topology, binding: Binding, lease_ttl_s: float
 ) -> AsyncIterator[World]:
-    descriptor = request.descriptor
-    if descriptor.sandbox is None or descriptor.sandbox.spec is None:
-        raise ConfigError(
-            f"environment '{descriptor.environment}' lends its box by reference, and this agent server has no broker"
-            " client configured; compose with the 'remote' sandbox",
-            key="sandbox",
-        )
-    spec = world_spec(descriptor.sandbox.spec.to_spec(), descriptor, needs)
-    rollout = descriptor.rollout
-    spec = spec.replace(
-        ttl_s=min(spec.ttl_s or lease_ttl_s, lease_ttl_s),
+    rollout = request.descriptor.rollout
+    spec = binding.spec.replace(
+        ttl_s=min(binding.spec.ttl_s or lease_ttl_s, lease_ttl_s),
         metadata=labels.box_labels(
             run=rollout.run_id, rollout=rollout.rollout_id, attempt=rollout.attempt, role=SandboxRole.WORK
         ),
-        doors=world_doors(descriptor, request.inference, topology=topology, needs=needs),
     )
     handle = await provider.create(spec)
     try:
@@ -147,10 +171,12 @@ async def _acquired(
         await _shielded(provider.close(handle), CLOSE_TIMEOUT_S, what="close a working box")
 
 
-async def _run_in_bounds(harness: Harness, world: World, run: HarnessRun, wall_clock_s: float | None) -> None:
+async def _run_in_bounds(
+    harness: Harness, world: World, run: HarnessRun, wall_clock_s: float | None, grace_s: float
+) -> None:
     """Run the harness and turn how it ended into an outcome; only cancellation and lost boxes pass through."""
     try:
-        async with asyncio.timeout(wall_clock_s) as deadline:
+        async with asyncio.timeout(wall_clock_s and wall_clock_s + grace_s) as deadline:
             await harness(world, run)
     except TimeoutError:
         if not deadline.expired():

@@ -16,7 +16,8 @@ from nemo_gym.session import (
     SessionDescriptor,
     Topology,
 )
-from nemo_gym.topology.merge import HarnessNeeds, network_policy, world_doors, world_spec
+from nemo_gym.topology.doors import world_doors
+from nemo_gym.topology.merge import HarnessNeeds, network_policy, world_spec
 
 INFERENCE = InferenceEndpoint(base_url="http://127.0.0.1:9/gateway/v1", token="inference-token")
 TOOLS = McpServer(name="weather", url="http://127.0.0.1:7/mcp", headers={"X-Token": "mcp-token"})

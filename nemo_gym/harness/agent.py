@@ -1,0 +1,157 @@
+"""`CliAgent`: the agent server around any `CliHarness`, in every topology.
+
+A new CLI agent is a folder with a harness class and
+
+    class MyAgent(CliAgent):
+        harness_class = MyHarness
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field, PrivateAttr, ValidationError
+
+from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
+from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
+from nemo_gym.errors import ConfigError
+from nemo_gym.harness.base import CliHarness, HarnessContext
+from nemo_gym.harness.run import STOP_TIMEOUT_S, RunSettings, run_in_box
+from nemo_gym.sandbox.base import Mount
+from nemo_gym.session import ActRequest, ActResponse, SandboxSpecModel, Topology
+from nemo_gym.topology.bindings import AgentBoxes
+from nemo_gym.topology.merge import HarnessNeeds
+from nemo_gym.topology.provider import SandboxOwner
+from nemo_gym.topology.transcript import prompt_text
+from nemo_gym.topology.world import DEFAULT_LEASE_TTL_S, HarnessRun, World, act_in_world
+
+
+class CliAgentConfig(BaseResponsesAPIAgentConfig):
+    """Configuration of every CLI agent."""
+
+    resources_server: ResourcesServerRef
+    model_server: ModelServerRef
+    sandbox_provider: str | dict[str, Any]
+    harness: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the harness itself; its options class says which."""
+    max_turns: int | None = Field(None, gt=0)
+    """Model answers per attempt, where the CLI can be told; a descriptor's ``limits.max_turns`` lowers it."""
+    wall_clock_s: float = Field(3600.0, gt=0)
+    """Per attempt, where the descriptor sets no limit."""
+    scratch: SandboxSpecModel = Field(default_factory=SandboxSpecModel)
+    """The box the CLI runs in where the task has no world for it (topologies A and B)."""
+    outer: SandboxSpecModel = Field(default_factory=SandboxSpecModel)
+    """What the episode's box needs beyond the environment's world (topology D)."""
+    requires: list[str] = Field(default_factory=list)
+    """Sandbox capabilities this agent needs in every box."""
+    max_concurrency: int = Field(64, gt=0)
+    """Attempts that run at once."""
+    sandbox_lease_s: float = Field(DEFAULT_LEASE_TTL_S, gt=0)
+    """Seconds a box outlives this server when it is killed."""
+    event_log_bytes: int = Field(64 * 1024, ge=0)
+    """Of the CLI's raw output in the observations of each attempt."""
+
+
+class CliAgent(SimpleResponsesAPIAgent):
+    """Runs a CLI as a process in a box. Subclasses name the harness, and topologies it cannot serve."""
+
+    config: CliAgentConfig
+    topologies: ClassVar[tuple[Topology, ...]] = (
+        Topology.AGENT_IN_ENV,
+        Topology.ENV_SANDBOXED,
+        Topology.NONE,
+        Topology.WHOLE_INTERACTION,
+    )
+    box_topologies: ClassVar[tuple[str, ...]] = ("agent_in_env", "env_sandboxed", "none", "whole_interaction")
+    """Topologies in which this agent makes a box: all, because a program that runs commands never runs on the host."""
+    tool_access: ClassVar[tuple[str, ...]] = ("mcp",)
+    """How its harness reaches a world that it is not in."""
+    harness_class: ClassVar[type[CliHarness]]
+
+    _harness: CliHarness = PrivateAttr()
+    _slots: asyncio.Semaphore | None = PrivateAttr(default=None)
+    _owner: SandboxOwner | None = PrivateAttr(default=None)
+
+    def model_post_init(self, context: Any, /) -> None:
+        super().model_post_init(context)
+        options_class = self.harness_class.options_class
+        try:
+            options = options_class.model_validate(self.config.harness)
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False))
+            raise ConfigError(
+                f"agent '{self.config.name}': harness: {wrong}; it takes:"
+                f" {', '.join(options_class.model_fields) or 'nothing'}",
+                key="harness",
+            ) from None
+        self._harness = self.harness_class(options)
+
+    async def act(self, request: ActRequest) -> ActResponse:
+        if self._slots is None or self._owner is None:
+            self._slots = asyncio.Semaphore(self.config.max_concurrency)
+            self._owner = SandboxOwner(self.config.sandbox_provider, self.server_client)
+        config, package = self.config, self._harness.package
+        installed = await asyncio.to_thread(self.installed)
+        context, settings = self._context(request), self._settings(request)
+
+        async def harness(world: World, run: HarnessRun) -> None:
+            await run_in_box(world, run, self._harness, context, settings)
+
+        async with self._slots:
+            return await act_in_world(
+                request,
+                self._owner.provider(),
+                harness,
+                needs=HarnessNeeds(
+                    mounts=(Mount(source=str(installed), target=package.install_dir),),
+                    requires=tuple(config.requires),
+                    model_in_box=True,
+                ),
+                boxes=AgentBoxes(scratch=config.scratch.to_spec(), outer=config.outer.to_spec()),
+                topologies=self.topologies,
+                default_wall_clock_s=config.wall_clock_s,
+                grace_s=STOP_TIMEOUT_S,
+                lease_ttl_s=config.sandbox_lease_s,
+            )
+
+    def installed(self) -> Path:
+        """The package's directory on this host. Raises `ConfigError` when it was not fetched."""
+        from nemo_gym.harness.provision import installed
+
+        package = self._harness.package
+        return package.directory or installed(package)
+
+    def _context(self, request: ActRequest) -> HarnessContext:
+        params, limits = request.responses_create_params, request.descriptor.limits
+        system, prompt = prompt_text(params)
+        turns = [limit for limit in (self.config.max_turns, limits.max_turns) if limit is not None]
+        return HarnessContext(
+            prompt=prompt,
+            system=system,
+            model=request.inference.model,
+            model_url="",
+            mcp=(),
+            home="",
+            workdir="",
+            install_dir=self._harness.package.install_dir,
+            executable=self._harness.package.executable,
+            session_uuid=str(uuid.uuid5(uuid.NAMESPACE_URL, request.descriptor.rollout.attempt_id)),
+            max_turns=min(turns) if turns else None,
+            wall_clock_s=limits.wall_clock_s or self.config.wall_clock_s,
+            max_output_tokens=params.get("max_output_tokens"),
+        )
+
+    def _settings(self, request: ActRequest) -> RunSettings:
+        return RunSettings(
+            mcp_servers=tuple(server.name for server in request.descriptor.mcp),
+            harvest=request.descriptor.harvest,
+            event_log_bytes=self.config.event_log_bytes,
+        )
+
+    async def shutdown(self) -> None:
+        await super().shutdown()
+        if self._owner is not None:
+            await self._owner.aclose()

@@ -1,0 +1,205 @@
+"""One run of a CLI in a box: start it, read it as it goes, stop it at its deadline, and say how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import structlog
+
+from nemo_gym.errors import AgentError, ConfigError, SandboxError, SandboxLostError
+from nemo_gym.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, McpEndpoint
+from nemo_gym.harness.event_log import BoundedLog
+from nemo_gym.harness.events import EventReader, LineSplitter
+from nemo_gym.harness.home import home_candidates, setup_script
+from nemo_gym.harness.transcript import InvocationStatus
+from nemo_gym.harness.verdict import judge
+from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest
+from nemo_gym.session import MODEL_DOOR, AgentOutcome, HarvestItem
+from nemo_gym.topology.world import HarnessRun, World
+
+log = structlog.get_logger(__name__)
+
+MAX_OUTPUT_BYTES = 512 * 1024 * 1024
+"""Of each stream; it is read and thrown away beyond. Nothing near this much is ever held."""
+STDERR_BYTES = 16 * 1024
+SETUP_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 20.0
+"""How long a killed process may take to be gone; it is also the grace that `act_in_world` needs to be given."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What an agent server sets for a run, beside the context."""
+
+    mcp_servers: tuple[str, ...] = ()
+    """Names of the doors behind which the attempt's MCP servers are."""
+    harvest: tuple[HarvestItem, ...] = ()
+    event_log_bytes: int = 64 * 1024
+
+
+async def run_in_box(
+    world: World, run: HarnessRun, harness: CliHarness, context: HarnessContext, settings: RunSettings
+) -> None:
+    """Run a harness to its end and fill ``run``, also when it is cut short by cancellation.
+
+    ``context`` comes without what only the box knows (``home``, ``model_url``, ``mcp``), which is filled in here.
+
+    Raises:
+        ConfigError: the box has no door to the model.
+        AgentError: the harness's files could not be written in the box.
+        SandboxLostError: the box went away.
+    """
+    started = time.monotonic()
+    context, command = await _set_up(world, harness, _placed(world, context, settings), settings)
+    reader = harness.reader()
+    output, errors = BoundedLog(settings.event_log_bytes), BoundedLog(STDERR_BYTES)
+    setup_s = time.monotonic() - started
+    timeout_s = None if context.wall_clock_s is None else max(context.wall_clock_s - setup_s, 1.0)
+    try:
+        end = await _run(world, context, command, timeout_s, reader, output, errors)
+        ended = _ended(world, end, errors, reader, settings.mcp_servers)
+        run.outcome, run.detail = judge(harness, ended)
+    except asyncio.CancelledError:
+        run.detail = "the attempt was stopped"
+        raise
+    finally:
+        reader.transcript.ends(_status(run.outcome), error_type=None if run.detail is None else str(run.outcome))
+        run.response = reader.transcript.response(context.model)
+        run.observations.update(_observations(world, harness, reader, output, errors, setup_s, settings))
+
+
+def _placed(world: World, context: HarnessContext, settings: RunSettings) -> HarnessContext:
+    model_url = world.door_url(MODEL_DOOR)
+    if model_url is None:
+        raise ConfigError(
+            "the agent runs in a box, and the attempt has no model to open a door to; give it a model_server",
+            key="model_server",
+        )
+    mcp = ((name, world.door_url(name)) for name in settings.mcp_servers)
+    endpoints = tuple(McpEndpoint(name, f"{url}/mcp") for name, url in mcp if url is not None)
+    return replace(context, model_url=model_url, mcp=endpoints, workdir=world.workdir)
+
+
+async def _set_up(
+    world: World, harness: CliHarness, context: HarnessContext, settings: RunSettings
+) -> tuple[HarnessContext, HarnessCommand]:
+    said = ""
+    for home in home_candidates(world.workdir, settings.harvest):
+        placed = replace(context, home=home)
+        command = harness.command(placed)
+        script = setup_script(home, command.files)
+        made = await world.exec(["/bin/sh", "-s"], cwd="/", stdin=script, timeout_s=SETUP_TIMEOUT_S)
+        if made.ok:
+            return placed, command
+        said = made.stderr_bytes.decode("utf-8", "replace")[-500:]
+    raise AgentError(f"the files of {harness.name} could not be written in the box: {said}")
+
+
+async def _run(
+    world: World,
+    context: HarnessContext,
+    command: HarnessCommand,
+    timeout_s: float | None,
+    reader: EventReader,
+    output: BoundedLog,
+    errors: BoundedLog,
+) -> ExecEnd:
+    process = await world.start_exec(
+        ExecRequest(
+            command=list(command.argv),
+            cwd=context.workdir,
+            env={"HOME": context.home, "TMPDIR": f"{context.home}/tmp", **command.env},
+            timeout_s=timeout_s,
+            stdin=command.stdin,
+            max_output_bytes=MAX_OUTPUT_BYTES,
+        )
+    )
+    lines = LineSplitter(reader)
+    end: ExecEnd | None = None
+    try:
+        # The provider ends it at its deadline; a provider that does not is not waited for without end.
+        async with asyncio.timeout(None if timeout_s is None else timeout_s + STOP_TIMEOUT_S / 2):
+            async for event in process.events():
+                if isinstance(event, ExecEnd):
+                    end = event
+                elif event.stream == "stdout":
+                    output.write(event.data)
+                    lines.feed(event.data)
+                else:
+                    errors.write(event.data)
+    except TimeoutError:
+        end = ExecEnd(ExecOutcome.TIMED_OUT)
+    finally:
+        lines.finish()
+        if end is None or end.outcome is ExecOutcome.TIMED_OUT:
+            await _kill(process.kill())
+    if end is None or end.outcome is ExecOutcome.LOST:
+        raise SandboxLostError(f"box {world.handle.sandbox_id} was lost while the harness ran in it", retryable=True)
+    return end
+
+
+async def _kill(killing: Coroutine[Any, Any, None]) -> None:
+    """Kill for sure, also while being cancelled; the box's end is the end of whatever withstands."""
+    task = asyncio.create_task(killing)
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.shield(asyncio.wait({task}, timeout=STOP_TIMEOUT_S / 2))
+    if not task.done():
+        task.cancel()
+        log.warning("harness_kill_timed_out")
+    elif not task.cancelled() and isinstance(error := task.exception(), SandboxError):
+        log.warning("harness_kill_failed", error=str(error))
+
+
+def _ended(
+    world: World, end: ExecEnd, errors: BoundedLog, reader: EventReader, mcp_servers: Iterable[str]
+) -> HarnessEnded:
+    doors = {name: statistics for name in mcp_servers if (statistics := world.door_statistics(name)) is not None}
+    return HarnessEnded(
+        outcome=end.outcome,
+        return_code=end.return_code,
+        signal=end.signal,
+        stderr=errors.text(),
+        reader=reader,
+        model_door=world.door_statistics(MODEL_DOOR),
+        mcp_doors=doors,
+    )
+
+
+def _status(outcome: AgentOutcome) -> InvocationStatus:
+    if outcome is AgentOutcome.COMPLETED:
+        return "completed"
+    return "incomplete" if outcome in (AgentOutcome.MAX_TURNS, AgentOutcome.TIMED_OUT) else "failed"
+
+
+def _observations(
+    world: World,
+    harness: CliHarness,
+    reader: EventReader,
+    output: BoundedLog,
+    errors: BoundedLog,
+    setup_s: float,
+    settings: RunSettings,
+) -> dict[str, object]:
+    transcript = reader.transcript
+    doors = {
+        name: statistics.as_dict()
+        for name in (MODEL_DOOR, *settings.mcp_servers)
+        if (statistics := world.door_statistics(name)) is not None
+    }
+    return {
+        "turns": transcript.turns,
+        "tool_calls": transcript.tool_calls,
+        **{name: count for name, count in transcript.usage.items() if count},
+        "harness": harness.name,
+        "harness_version": harness.package.version,
+        "setup_seconds": round(setup_s, 3),
+        "doors": doors,
+        "records": transcript.bundle(harness.name).model_dump(mode="json", exclude_none=True),
+        "event_log": {"text": output.text(), "bytes": output.size},
+        "stderr": {"text": errors.text(), "bytes": errors.size},
+    }

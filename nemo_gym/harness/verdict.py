@@ -1,0 +1,66 @@
+"""The typed outcome of a run: the harness's own word, checked against what the doors saw from outside the box.
+
+A process in a box can say anything. That the model failed is only believed of what the policy cannot bring about: the
+door's own failures to reach the model, 5xx and 429 answers, streams that broke off. A harness that says it succeeded
+without ever getting an answer from the model did not.
+"""
+
+from __future__ import annotations
+
+import re
+
+from nemo_gym.harness.base import CliHarness, HarnessEnded, Judgement
+from nemo_gym.sandbox.base import ExecOutcome
+from nemo_gym.sandbox.door_statistics import DoorStatistics
+from nemo_gym.session import AgentOutcome
+
+CONTEXT_WORDS = re.compile(r"context.{0,3}(length|window)|too many tokens|prompt is too long", re.IGNORECASE)
+
+
+def judge(harness: CliHarness, ended: HarnessEnded) -> Judgement:
+    """The outcome of a run whose process has ended, and one sentence when it is not ``completed``."""
+    said, model = _said(harness, ended), ended.model_door
+    if model is not None and _model_failed(said[0], model):
+        return AgentOutcome.MODEL_UNREACHABLE, _of_the_model(model, said)
+    for name, door in ended.mcp_doors.items():
+        if door.requests and not any(status < 400 for status in door.statuses):
+            return AgentOutcome.MCP_FAILED, f"MCP server '{name}' served none of {door.requests} requests{_in(door)}"
+    if model is None or model.failing:
+        return said
+    if said[0] is AgentOutcome.CRASHED and model.refused and CONTEXT_WORDS.search(model.last_error or ""):
+        return AgentOutcome.MAX_TURNS, "the conversation no longer fits the model's context"
+    if said[0] is AgentOutcome.COMPLETED and not model.answered:
+        never = "it never asked" if not model.requests else f"none of its {model.requests} requests was answered"
+        return AgentOutcome.CRASHED, f"{harness.name} says it completed without the model: {never}{_in(model)}"
+    return said
+
+
+def _model_failed(said: AgentOutcome, model: DoorStatistics) -> bool:
+    if said is AgentOutcome.MAX_TURNS:
+        return False
+    if said is AgentOutcome.TIMED_OUT:
+        # One failure and then a long generation is a run that was too slow.
+        return model.failures_since_answer > 1 or bool(model.requests and not model.answered and not model.refused)
+    return model.failing
+
+
+def _said(harness: CliHarness, ended: HarnessEnded) -> Judgement:
+    match ended.outcome:
+        case ExecOutcome.TIMED_OUT:
+            return AgentOutcome.TIMED_OUT, "stopped at the end of its wall-clock time"
+        case ExecOutcome.OUT_OF_MEMORY:
+            return AgentOutcome.CRASHED, "killed: the box ran out of memory"
+        case ExecOutcome.EXITED | ExecOutcome.SIGNALED | ExecOutcome.LOST:
+            return harness.outcome(ended)
+
+
+def _of_the_model(model: DoorStatistics, said: Judgement) -> str:
+    unanswered = model.requests - model.answered
+    which = f"the last {model.failures_since_answer}" if model.failing else str(unanswered)
+    detail = f"{which} of {model.requests} requests to the model were not answered{_in(model)}"
+    return f"{detail}; by the harness it {said[0].replace('_', ' ')}" + (f": {said[1]}" if said[1] else "")
+
+
+def _in(door: DoorStatistics) -> str:
+    """The target's own words."""
+    return f" ({door.last_error[:500]})" if door.last_error else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,22 +38,31 @@ def pinned_sampling(asked: Mapping[str, Any], pinned: Mapping[str, Any], *, room
         for name in _MAX_TOKENS:
             if source.get(name) is not None:
                 budgets.append(int(_number(name, source[name], int, 1, None)))
-    stop = pinned.get("stop") or asked.get("stop") or asked.get("stop_sequences") or ()
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(piece, str) for piece in stop):
-        raise InvalidBodyError("'stop' must be a string or a list of strings")
+    stop = pinned.get("stop") or asked.get("stop") or asked.get("stop_sequences") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    if not _are(str, stop):
+        raise InvalidBodyError("'stop' must be a string or a list of strings", param="stop")
+    stop_ids = pinned.get("stop_token_ids") or []
+    if not _are(int, stop_ids):
+        raise InvalidBodyError("'stop_token_ids' must be a list of token ids", param="stop_token_ids")
     return Sampling(
         max_tokens=min(budgets),
-        stop=stop,
-        stop_token_ids=tuple(pinned.get("stop_token_ids") or ()),
+        stop=tuple(stop),
+        stop_token_ids=tuple(stop_ids),
         ignore_eos=bool(pinned.get("ignore_eos", False)),
         **values,
     )
 
 
+def _are(kind: type, values: Any) -> bool:
+    return isinstance(values, list | tuple) and all(isinstance(v, kind) and not isinstance(v, bool) for v in values)
+
+
 def _number(name: str, value: Any, kind: type, low: float | None, high: float | None) -> int | float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or (kind is int and int(value) != value):
-        raise InvalidBodyError(f"'{name}' must be {'a whole number' if kind is int else 'a number'}, not {value!r}")
+    wrong = isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)
+    if wrong or (kind is int and int(value) != value):
+        said = repr(value)[:100]
+        raise InvalidBodyError(f"'{name}' must be {'a whole number' if kind is int else 'a number'}, not {said}")
     if (low is not None and value < low) or (high is not None and value > high):
         raise InvalidBodyError(
             f"'{name}' is {value}; it must be at least {low}" + (f", at most {high}" if high else "")

@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from nemo_gym.errors import InvalidBodyError
 from nemo_gym.gateway.tokens.prefixes import Prefix
 
 # How an answer is delivered, and what is only said about the caller. Claude Code, for one, repeats a turn that it saw
@@ -48,18 +49,27 @@ class FingerprintMemo:
                 del self._views[place]  # what a request extends is not needed any more
                 break
         last = digests[shared - 1] if shared else b""
-        new = [last := _digest(last + orjson.dumps(element, option=_OPTIONS)) for element in history[shared:]]
+        new = [last := _digest(last + _canonical(element)) for element in history[shared:]]
         self._views = [(elements.grown(shared, history[shared:]), digests.grown(shared, new)), *self._views][:_VIEWS]
         return last
 
 
 def request_fingerprint(route: str, body: Mapping[str, Any], memo: FingerprintMemo | None = None) -> str:
-    """A digest of what is asked for, whatever the order of its keys. With a ``memo`` it costs what is new."""
+    """A digest of what is asked for, whatever the order of its keys. With a ``memo`` it costs what is new. Raises
+    `InvalidBodyError` for a body that is nested too deeply."""
     asked = {key: value for key, value in body.items() if key not in _NOT_THE_REQUEST}
     for key in _HISTORIES:
         if isinstance(asked.get(key), list):
             asked[key] = {"digest": (memo or FingerprintMemo()).digest(asked[key]).hex()}
-    return _digest(orjson.dumps([route, asked], option=_OPTIONS)).hex()
+    return _digest(_canonical([route, asked])).hex()
+
+
+def _canonical(value: Any) -> bytes:
+    try:
+        # Some levels around it: what is taken here is also written inside of records and replies.
+        return orjson.dumps([[[[[[[[[[value]]]]]]]]]], option=_OPTIONS)
+    except TypeError:  # all that was read can be written, but for depth: 1,024 levels are read and 254 are written
+        raise InvalidBodyError("the body is nested too deeply: at most 240 levels are taken") from None
 
 
 def _digest(data: bytes) -> bytes:

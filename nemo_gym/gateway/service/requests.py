@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_gym.errors import InvalidBodyError
 from nemo_gym.gateway.engines import pinned_sampling
-from nemo_gym.gateway.service.sessions import RewardSource
+from nemo_gym.gateway.service.sessions import RewardSource, checked_depth
 from nemo_gym.session import RolloutIdentity
 
 
@@ -35,4 +35,5 @@ class OpenSession(BaseModel):
             wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False))
             raise InvalidBodyError(f"/sessions: {wrong}") from None
         pinned_sampling({}, asked.sampling or {}, room_tokens=1)
+        checked_depth(asked.sampling, "sampling")
         return asked

@@ -319,7 +319,17 @@ def checked_reward(info: Mapping[str, Any]) -> dict[str, Any]:
         isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward)
     ):
         raise InvalidBodyError(f"'reward' must be a finite number or null, not {reward!r}", param="reward")
+    checked_depth(info, "reward_info")
     return dict(info)
+
+
+def checked_depth(value: Any, name: str) -> None:
+    """Raise `InvalidBodyError` for data that was read as JSON and is too deep to be written inside of records and
+    replies."""
+    try:
+        orjson.dumps([[[[[[[[[[value]]]]]]]]]])
+    except TypeError:
+        raise InvalidBodyError(f"'{name}' is nested too deeply: at most 240 levels are taken", param=name) from None
 
 
 def _summary(live: LiveSession[Any]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class GatewayProcess:
     """One gateway instance. Its listening socket outlives it, as it does under the supervisor: callers that connect
     while it is down are answered by its successor."""
 
-    def __init__(self, folder: Path, engines: list[str], policy: Path, **block: Any) -> None:
+    def __init__(self, folder: Path, engines: list[str], policy: Path, *, wire: str = "vllm", **block: Any) -> None:
         self.log_path = folder / "gateway.log"
         self.journal = folder / "journal"
         self.keys = StackKeys.generate()
@@ -61,7 +61,7 @@ class GatewayProcess:
             "entrypoint": "app.py",
             "host": "127.0.0.1",
             "port": self.port,
-            "engines": [{"type": "vllm", "base_url": url, "name": f"e{number}"} for number, url in enumerate(engines)],
+            "engines": [{"type": wire, "base_url": url, "name": f"e{number}"} for number, url in enumerate(engines)],
             "policy": {"path": str(policy), "max_context_tokens": 32_768},
             "journal_dir": str(self.journal),
             **block,

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_gym.errors import InvalidBodyError
 from nemo_gym.gateway.retries import fingerprint
 from nemo_gym.gateway.retries.fingerprint import FingerprintMemo, request_fingerprint
 
@@ -46,3 +47,12 @@ def test_only_what_is_new_is_digested(monkeypatch: pytest.MonkeyPatch) -> None:
         done.clear()
         request_fingerprint("r", json.loads(json.dumps({"messages": history})), memo)
         assert len(done) == 2
+
+
+@pytest.mark.parametrize("key", ["messages", "tools"])
+def test_body_that_cannot_be_written_again_is_refused(key: str) -> None:
+    deep: Any = "x"
+    for _ in range(300):
+        deep = [deep]
+    with pytest.raises(InvalidBodyError, match="nested too deeply"):
+        request_fingerprint("r", {key: deep})

@@ -67,8 +67,10 @@ def token_fields(tokens: AnswerTokens) -> dict[str, Any]:
 def logprobs_content(tokens: AnswerTokens) -> list[dict[str, Any]]:
     """``logprobs`` entries of OpenAI's dialects: text, logprob and bytes of each sampled token."""
     texts: Sequence[str] = tokens.texts if tokens.texts is not None else [f"token_id:{one}" for one in tokens.ids]
+    # Made once for each of the few thousand different tokens that an answer has, and not changed by anybody.
+    data = {text: [*text.encode("utf-8", "replace")] for text in {*texts}}
     return [
-        {"token": text, "logprob": logprob, "bytes": [*text.encode("utf-8", "replace")], "top_logprobs": []}
+        {"token": text, "logprob": logprob, "bytes": data[text], "top_logprobs": []}
         for text, logprob in zip(texts, tokens.logprobs or (), strict=False)
     ]
 

@@ -114,8 +114,9 @@ class TextBackend:
         prepared = conversations.forest.prepare(request.messages, request.tools)
         body = self._body(request, context)
         began = time.monotonic()
-        reply = await self._pool.text_calls.call(context.session_id, lambda engine: _complete(engine, body))
-        completion = _parsed(reply)
+        reply, completion = await self._pool.text_calls.call(
+            context.session_id, lambda engine: _complete(engine, body)
+        )
         return TextSample(prepared, reply, completion, context, time.monotonic() - began)
 
     def commit(
@@ -170,10 +171,9 @@ class TextBackend:
         return body
 
 
-async def _complete(engine: OpenAIEngine, body: Mapping[str, Any]) -> TextReply:
+async def _complete(engine: OpenAIEngine, body: Mapping[str, Any]) -> tuple[TextReply, Mapping[str, Any]]:
     reply = await engine.complete(ROUTE, body)
-    _parsed(reply)  # within the try: what is no completion may be one on another engine
-    return reply
+    return reply, _parsed(reply)  # within the try: what is no completion may be one on another engine
 
 
 def _parsed(reply: TextReply) -> Mapping[str, Any]:

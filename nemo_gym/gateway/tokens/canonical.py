@@ -118,7 +118,7 @@ def _entry(end: int, role: str, run: Sequence[Message]) -> Entry:
 
 
 def _answer(run: Sequence[Message]) -> Any:
-    text = " ".join(_THINKING.sub("", text_of(message.get("content"))) for message in run)
+    text = " ".join(_without_thinking(text_of(message.get("content"))) for message in run)
     calls = []
     for call in (call for message in run for call in calls_of(message)):
         arguments = arguments_of(call)
@@ -130,6 +130,10 @@ def _answer(run: Sequence[Message]) -> Any:
             arguments = arguments["arguments"]
         calls.append([str((call.get("function") or {}).get("name")), _argument(arguments)])
     return ["assistant", "".join(text.split()), calls]
+
+
+def _without_thinking(text: str) -> str:
+    return _THINKING.sub("", text) if "</think>" in text else text
 
 
 def _argument(value: Any) -> Any:

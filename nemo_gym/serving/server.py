@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from nemo_gym.config_types import BaseRunServerInstanceConfig
 from nemo_gym.credentials import Role, ServerCredentials
-from nemo_gym.errors import ConfigError
+from nemo_gym.errors import ConfigError, NemoGymError
 from nemo_gym.serving.client import ServerClient, close_global_aiohttp_client, server_config_of
 from nemo_gym.serving.direct import DirectRoutesMiddleware
 from nemo_gym.serving.launch import ServerLaunch, current_launch
@@ -88,6 +88,7 @@ class SimpleServer(BaseServer):
 
     _credentials: ServerCredentials | None = PrivateAttr(default=None)
     _launch: ServerLaunch | None = PrivateAttr(default=None)
+    _startup_error: NemoGymError | None = PrivateAttr(default=None)
     _local_key: bytes = PrivateAttr(default_factory=lambda: secrets.token_bytes(32))
 
     @abstractmethod
@@ -169,7 +170,11 @@ class SimpleServer(BaseServer):
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        await self.startup()
+        try:
+            await self.startup()
+        except NemoGymError as error:
+            self._startup_error = error
+            raise
         try:
             yield
         finally:
@@ -200,7 +205,13 @@ class SimpleServer(BaseServer):
 
         launch = current_launch()
         server = cls.from_launch(launch)
-        serve(server.setup_webserver(), server.config, launch, on_stop=server.stopping)
+        try:
+            serve(server.setup_webserver(), server.config, launch, on_stop=server.stopping)
+        except SystemExit:
+            if server._startup_error is not None:
+                # The web server only knows that there was one; whoever started this process shows what it says.
+                raise server._startup_error from None
+            raise
         return None
 
 

@@ -209,6 +209,8 @@ async def full_disk(folder: Path, *, seed: int, sessions: int, turns: int) -> tu
     bars = [
         *_bars(mode, ledger),
         Bar.at_most(f"{mode}answers while nothing could be committed", during, 0),
+        # Those under way when it filled up, and one each for the disk's last bytes.
+        Bar.at_most(f"{mode}sampled for nothing", ledger.resampled, 2 * sessions),
         Bar.at_most(f"{mode}refusals that are no 5xx in the dialect", len(shapeless), 0),
         Bar(f"{mode}/ready while it was full", ready, "", "= 503", ready == 503),
     ]

@@ -132,6 +132,8 @@ class Inference(Generic[C, D]):
         call.answered(call.delivery.answer, repeated=call.delivery.repeated)
 
     async def _sample(self, live: LiveSession[C], call: Call[C]) -> D:
+        if (broken := self._sessions.journal.log.broken) is not None:
+            raise broken  # what is sampled now could not be kept
         context = CallContext(live.session_id, call.call_id, live.session.sampling)
         sampled = await self._backend.sample(live.conversations, call.lowered, context)
         if call.record is not None:

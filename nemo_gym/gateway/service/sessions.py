@@ -20,6 +20,7 @@ from nemo_gym.errors import ContractError, CredentialError, FencedError, Invalid
 from nemo_gym.gateway.journal import (
     DEADLINE_REASON,
     Durability,
+    JournalDamagedError,
     JournalError,
     ReplayedSession,
     SessionJournal,
@@ -250,7 +251,13 @@ class DurableSessions(Generic[C, D]):
             live.answers.restore(turn.fingerprint, turn.key, committed, sent=turn.sent)
             usage = committed.answer.usage
             self.committed(live.session, Usage(usage.prompt_tokens, usage.completion_tokens))
-        live.conversations.restore(records)
+        try:
+            live.conversations.restore(records)
+        except (KeyError, TypeError, ValueError) as error:
+            raise JournalDamagedError(
+                f"the journal's turns of session '{live.session_id}' cannot be read ({type(error).__name__}: {error});"
+                " was it written by another version? Move the directory away to start without them"
+            ) from error
         if found.result:
             live.reward_info = orjson.loads(found.result)
         if found.state is SessionState.FINALIZED:

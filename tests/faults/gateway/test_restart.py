@@ -3,11 +3,19 @@ commit and its delivery."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from nemo_gym.gateway.journal import SessionRecord
+from nemo_gym.gateway.journal.frames import frame
+from nemo_gym.gateway.journal.records import RecordKind, encode
+from nemo_gym.gateway.lowered import Answer, AnswerEnd, AnswerUsage
+from nemo_gym.gateway.service.committed import encode_committed
 from tests.bench.report import Bar
+from tests.faults.gateway.bodies import ROLLOUT
+from tests.faults.gateway.processes import GatewayProcess, policy_in
 from tests.faults.gateway_restart import full_disk, kills
 
 
@@ -28,3 +36,26 @@ async def test_full_disk_is_said_and_costs_no_committed_turn(tmp_path: Path) -> 
     figures, bars = await full_disk(tmp_path, seed=11, sessions=6, turns=60)
     assert missed(bars) == [], figures
     assert figures["answers_received"] == 360
+
+
+def test_journal_that_cannot_be_read_is_named_to_whoever_starts_the_gateway(tmp_path: Path) -> None:
+    policy = policy_in(tmp_path)
+    gateway = GatewayProcess(tmp_path, [], policy)
+    try:
+        for damage, said in ((b"x" * 100, "is damaged at byte"), (b"", "cannot be read")):
+            gateway.journal.mkdir(exist_ok=True)
+            (gateway.journal / "00000001.log").write_bytes(damage + foreign_turn())
+            with pytest.raises(RuntimeError, match=rf"did not start \(b.error .*{said}"):
+                gateway.start()
+    finally:
+        gateway.close()
+
+
+def foreign_turn() -> bytes:
+    """A whole journal of one session whose turn has nothing in it that this version knows."""
+    record = SessionRecord("s1", ROLLOUT, "i", "c", 0.0, 4e9, {}, {"now": "2026-01-01T00:00:00+00:00"})
+    answer = Answer("a", 0.0, "m", {"role": "assistant", "content": "x"}, AnswerEnd.STOP, AnswerUsage())
+    turn = encode_committed(answer, {"turn_id": 0, "tokens_of_another_version": []})
+    return frame(encode(RecordKind.OPENED, "s1", record=asdict(record))) + frame(
+        encode(RecordKind.TURN, "s1", turn, index=0, fingerprint="f", key=None)
+    )

@@ -46,6 +46,13 @@ class Call:
     name: str
     arguments: Mapping[str, Any]
 
+    def marked(self, mark: str) -> Call:
+        """The same with ``mark`` in it, where that changes nothing: as a comment behind a command of one line."""
+        commands = {key: f"{value} # {mark}" for key, value in self.arguments.items() if key in ("command", "cmd")}
+        if any("\n" in command for command in commands.values()):
+            return self
+        return Call(self.name, {**self.arguments, **commands})
+
     def message(self, offered: Sequence[str], spelling: Mapping[str, Any]) -> dict[str, Any]:
         name = next((tool for tool in offered if tool == self.name or tool.endswith(f"__{self.name}")), self.name)
         return {"name": name, "arguments": json.dumps(self.arguments, **spelling)}
@@ -250,6 +257,8 @@ class Script:
         mark = "" if kind == "side" and number == len(steps) else f" [[{kind}:{number}]]"
         spelling = SPELLINGS[number % len(SPELLINGS)]
         message = self._said(f"{kind}:{number}", step.text + mark)
+        if self.silent_calls:
+            calls = [call.marked(f"[[{kind}:{number}]]") for call in calls]
         message["tool_calls"] = [call.message(view.tools, spelling) for call in calls]
         if step.reasoning is not None:
             message["reasoning_content"] = step.reasoning

@@ -1,4 +1,4 @@
-"""An agent the suite has never seen (the one in the documentation), a scripted policy, an MCP server, and real boxes."""
+"""An agent the suite has never seen (the documentation's), a scripted policy, an MCP server, and real boxes."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ SCRIPT = {
         task("ask the weather", {"tool_calls": [{"name": "weather", "arguments": {"city": "Oslo"}}]}, DONE),
         task("look around", bash("cat /proc/*/environ | tr '\\0' '\\n'; cat /proc/net/route; id -u"), DONE),
         task("never stop", bash("pwd"), repeat_last=True),
-        task("hang", bash(KEEP + "sleep 300"), DONE),
+        task("hang", bash(KEEP + "sleep 273"), DONE),
         task("flood", bash(KEEP + "head -c 30000000 /dev/zero | tr '\\0' x >&2"), DONE),
-        task("fork daemons", bash(KEEP + "(setsid sleep 271 &) ; setsid sleep 272 & sleep 0"), DONE),
+        task("fork daemons", bash(KEEP + "(setsid sleep 271 >/dev/null &); sleep 272 >/dev/null & true"), DONE),
         task("kill the agent", bash(KEEP + "kill -9 $PPID; sleep 5"), DONE),
-        task("eat memory", bash(KEEP + "kill -STOP $$ & tail /dev/zero; exec tail /dev/zero"), DONE),
+        task("eat memory", bash(KEEP + "echo 1000 > /proc/$PPID/oom_score_adj; tail -n 7771 /dev/zero"), DONE),
         task("rate limit", bash("true"), {**DONE, "fault": {"status": 429, "times": 99, "retry_after_s": 0}}),
         task("server error", bash(KEEP), {**DONE, "fault": {"status": 500, "times": 99}}),
         task("one hiccup", bash("true"), {**DONE, "fault": {"status": 500, "times": 1}}),

@@ -1,0 +1,74 @@
+"""The unseen agent in containers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from nemo_gym.sandbox import labels
+from nemo_gym.sandbox.providers.docker import DockerProvider
+from nemo_gym.server_utils import close_global_aiohttp_client
+from nemo_gym.session import AgentOutcome, Topology
+from tests.docker_engine import docker_engine
+from tests.harness import stage as staging
+from tests.harness.conftest import Weather
+from tests.harness.stage import RUN, act, descriptor, outputs
+from tests.servers.stack import Stack
+
+__all__ = ["docker_engine"]
+
+
+@pytest.fixture
+async def docker(docker_engine: str) -> AsyncIterator[DockerProvider]:
+    provider = DockerProvider(base_url=docker_engine)
+    if await provider.image_labels(staging.IMAGE) is None:
+        await staging.commit_image(provider)
+    yield provider
+    await provider.aclose()
+    await close_global_aiohttp_client()
+
+
+@pytest.fixture
+def stack(tmp_path: Path, docker: DockerProvider, docker_engine: str) -> Iterator[Stack]:
+    with staging.stage(tmp_path, {"docker": {"base_url": docker_engine}}) as running:
+        yield running
+
+
+async def test_agent_works_in_the_world_and_its_patch_holds_nothing_of_the_harness(
+    stack: Stack, docker: DockerProvider
+) -> None:
+    answer = await act(stack, "fix the greeting", descriptor(Topology.AGENT_IN_ENV))
+    assert answer.outcome is AgentOutcome.COMPLETED, (answer.outcome_detail, answer.observations)
+    patch = answer.artifacts[0].content().decode()
+    assert "+hello world" in patch
+    assert patch.count("diff --git") == 1
+    assert await docker.list({labels.RUN: RUN}) == []
+
+
+async def test_environments_tools_are_reached_from_a_scratch_box(stack: Stack, weather: Weather) -> None:
+    answer = await act(stack, "ask the weather", descriptor(Topology.ENV_SANDBOXED, mcp=weather.url))
+    assert answer.outcome is AgentOutcome.COMPLETED, (answer.outcome_detail, answer.observations)
+    assert outputs(answer) == ["Oslo: snow"]
+
+
+async def test_daemons_neither_hold_the_run_up_nor_outlive_the_box(stack: Stack, docker: DockerProvider) -> None:
+    answer = await act(stack, "fork daemons", descriptor(Topology.AGENT_IN_ENV), wall_clock_s=30)
+    assert answer.outcome is AgentOutcome.COMPLETED, answer.outcome_detail
+    assert "+kept" in answer.artifacts[0].content().decode()
+    assert await docker.list({labels.RUN: RUN}) == []
+
+
+async def test_hanging_agent_is_stopped_at_its_deadline_and_its_work_kept(
+    stack: Stack, docker: DockerProvider
+) -> None:
+    answer = await act(stack, "hang", descriptor(Topology.AGENT_IN_ENV), wall_clock_s=4)
+    assert answer.outcome is AgentOutcome.TIMED_OUT
+    assert "+kept" in answer.artifacts[0].content().decode()
+    assert await docker.list({labels.RUN: RUN}) == []
+
+
+async def test_model_that_keeps_failing_is_unreachable(stack: Stack) -> None:
+    answer = await act(stack, "server error", descriptor(Topology.AGENT_IN_ENV), wall_clock_s=60)
+    assert answer.outcome is AgentOutcome.MODEL_UNREACHABLE, answer.outcome_detail

@@ -1,0 +1,103 @@
+"""CLIs that hang, loop, flood, fork, die or lie, and models that fail: a typed outcome in time, and nothing left."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import time
+
+import pytest
+
+from nemo_gym.sandbox import labels
+from nemo_gym.sandbox.providers.local import LocalProvider
+from nemo_gym.session import ActResponse, AgentOutcome, McpServer, SandboxClause, SandboxSpecModel, Topology
+from tests.harness.conftest import Weather
+from tests.harness.stage import IMAGE, MCP_TOKEN, RUN, act, descriptor
+from tests.servers.stack import Stack
+
+WORLD = descriptor(Topology.AGENT_IN_ENV)
+
+
+def patch(answer: ActResponse) -> str:
+    return answer.artifacts[0].content().decode()
+
+
+async def gone(local: LocalProvider, *words: str) -> bool:
+    """No box, and no process of this machine with these words in its command line."""
+    running = await asyncio.to_thread(subprocess.check_output, ["ps", "-eo", "args"], text=True)
+    return await local.list({labels.RUN: RUN}) == [] and not any(word in running for word in words)
+
+
+async def test_hanging_agent_is_stopped_at_its_deadline_and_its_work_kept(stack: Stack, local: LocalProvider) -> None:
+    began = time.monotonic()
+    answer = await act(stack, "hang", WORLD, wall_clock_s=3)
+    assert answer.outcome is AgentOutcome.TIMED_OUT
+    assert time.monotonic() - began < 25
+    assert "+kept" in patch(answer)
+    assert answer.observations["turns"] == 1
+    assert await gone(local, "sleep 273")
+
+
+async def test_looping_agent_ends_at_its_turn_limit(stack: Stack) -> None:
+    answer = await act(stack, "never stop", WORLD, max_turns=5)
+    assert (answer.outcome, answer.observations["turns"]) == (AgentOutcome.MAX_TURNS, 5)
+
+
+async def test_flood_on_stderr_is_bounded_and_harmless(stack: Stack) -> None:
+    answer = await act(stack, "flood", WORLD)
+    assert answer.outcome is AgentOutcome.COMPLETED, answer.outcome_detail
+    assert answer.observations["stderr"]["bytes"] == 30_000_000
+    assert len(answer.observations["stderr"]["text"]) < 20_000
+    assert "+kept" in patch(answer)
+
+
+async def test_daemons_neither_hold_the_run_up_nor_outlive_the_box(stack: Stack, local: LocalProvider) -> None:
+    answer = await act(stack, "fork daemons", WORLD, wall_clock_s=60)
+    assert answer.outcome is AgentOutcome.COMPLETED, answer.outcome_detail
+    assert "+kept" in patch(answer)
+    assert await gone(local, "sleep 271", "sleep 272")
+
+
+async def test_agent_killed_from_within_is_crashed_and_its_work_kept(stack: Stack) -> None:
+    answer = await act(stack, "kill the agent", WORLD)
+    assert answer.outcome is AgentOutcome.CRASHED
+    assert "signal 9" in (answer.outcome_detail or "")
+    assert "+kept" in patch(answer)
+
+
+async def test_agent_that_the_box_kills_for_its_memory_is_crashed(stack: Stack, local: LocalProvider) -> None:
+    clause = SandboxClause(
+        spec=SandboxSpecModel.model_validate({"image": IMAGE, "workdir": "/repo", "resources": {"memory_mib": 64}})
+    )
+    answer = await act(stack, "eat memory", WORLD.model_copy(update={"sandbox": clause}), wall_clock_s=60)
+    assert answer.outcome is AgentOutcome.CRASHED
+    assert "out of memory" in (answer.outcome_detail or "")
+    assert "+kept" in patch(answer)
+    assert await gone(local, "tail -n 7771 /dev/zero")
+
+
+@pytest.mark.parametrize(
+    ("words", "status"), [("rate limit", "429"), ("server error", "500"), ("disconnect", "")]
+)  # fmt: skip
+async def test_model_that_keeps_failing_is_unreachable(stack: Stack, words: str, status: str) -> None:
+    answer = await act(stack, words, WORLD, wall_clock_s=60)
+    assert answer.outcome is AgentOutcome.MODEL_UNREACHABLE, answer.outcome_detail
+    assert status in (answer.outcome_detail or "")
+    assert answer.observations["turns"] == 1
+
+
+async def test_one_failure_of_the_model_is_no_outcome(stack: Stack) -> None:
+    assert (await act(stack, "one hiccup", WORLD)).outcome is AgentOutcome.COMPLETED
+
+
+async def test_model_that_never_answers_is_unreachable_at_the_deadline(stack: Stack) -> None:
+    answer = await act(stack, "silent model", WORLD, wall_clock_s=3)
+    assert answer.outcome is AgentOutcome.MODEL_UNREACHABLE
+
+
+async def test_wrong_mcp_token_is_mcp_failed(stack: Stack, weather: Weather) -> None:
+    wrong = McpServer(name="weather", url=f"{weather.url}/mcp", headers={"Authorization": MCP_TOKEN + "x"})
+    answer = await act(stack, "write the answer", WORLD.model_copy(update={"mcp": (wrong,)}))
+    assert answer.outcome is AgentOutcome.MCP_FAILED
+    assert "401" in (answer.outcome_detail or "")
+    assert weather.seen == []

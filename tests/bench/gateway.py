@@ -122,13 +122,15 @@ class Bench:
 
     async def latency(self) -> None:
         async with self.gateways() as (tokens, text):
-            pairs: list[tuple[Door, Door]] = [(tokens, self.token_engine), (text, self.text_engine)]
-            await self.at_once()
-            found = await latency.added(pairs, self.amounts.conversations)
+            with on_socket("raw_proxy.py", self.engine.url) as proxy:
+                raw = PlainDoor("raw_proxy", proxy.url, proxy)
+                engines: list[tuple[Door, Door]] = [(tokens, self.token_engine), (text, self.text_engine)]
+                await self.at_once()
+                found = await latency.added([*engines, (raw, self.text_engine)], self.amounts.conversations)
         self.figures["latency"] = {**found}
-        for name, one in found.items():
-            label = f"{name}: added per call at concurrency 1, p50"
-            self.bars.append(Bar.at_most(label, one["added_p50_ms"], ADDED_P50_AT_MOST_MS, "ms"))
+        for door, _ in engines:
+            label = f"{door.name}: added per call at concurrency 1, p50"
+            self.bars.append(Bar.at_most(label, found[door.name]["added_p50_ms"], ADDED_P50_AT_MOST_MS, "ms"))
 
     async def throughput(self) -> None:
         async with self.gateways() as (tokens, text):
@@ -194,10 +196,11 @@ class Bench:
     async def history(self) -> None:
         await self.at_once()
         self.figures["history"] = {}
+        rounds = self.amounts.history_rounds
         async with self.gateways() as doors:
             for door, tokens in zip(doors, (True, False), strict=True):
-                rounds = self.amounts.history_rounds
-                found = await long_history.growth(door, self.engine.url, rounds, tokens=tokens)
+                with on_socket("raw_proxy.py", self.engine.url) as proxy:
+                    found = await long_history.growth(door, self.engine.url, proxy, rounds, tokens=tokens)
                 self.figures["history"][door.name] = found
                 label = f"{door.name}: turn {long_history.LATE} over turn {long_history.EARLY}, "
                 self.bars.append(
@@ -209,16 +212,19 @@ class Bench:
         self.figures["relay"] = {}
         kinds = (token_kind(self.engine.url, self.policy), text_kind(self.engine.url, logprobs=True))
         with contextlib.ExitStack() as held:
-            proxy = held.enter_context(on_socket("raw_proxy.py", self.engine.url))
+            proxies = {
+                "raw_proxy": held.enter_context(on_socket("raw_proxy.py", self.engine.url)),
+                "reading_proxy": held.enter_context(on_socket("raw_proxy.py", self.engine.url, "read")),
+            }
             for kind, tokens in zip(kinds, (True, False), strict=True):
                 with contextlib.ExitStack() as one:
                     door = await asyncio.to_thread(one.enter_context, gateway(kind))
                     asked = {"return_token_ids": True, **({} if tokens else {"logprobs": True})}
-                    found = await relay.compared(door, proxy, self.amounts.relay_rounds, tokens=tokens, asked=asked)
+                    found = await relay.compared(door, proxies, self.amounts.relay_rounds, tokens=tokens, asked=asked)
                 self.figures["relay"][door.name] = found
                 for what in ("wall", "cpu"):
                     label = f"{door.name}: {relay.TOKENS} tokens, {what} over raw proxying"
-                    self.bars.append(Bar.at_most(label, found[f"{what}_ratio"], RELAY_RATIO_AT_MOST, "x"))
+                    self.bars.append(Bar.at_most(label, found[f"{what}_over_raw_proxy"], RELAY_RATIO_AT_MOST, "x"))
 
 
 async def run(wanted: set[str], uni_agent_source: str | None, amounts: Amounts) -> tuple[dict[str, Any], list[Bar]]:

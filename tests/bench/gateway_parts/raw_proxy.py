@@ -1,6 +1,7 @@
 """The least that anything between a harness and an engine can do: pass the bytes on, streamed, and look at none.
+With ``read`` it does the least of what must know what it passes on: each body is parsed once, and written once.
 
-python raw_proxy.py FD ENGINE_URL
+    python raw_proxy.py FD ENGINE_URL [read]
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator
 
 import aiohttp
+import orjson
 import uvloop
 from aiohttp import web
 
@@ -39,10 +41,19 @@ async def _relay(request: web.Request) -> web.StreamResponse:
         return response
 
 
+async def _read(request: web.Request) -> web.Response:
+    http: aiohttp.ClientSession = request.app["http"]
+    body = orjson.dumps(orjson.loads(await request.read()))
+    headers = {"Content-Type": "application/json"}
+    async with http.request(request.method, request.path_qs, data=body, headers=headers) as reply:
+        answer = orjson.dumps(orjson.loads(await reply.read()))
+        return web.Response(status=reply.status, body=answer, headers=headers)
+
+
 async def serve(listener: socket.socket) -> None:
     app = web.Application(client_max_size=1 << 30)
     app.cleanup_ctx.append(_client)
-    app.router.add_route("*", "/{path:.*}", _relay)
+    app.router.add_route("*", "/{path:.*}", _read if "read" in sys.argv[3:] else _relay)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.SockSite(runner, listener).start()

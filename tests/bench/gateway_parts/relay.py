@@ -1,5 +1,6 @@
-"""One answer of 65,536 tokens with ids and logprobs, through a gateway and through a raw proxy of the same engine's
-bytes. The gateway parses, parses calls, keeps and journals what it relays; the proxy looks at nothing."""
+"""One answer of 65,536 tokens with ids and logprobs, through a gateway and through proxies of the same engine's bytes.
+One looks at nothing, one parses and writes each body. The gateway checks, decodes, keeps and journals what it relays.
+"""
 
 from __future__ import annotations
 
@@ -19,42 +20,40 @@ TOKENS = 65_536
 
 
 async def compared(
-    door: Door, proxy: Running, rounds: int, *, tokens: bool, asked: Mapping[str, Any]
+    door: Door, proxies: Mapping[str, Running], rounds: int, *, tokens: bool, asked: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Wall and CPU of both, and their ratios. ``asked``: how a caller asks the door for logprobs."""
+    """Wall and CPU of the door and of each proxy, by turns, and the door's ratios to them. ``asked``: how a caller
+    asks the door for ids and logprobs."""
     assert door.server is not None
-    through, past = Connection(door.url), Connection(proxy.url)
-    ours: list[tuple[float, float]] = []
-    theirs: list[tuple[float, float]] = []
+    through = Connection(door.url)
+    past = {name: Connection(proxy.url) for name, proxy in proxies.items()}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ("gateway", *proxies)}
     sizes: dict[str, int] = {}
     for number in range(rounds + 1):
         talk = await door.open(through, number, **asked)
         assert isinstance(talk, ChatTalk)
-        chat = talk.chat.body()
-        raw = completion_body([1234] * 1500) if tokens else Chat(number, logprobs=True).body()
-        one, reply = await _timed(door.server, through, talk.path, chat, talk.headers)
-        other, raw_reply = await _timed(proxy, past, "/v1/completions" if tokens else CHAT, raw, "")
-        sizes = {"reply_kib": len(reply.body) // 1024, "engine_kib": len(raw_reply.body) // 1024}
+        one, reply = await _timed(door.server, through, talk.path, talk.chat.body(), talk.headers)
         _check(reply)
+        sizes["reply_kib"] = len(reply.body) // 1024
+        raw = completion_body([1234] * 1500) if tokens else Chat(number, logprobs=True).body()
+        spent = {"gateway": one}
+        for name, proxy in proxies.items():
+            spent[name], reply = await _timed(proxy, past[name], "/v1/completions" if tokens else CHAT, raw, "")
+            sizes["engine_kib"] = len(reply.body) // 1024
         await talk.close()
-        if number:  # the first warms
-            ours.append(one)
-            theirs.append(other)
-    through.close()
-    past.close()
-    wall, cpu = [statistics.median(pair[at] for pair in ours) for at in (0, 1)]
-    raw_wall, raw_cpu = [statistics.median(pair[at] for pair in theirs) for at in (0, 1)]
-    return {
-        "tokens": TOKENS,
-        **sizes,
-        "wall_ms": round(1000 * wall, 2),
-        "cpu_ms": round(1000 * cpu, 2),
-        "raw_proxy_wall_ms": round(1000 * raw_wall, 2),
-        "raw_proxy_cpu_ms": round(1000 * raw_cpu, 2),
-        "wall_ratio": round(wall / raw_wall, 3),
-        "cpu_ratio": round(cpu / raw_cpu, 3),
-        "rounds": rounds,
-    }
+        for name, one in spent.items():
+            if number:  # the first warms
+                found[name].append(one)
+    for connection in (through, *past.values()):
+        connection.close()
+    told: dict[str, Any] = {"tokens": TOKENS, **sizes, "rounds": rounds}
+    for at, what in enumerate(("wall", "cpu")):
+        medians = {name: statistics.median(pair[at] for pair in pairs) for name, pairs in found.items()}
+        for name, median in medians.items():
+            told[f"{name}_{what}_ms"] = round(1000 * median, 2)
+            if name != "gateway":
+                told[f"{what}_over_{name}"] = round(medians["gateway"] / median, 3)
+    return told
 
 
 async def _timed(

@@ -65,7 +65,7 @@ class Cli(ABC):
 
     def environment(self) -> dict[str, str]:
         own = self.place.environment()
-        return {**own, "PATH": f"{self.directory / 'node_modules' / '.bin'}:{own['PATH']}", **self.variables()}
+        return {**own, "PATH": f"{installed('node') / 'bin'}:{own['PATH']}", **self.variables()}
 
     def variables(self) -> dict[str, str]:
         """Environment variables beyond those of every CLI."""

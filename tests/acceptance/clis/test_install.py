@@ -15,9 +15,11 @@ from tests.acceptance.clis.place import REPOSITORY
 SCRIPT = REPOSITORY / "scripts" / "install-clis"
 
 
-def run(cache: Path, *arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    cache: Path, *arguments: str, path: str | None = None, script: Path = SCRIPT
+) -> subprocess.CompletedProcess[str]:
     env = {"HOME": str(cache), "NEMO_GYM_CACHE_DIR": str(cache), "PATH": path or os.environ["PATH"]}
-    return subprocess.run(["/bin/bash", SCRIPT, *arguments], capture_output=True, text=True, env=env)
+    return subprocess.run(["/bin/bash", script, *arguments], capture_output=True, text=True, env=env)
 
 
 def test_check_names_the_clis_that_are_missing_and_installs_none(tmp_path: Path) -> None:
@@ -34,14 +36,16 @@ def test_unknown_name_is_refused_with_the_names_there_are(tmp_path: Path) -> Non
     assert all(name in done.stderr for name in CLIS)
 
 
-def test_install_says_what_to_install_when_there_is_no_npm(tmp_path: Path) -> None:
+def test_install_says_what_it_needs_when_there_is_no_python(tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("bash", "cut", "dirname", "flock", "mkdir", "paste", "rm"):
         (programs / name).symlink_to(str(shutil.which(name)))
-    done = run(tmp_path, "codex", path=str(programs))
+    (tmp_path / "scripts").mkdir()
+    elsewhere = shutil.copy(SCRIPT, tmp_path / "scripts")  # beside no virtual environment
+    done = run(tmp_path, "codex", path=str(programs), script=elsewhere)
     assert done.returncode == 1
-    assert "codex is installed with npm, and there is none; install Node.js" in done.stderr
+    assert "node needs Python 3.11 or newer with the venv module; install python3 and python3-venv" in done.stderr
 
 
 @pytest.mark.parametrize("name", [*CLIS])

@@ -10,14 +10,14 @@ that are right but for a few changes; their bytes, broken; bodies made from the 
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import http.client
 import json
 import random
-import socket
 import sys
 import tempfile
-import time
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -34,15 +34,17 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, too
 
 from nemo_gym.credentials import CONTROL_TOKEN_HEADER
-from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.refusals import dialect_of
+from nemo_gym.gateway.testing import FakeOpenAIEngine
 from tests.bench.report import Bar, argument_parser, print_report
-from tests.faults.gateway import bodies
+from tests.faults.gateway import bodies, raw_http
+from tests.faults.gateway.answers import WrongAnswerError, check
 from tests.faults.gateway.openapi import document
 from tests.faults.gateway.processes import EngineProcess, GatewayProcess, policy_in
 
 TIMEOUT_S = 30.0
 SCRIPT = {"rules": [{"steps": [{"say": "Yes."}]}]}
+BACKENDS = ("token", "text")
 PARTS = ("mutated", "damaged", "schema", "raw")
 INFERENCE = {
     "/v1/chat/completions": bodies.CHAT,
@@ -61,10 +63,6 @@ CONTROL = {
     "/engines/{name}/weight": {"weight": 2.0},
     "/weights": {"version": "v", "engines": ["e0"]},
 }
-
-
-class WrongAnswerError(AssertionError):
-    """An answer that no request should get."""
 
 
 @dataclass
@@ -115,31 +113,6 @@ class Target:
         if "{session_id}" in path and not inference and status == 200:
             self._session = {}
         check(url, status, given, body)
-
-
-def check(path: str, status: int, headers: dict[str, str], body: bytes) -> None:
-    """Raises `WrongAnswerError`."""
-    if status >= 500:
-        raise WrongAnswerError(f"{path}: {status}: {body[:500]!r}")
-    kind = headers.get("content-type", "")
-    if status < 400:
-        if kind.startswith("text/event-stream"):
-            return
-        orjson.loads(body)
-        return
-    try:
-        said = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise WrongAnswerError(f"{path}: {status} without JSON: {body[:300]!r}") from error
-    dialect = dialect_of(path)
-    if dialect is None:
-        whole = kind.startswith("application/problem+json") and {"code", "detail", "status"} <= set(said)
-    elif dialect is Dialect.MESSAGES:
-        whole = said.get("type") == "error" and set(said["error"]) == {"type", "message"}
-    else:
-        whole = set(said) == {"error"} and set(said["error"]) == {"message", "type", "param", "code"}
-    if not whole:
-        raise WrongAnswerError(f"{path}: {status} in no known form: {body[:300]!r}")
 
 
 @dataclass
@@ -271,70 +244,28 @@ def raw(target: Target, findings: Findings, examples: int, seed: int) -> None:
     draw = random.Random(seed)
     token = target.session()["inference_token"]
     for number in range(examples):
-        request = _request(draw, body, token)
+        request = raw_http.request(draw, body, token)
         findings.examples += 1
         try:
-            _bare(target.gateway.port, request)
+            raw_http.send(target.gateway.port, request)
         except WrongAnswerError as error:
             findings.wrong.append(f"raw {number}: {error} — sent {request[:400]!r}")
 
 
-def _request(draw: random.Random, body: bytes, token: str) -> bytes:
-    path = draw.choice(
-        [
-            *("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/messages/count_tokens", "/v1/models/%00"),
-            *("/sessions/%2e%2e/v1/messages", "/sessions//v1/responses", "/sessions/x/token/%ff/v1/messages"),
-            *("/v1/chat/completions?" + "a" * 3000, "/v1/%c3%28", "/v1/../engines", "//v1/messages", "/v1/messages/"),
-            *("/ng-rollout/x/v1/messages", "/ng-rollout/%00/capture/v1/responses", "/sessions/é/v1/messages"),
-        ]
-    ).encode()
-    method = draw.choice(
-        [b"POST", b"POST", b"GET", b"PUT", b"DELETE", b"HEAD", b"OPTIONS", b"PATCH", b"TRACE", b"FOO"]
-    )
-    head = [b"Host: x", b"Authorization: Bearer " + token.encode()]
-    framing = draw.choice(["right", "chunked", "bad chunks", "short", "none", "two lengths", "negative"])
-    sent = body if draw.random() < 0.5 else body[: draw.randrange(len(body))]
-    if framing in ("chunked", "bad chunks"):
-        head.append(b"Transfer-Encoding: chunked")
-        half = len(sent) // 2
-        sent = b"%x\r\n%s\r\n%x;x=y\r\n%s\r\n0\r\n\r\n" % (half, sent[:half], len(sent) - half, sent[half:])
-        if framing == "bad chunks":
-            at = draw.randrange(len(sent))
-            sent = sent[:at] + bytes(draw.randrange(256) for _ in range(4)) + sent[at + draw.randrange(4) :]
-    elif framing == "short":
-        head.append(b"Content-Length: %d" % (len(sent) + 10))
-    elif framing == "two lengths":
-        head += [b"Content-Length: %d" % len(sent), b"Content-Length: 1"]
-    elif framing == "negative":
-        head.append(b"Content-Length: -1")
-    elif framing == "right":
-        head.append(b"Content-Length: %d" % len(sent))
-    if draw.random() < 0.2:
-        head.append(bytes(draw.randrange(256) for _ in range(20)))
-    return b"%s %s HTTP/1.1\r\n%s\r\n\r\n%s" % (method, path, b"\r\n".join(head), sent)
-
-
-def _bare(port: int, request: bytes) -> None:
-    """Send it, say that no more comes, and read what there is."""
-    with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as sock:
-        reply = b""
-        try:
-            sock.sendall(request)
-            began = time.monotonic()
-            sock.settimeout(0.5)
-            while time.monotonic() - began < TIMEOUT_S and (piece := sock.recv(65536)):
-                reply += piece
-        except TimeoutError:
-            pass  # it waits for the rest of the body, or for the next request
-        except OSError:
-            return  # closed on what is no HTTP
-    if reply and int(reply.split(b" ", 2)[1]) >= 500:
-        raise WrongAnswerError(f"{reply[:400]!r}")
-
-
 @contextmanager
-def fuzzed(folder: Path) -> Iterator[Target]:
+def fuzzed(folder: Path, backend: str = "token") -> Iterator[Target]:
+    """A gateway before an engine that takes token ids, or before an endpoint that takes text."""
+    folder.mkdir(exist_ok=True)
     policy = policy_in(folder)
+    if backend == "text":
+        with _text_endpoint() as url:
+            gateway = GatewayProcess(folder, [url], None, wire="openai", max_body_bytes=1 << 20)
+            try:
+                gateway.start()
+                yield Target(gateway)
+            finally:
+                gateway.close()
+        return
     script = folder / "script.json"
     script.write_text(json.dumps(SCRIPT))
     engine = EngineProcess(policy, folder / "engine.jsonl", "--script", str(script), wire="sglang")
@@ -347,11 +278,28 @@ def fuzzed(folder: Path) -> Iterator[Target]:
         engine.stop()
 
 
-def campaign(folder: Path, parts: list[str], examples: int, seed: int) -> tuple[dict[str, Any], list[Bar]]:
+@contextmanager
+def _text_endpoint() -> Iterator[str]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    engine = FakeOpenAIEngine()
+    asyncio.run_coroutine_threadsafe(engine.start(), loop).result(20)
+    try:
+        yield engine.url
+    finally:
+        asyncio.run_coroutine_threadsafe(engine.stop(), loop).result(20)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(20)
+
+
+def campaign(
+    folder: Path, parts: list[str], examples: int, seed: int, backend: str = "token"
+) -> tuple[dict[str, Any], list[Bar]]:
     works = {"mutated": mutated, "damaged": damaged, "schema": schema, "raw": raw}
-    figures: dict[str, Any] = {"seed": seed}
+    figures: dict[str, Any] = {}
     bars: list[Bar] = []
-    with fuzzed(folder) as target:
+    with fuzzed(folder, backend) as target:
         pid, before = target.gateway.pid, target.gateway.memory_mib()
         for part in parts:
             findings = Findings()
@@ -360,7 +308,9 @@ def campaign(folder: Path, parts: list[str], examples: int, seed: int) -> tuple[
             figures[part] = {"requests": findings.examples, "answers": dict(target.statuses)}
             if findings.wrong:
                 figures[part]["wrong"] = findings.wrong
-            bars.append(Bar.at_most(f"{part}: answers that are 5xx, hang, or have no form", len(findings.wrong), 0))
+            bars.append(
+                Bar.at_most(f"{backend}, {part}: answers that are 5xx, hang, or have no form", len(findings.wrong), 0)
+            )
         # A right request is answered still, by the same process.
         target._session = {}
         status, _, _ = target.post(
@@ -369,11 +319,13 @@ def campaign(folder: Path, parts: list[str], examples: int, seed: int) -> tuple[
             {"Authorization": f"Bearer {target.session()['inference_token']}"},
         )
         alive = target.gateway.pid == pid and status == 200
-        bars.append(Bar("afterwards a right request is answered by the same process", status, "", "= 200", alive))
+        bars.append(
+            Bar(f"{backend}, afterwards: a right request is answered by the same process", status, "", "= 200", alive)
+        )
         figures["memory_mib"] = [round(before), round(target.gateway.memory_mib())]
         log = target.gateway.log_path.read_text()
         failed = log.count('"event": "route failed"')
-        bars.append(Bar.at_most("unexpected errors in the gateway's log", failed, 0))
+        bars.append(Bar.at_most(f"{backend}: unexpected errors in the gateway's log", failed, 0))
     return figures, bars
 
 
@@ -382,11 +334,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--examples", type=int, default=400, help="per route")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
     chosen = parser.parse_args(arguments)
     faulthandler.dump_traceback_later(3000, exit=True)  # a campaign that hangs says where
     sys.setrecursionlimit(20_000)  # for bodies that are nested more deeply than Python likes to copy
+    figures: dict[str, Any] = {"seed": chosen.seed}
+    bars: list[Bar] = []
     with tempfile.TemporaryDirectory(prefix="gateway-fuzz-") as folder:
-        figures, bars = campaign(Path(folder), chosen.parts, chosen.examples, chosen.seed)
+        for backend in chosen.backends:
+            found = campaign(Path(folder) / backend, chosen.parts, chosen.examples, chosen.seed, backend)
+            figures[backend], bars = found[0], bars + found[1]
     return print_report(figures, bars, as_json=chosen.json)
 
 

@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[3]
 APP = ROOT / "responses_api_models" / "gateway" / "app.py"
 NAME = "gateway"
 START_TIMEOUT_S = 60.0
+ENDPOINT = {"openai": {"model": "real", "logprobs": True}}
+"""What such engines need beside their URL."""
 
 
 class EngineProcess:
@@ -47,7 +49,9 @@ class GatewayProcess:
     """One gateway instance. Its listening socket outlives it, as it does under the supervisor: callers that connect
     while it is down are answered by its successor."""
 
-    def __init__(self, folder: Path, engines: list[str], policy: Path, *, wire: str = "vllm", **block: Any) -> None:
+    def __init__(
+        self, folder: Path, engines: list[str], policy: Path | None, *, wire: str = "vllm", **block: Any
+    ) -> None:
         self.log_path = folder / "gateway.log"
         self.journal = folder / "journal"
         self.keys = StackKeys.generate()
@@ -61,8 +65,11 @@ class GatewayProcess:
             "entrypoint": "app.py",
             "host": "127.0.0.1",
             "port": self.port,
-            "engines": [{"type": wire, "base_url": url, "name": f"e{number}"} for number, url in enumerate(engines)],
-            "policy": {"path": str(policy), "max_context_tokens": 32_768},
+            "engines": [
+                {"type": wire, "base_url": url, "name": f"e{number}", **ENDPOINT.get(wire, {})}
+                for number, url in enumerate(engines)
+            ],
+            "policy": {"path": str(policy), "max_context_tokens": 32_768} if policy is not None else None,
             "journal_dir": str(self.journal),
             **block,
         }

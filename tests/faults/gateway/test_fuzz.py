@@ -7,11 +7,13 @@ from pathlib import Path
 import orjson
 import pytest
 
-from tests.faults.gateway_fuzz import INFERENCE, PARTS, WrongAnswerError, campaign, check, fuzzed
+from tests.faults.gateway.answers import WrongAnswerError, check
+from tests.faults.gateway_fuzz import BACKENDS, INFERENCE, PARTS, campaign, fuzzed
 
 
-def test_nothing_a_caller_sends_is_answered_with_5xx_or_without_form(tmp_path: Path) -> None:
-    figures, bars = campaign(tmp_path, list(PARTS), examples=20, seed=7)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_a_caller_sends_is_answered_with_5xx_or_without_form(tmp_path: Path, backend: str) -> None:
+    figures, bars = campaign(tmp_path, list(PARTS), examples=20, seed=7, backend=backend)
     assert [bar for bar in bars if not bar.ok] == [], figures
     assert all(figures[part]["requests"] > 50 for part in PARTS)
     assert figures["mutated"]["answers"]["4xx"] > 50 and figures["mutated"]["answers"]["2xx"] > 10

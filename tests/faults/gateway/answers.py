@@ -1,0 +1,37 @@
+"""What every answer of a gateway must look like, whatever was asked."""
+
+from __future__ import annotations
+
+import orjson
+
+from nemo_gym.gateway.dialects import Dialect
+from nemo_gym.gateway.refusals import dialect_of
+
+
+class WrongAnswerError(AssertionError):
+    """An answer that no request should get."""
+
+
+def check(path: str, status: int, headers: dict[str, str], body: bytes) -> None:
+    """Raises `WrongAnswerError`."""
+    if status >= 500:
+        raise WrongAnswerError(f"{path}: {status}: {body[:500]!r}")
+    kind = headers.get("content-type", "")
+    if status < 400:
+        if kind.startswith("text/event-stream"):
+            return
+        orjson.loads(body)
+        return
+    try:
+        said = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise WrongAnswerError(f"{path}: {status} without JSON: {body[:300]!r}") from error
+    dialect = dialect_of(path)
+    if dialect is None:
+        whole = kind.startswith("application/problem+json") and {"code", "detail", "status"} <= set(said)
+    elif dialect is Dialect.MESSAGES:
+        whole = said.get("type") == "error" and set(said["error"]) == {"type", "message"}
+    else:
+        whole = set(said) == {"error"} and set(said["error"]) == {"message", "type", "param", "code"}
+    if not whole:
+        raise WrongAnswerError(f"{path}: {status} in no known form: {body[:300]!r}")

@@ -3,14 +3,15 @@
 What a plugin can do is declared, in its block or as a class attribute of its server:
 
 - an environment: ``topologies``, the first being its default; ``requires``, sandbox capabilities its tasks need;
-- an agent: ``topologies`` it can be bound in;
-- both: ``sandbox_provider``, the block that says which sandbox they use.
+- an agent: ``topologies`` it can be bound in; ``box_topologies``, those in which it makes a box of its own;
+- both: ``sandbox_provider``, the block that says which sandbox they use; ``tool_access``, how a harness outside of the
+  world reaches it in topology B: ``mcp``, ``http`` (NeMo Gym's tool routes) or ``exec`` (commands in the world's box).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_gym.configuration.compose import Composition
@@ -36,6 +37,10 @@ class Side:
     sandbox: str | None = None
     """The name of its sandbox block."""
     requires: tuple[str, ...] = ()
+    box_topologies: tuple[Topology, ...] = WORLD_TOPOLOGIES
+    """Of an agent: where it makes a box."""
+    tool_access: tuple[str, ...] | None = None
+    """How the world is reached from outside of it; ``None`` where nothing is declared (then anything goes)."""
 
 
 def check_composition(
@@ -49,6 +54,11 @@ def check_composition(
     offered = environment.topologies
     served = agent.topologies
     working = _common(offered, served)
+    unreachable = _out_of_reach(agent, environment)
+    if unreachable and working is not None and Topology.ENV_SANDBOXED in working:
+        working = tuple(choice for choice in working if choice is not Topology.ENV_SANDBOXED)
+        if topology is Topology.ENV_SANDBOXED or not working:
+            raise ConfigError(f"{unreachable}; {_alternatives(working, 'topology')}", key="topology")
     if topology is not None:
         if offered is not None and topology not in offered:
             raise ConfigError(
@@ -68,13 +78,28 @@ def check_composition(
             key="agent",
         )
     selected = topology or (working[0] if working else None)
-    if selected in WORLD_TOPOLOGIES and sandbox is None:
+    if selected in agent.box_topologies and sandbox is None:
+        others = [choice for choice in working or () if choice not in agent.box_topologies]
+        choose = f", or choose another of {_listed(others)} with topology=" if others else ""
         raise ConfigError(
-            f"topology '{selected}' needs a sandbox: add sandbox=local or sandbox=docker, or choose another of"
-            f" {_listed(working)} with topology=",
+            f"agent '{agent.instance}' in topology '{selected}' needs a sandbox: add sandbox=local or"
+            f" sandbox=docker{choose}",
             key="sandbox",
         )
     return selected
+
+
+def _out_of_reach(agent: Side, environment: Side) -> str | None:
+    """Why the agent could not act on the environment's world from outside of it; ``None`` when it could."""
+    if agent.tool_access is None or environment.tool_access is None:
+        return None
+    if set(agent.tool_access) & set(environment.tool_access):
+        return None
+    return (
+        f"in topology '{Topology.ENV_SANDBOXED}', environment '{environment.instance}' is reached by"
+        f" {' or '.join(environment.tool_access) or 'nothing'}, and agent '{agent.instance}' can only use"
+        f" {' or '.join(agent.tool_access) or 'nothing'}"
+    )
 
 
 def _common(offered: Sequence[Topology] | None, served: Sequence[Topology] | None) -> tuple[Topology, ...] | None:
@@ -97,24 +122,36 @@ def _listed(topologies: Iterable[Topology] | None) -> str:
 
 def side_of(server: ServerBlock, roots: Sequence[Path]) -> Side:
     """What a server's block and source declare."""
-    declared = server.values.get("topologies")
-    if declared is None:
-        declared = class_constant(server, "topologies", roots)
-    topologies: tuple[Topology, ...] | None = None
-    if declared is not None:
-        words = [declared] if isinstance(declared, str) else list(declared)
-        try:
-            topologies = tuple(Topology.parse(str(word)) for word in words)
-        except ConfigError as error:
-            raise ConfigError(f"{server.where}.topologies: {error.message}", key="topologies") from error
     provider = server.values.get("sandbox_provider")
     requires = server.values.get("requires") or ()
-    return Side(
+    boxes = _topologies(server, "box_topologies", roots)
+    access = _declared(server, "tool_access", roots)
+    side = Side(
         server.instance,
-        topologies=topologies,
+        topologies=_topologies(server, "topologies", roots),
         sandbox=provider if isinstance(provider, str) else None,
         requires=tuple(str(word) for word in requires),
+        tool_access=None if access is None else tuple(access),
     )
+    return side if boxes is None else replace(side, box_topologies=boxes)
+
+
+def _declared(server: ServerBlock, name: str, roots: Sequence[Path]) -> list[str] | None:
+    """The words a server's block declares, else its class."""
+    declared = server.values.get(name)
+    if declared is None:
+        return class_constant(server, name, roots)
+    return [declared] if isinstance(declared, str) else [str(word) for word in declared]
+
+
+def _topologies(server: ServerBlock, name: str, roots: Sequence[Path]) -> tuple[Topology, ...] | None:
+    words = _declared(server, name, roots)
+    if words is None:
+        return None
+    try:
+        return tuple(Topology.parse(word) for word in words)
+    except ConfigError as error:
+        raise ConfigError(f"{server.where}.{name}: {error.message}", key=name) from error
 
 
 def sandbox_provider(composition: Composition, server: ServerBlock) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nemo_gym.configuration.compatibility import WORLD_TOPOLOGIES, sandbox_provider, side_of
+from nemo_gym.configuration.compatibility import sandbox_provider, side_of
 from nemo_gym.configuration.compose import Composition
 from nemo_gym.configuration.keys import AGENT_TYPE, MODEL_TYPE
 from nemo_gym.configuration.servers import ServerBlock, references
@@ -21,7 +21,7 @@ def check_sandbox(composition: Composition, topology: Topology | None) -> None:
         name = sandbox_provider(composition, server)
         if name is None:
             continue
-        if server.server_type == AGENT_TYPE and topology not in WORLD_TOPOLOGIES:
+        if server.server_type == AGENT_TYPE and topology not in side_of(server, composition.roots).box_topologies:
             continue  # it makes no box of its own
         wanted = list(dict.fromkeys(_wanted(composition, server, topology)))
         lacking = _lacking(composition, server, name, wanted)

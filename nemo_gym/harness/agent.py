@@ -65,7 +65,12 @@ class CliAgent(SimpleResponsesAPIAgent):
         Topology.NONE,
         Topology.WHOLE_INTERACTION,
     )
-    box_topologies: ClassVar[tuple[str, ...]] = ("agent_in_env", "env_sandboxed", "none", "whole_interaction")
+    box_topologies: ClassVar[tuple[Topology, ...]] = (
+        Topology.AGENT_IN_ENV,
+        Topology.ENV_SANDBOXED,
+        Topology.NONE,
+        Topology.WHOLE_INTERACTION,
+    )
     """Topologies in which this agent makes a box: all, because a program that runs commands never runs on the host."""
     tool_access: ClassVar[tuple[str, ...]] = ("mcp",)
     """How its harness reaches a world that it is not in."""

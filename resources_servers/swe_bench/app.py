@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import PrivateAttr
 
 from nemo_gym.base_resources_server import ReverifyMode, SimpleResourcesServer
 from nemo_gym.sandbox.base import SandboxProvider, SandboxRole
 from nemo_gym.sandbox.labels import box_labels
-from nemo_gym.session import Artifact, RolloutIdentity, SessionDescriptor
+from nemo_gym.session import Artifact, RolloutIdentity, SessionDescriptor, Topology
 from nemo_gym.topology.provider import SandboxOwner
 from nemo_gym.verdict import Verdict
 from resources_servers.swe_bench.config import SweBenchConfig
@@ -29,6 +29,12 @@ class SweBenchServer(SimpleResourcesServer):
 
     config: SweBenchConfig
     REVERIFY_MODE = ReverifyMode.STATELESS
+    topologies: ClassVar[tuple[Topology, ...]] = (
+        Topology.AGENT_IN_ENV,
+        Topology.ENV_SANDBOXED,
+        Topology.WHOLE_INTERACTION,
+    )
+    tool_access: ClassVar[tuple[str, ...]] = ("exec",)
 
     _owner: SandboxOwner | None = PrivateAttr(default=None)
     _slots: asyncio.Semaphore | None = PrivateAttr(default=None)

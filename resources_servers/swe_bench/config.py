@@ -39,7 +39,7 @@ class SweBenchConfig(BaseResourcesServerConfig):
     sandbox_provider: str | dict[str, Any]
     """A sandbox block's name, or ``{provider: settings}``; holds the prepared images."""
     topology: Topology = Topology.AGENT_IN_ENV
-    """Default of the descriptors; ``env_sandboxed`` is the other one served."""
+    """Default of the descriptors; ``env_sandboxed`` and ``whole_interaction`` are served too."""
     prompt_template: str = DEFAULT_PROMPT
     """With ``{problem_statement}``, ``{repo}`` and ``{workdir}``; used where a row brings no prompt of its own."""
     work_resources: BoxResources = BoxResources()

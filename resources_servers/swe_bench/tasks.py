@@ -25,7 +25,7 @@ from resources_servers.swe_bench.images import TESTBED, PreparedImage
 from resources_servers.swe_bench.row import SweBenchRow
 
 PATCH_ARTIFACT = "patch"
-SUPPORTED_TOPOLOGIES = (Topology.AGENT_IN_ENV, Topology.ENV_SANDBOXED)
+SUPPORTED_TOPOLOGIES = (Topology.AGENT_IN_ENV, Topology.ENV_SANDBOXED, Topology.WHOLE_INTERACTION)
 
 
 def dataset_row(row: Mapping[str, Any]) -> Mapping[str, Any]:

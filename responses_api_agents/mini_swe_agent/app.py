@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 from pydantic import Field, PrivateAttr
@@ -49,6 +49,7 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
 
     config: MiniSWEAgentConfig
     topologies = (Topology.AGENT_IN_ENV, Topology.ENV_SANDBOXED)
+    tool_access: ClassVar[tuple[str, ...]] = ("exec",)
 
     _executor: ThreadPoolExecutor | None = PrivateAttr(default=None)
     _http: aiohttp.ClientSession | None = PrivateAttr(default=None)

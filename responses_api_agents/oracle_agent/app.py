@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import tarfile
 from collections.abc import AsyncIterator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import PrivateAttr
 
@@ -39,6 +39,7 @@ class OracleAgent(SimpleResponsesAPIAgent):
 
     config: OracleAgentConfig
     topologies = (Topology.AGENT_IN_ENV, Topology.ENV_SANDBOXED, Topology.NONE)
+    tool_access: ClassVar[tuple[str, ...]] = ("exec",)
 
     _owner: SandboxOwner | None = PrivateAttr(default=None)
 

@@ -17,6 +17,7 @@ from .conftest import write
 
 NONE, OUTSIDE, INSIDE, WHOLE = Topology
 ANY = Side("any")
+CLI = Side("cli", tuple(Topology), box_topologies=tuple(Topology), tool_access=("mcp",))
 
 
 def test_default_is_the_environments_first_that_the_agent_serves() -> None:
@@ -35,6 +36,12 @@ def test_default_is_the_environments_first_that_the_agent_serves() -> None:
         (Side("a", (NONE,)), Side("env", (INSIDE,)), None, "local", "no topology in common"),
         (Side("a", (NONE,)), Side("env", (INSIDE,)), INSIDE, "local", "choose another agent or environment"),
         (ANY, Side("env", (INSIDE,)), None, None, "needs a sandbox: add sandbox=local or sandbox=docker"),
+        (CLI, Side("env", (NONE, OUTSIDE)), None, None, "'cli' in topology 'none' needs a sandbox: .*docker$"),
+        (CLI, Side("env", (INSIDE, OUTSIDE), tool_access=("exec",)), OUTSIDE, "local",
+         "'env' is reached by exec, and agent 'cli' can only use mcp; use topology=agent_in_env"),
+        (Side("a", (OUTSIDE,), tool_access=("exec",)),
+         Side("env", (OUTSIDE,), tool_access=("mcp", "http")), None, None,
+         "'env' is reached by mcp or http, and agent 'a' can only use exec; no topology works for this pair"),
     ],
 )  # fmt: skip
 def test_pair_that_cannot_work_is_refused_with_what_would(
@@ -42,6 +49,14 @@ def test_pair_that_cannot_work_is_refused_with_what_would(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_composition(agent, environment, sandbox=sandbox, topology=topology)
+
+
+def test_topology_in_which_the_world_is_out_of_reach_is_not_chosen() -> None:
+    environment = Side("env", (OUTSIDE, INSIDE), tool_access=("exec",))
+    assert check_composition(CLI, environment, sandbox="local") is INSIDE
+    assert (
+        check_composition(Side("a", (INSIDE, OUTSIDE), tool_access=("exec",)), environment, sandbox="local") is OUTSIDE
+    )
 
 
 def composition(root: Path, *words: str) -> Topology | None:

@@ -17,11 +17,13 @@ async def added(pairs: list[tuple[Door, Door]], conversations: int) -> dict[str,
     doors = [*dict.fromkeys(door for pair in pairs for door in pair)]
     spent: dict[Door, list[float]] = {door: [] for door in doors}
     cpu: dict[Door, float] = {}
+    waited: dict[Door, float] = {}
     connections = {door: Connection(door.url) for door in doors}
     for number in range(conversations + 1):
         if number == 1:  # the first warms
             spent = {door: [] for door in doors}
             cpu = {door: door.server.cpu_s() for door in doors if door.server is not None}
+            waited = {door: door.server.waited_s() for door in cpu if door.server is not None}
         talks = {door: await door.open(connections[door], number) for door in doors}
         for _ in range(TURNS):
             for door, talk in talks.items():
@@ -43,8 +45,10 @@ async def added(pairs: list[tuple[Door, Door]], conversations: int) -> dict[str,
             "calls": len(spent[door]),
         }
         if door.server is not None:
-            used = door.server.cpu_s() - cpu[door]
-            found[door.name]["cpu_ms_per_call_with_sessions"] = round(1000 * used / len(spent[door]), 3)
+            used, lacked = door.server.cpu_s() - cpu[door], door.server.waited_s() - waited[door]
+            # Those of opening and closing the conversations among them.
+            found[door.name]["cpu_ms_per_call"] = round(1000 * used / len(spent[door]), 3)
+            found[door.name]["waited_for_a_core_ms_per_call"] = round(1000 * lacked / len(spent[door]), 3)
     return found
 
 

@@ -28,6 +28,11 @@ class Running:
         # The kernel's clock of another process: (~pid << 3) | CPUCLOCK_SCHED; see clock_getcpuclockid(3).
         return time.clock_gettime((~self.pid << 3) | 2)
 
+    def waited_s(self) -> float:
+        """Seconds so far in which its threads could have run and had no core: what others on this machine cost it."""
+        tasks = Path(f"/proc/{self.pid}/task").iterdir()
+        return sum(int((task / "schedstat").read_text().split()[1]) for task in tasks) / 1e9
+
 
 @contextlib.contextmanager
 def on_socket(script: str, *arguments: str) -> Iterator[Running]:

@@ -2,7 +2,8 @@
 
 What a plugin can do is declared, in its block or as a class attribute of its server:
 
-- an environment: ``topologies``, the first being its default; ``requires``, sandbox capabilities its tasks need;
+- an environment: ``topologies``, the first being its default unless its block's ``topology`` names another;
+  ``requires``, sandbox capabilities its tasks need;
 - an agent: ``topologies`` it can be bound in; ``box_topologies``, those in which it makes a box of its own;
 - both: ``sandbox_provider``, the block that says which sandbox they use; ``tool_access``, how a harness outside of the
   world reaches it in topology B: ``mcp``, ``http`` (NeMo Gym's tool routes) or ``exec`` (commands in the world's box).
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_gym.configuration.compose import Composition
-from nemo_gym.configuration.keys import AGENT_TYPE
+from nemo_gym.configuration.keys import AGENT_TYPE, COMPOSITION, TOPOLOGY
 from nemo_gym.configuration.plugin_keys import class_constant
 from nemo_gym.configuration.servers import ServerBlock, references
 from nemo_gym.configuration.suggest import nearest
@@ -126,9 +127,13 @@ def side_of(server: ServerBlock, roots: Sequence[Path]) -> Side:
     requires = server.values.get("requires") or ()
     boxes = _topologies(server, "box_topologies", roots)
     access = _declared(server, "tool_access", roots)
+    topologies = _topologies(server, "topologies", roots)
+    default = server.values.get(TOPOLOGY)
+    if topologies is not None and isinstance(default, str):
+        topologies = tuple(sorted(topologies, key=lambda choice: choice != default))
     side = Side(
         server.instance,
-        topologies=_topologies(server, "topologies", roots),
+        topologies=topologies,
         sandbox=provider if isinstance(provider, str) else None,
         requires=tuple(str(word) for word in requires),
         tool_access=None if access is None else tuple(access),
@@ -185,7 +190,11 @@ def sandbox_provider(composition: Composition, server: ServerBlock) -> str | Non
 
 
 def check(composition: Composition) -> Topology | None:
-    """Check every agent of the composition with the environment it refers to. Returns the chosen agent's topology."""
+    """Check every agent of the composition with the environment it refers to.
+
+    Returns the chosen agent's topology; where the environment declares what it supports, the composition's values name
+    it too, so that every attempt is placed in it.
+    """
     wanted = composition.chosen.get("topology")
     topology = Topology(wanted) if wanted else None
     selected: Topology | None = None
@@ -197,12 +206,15 @@ def check(composition: Composition) -> Topology | None:
             environment = composition.servers[reference.name]
             if reference.path != ("resources_server",):
                 continue
+            offered = side_of(environment, composition.roots)
             result = check_composition(
                 side_of(server, composition.roots),
-                side_of(environment, composition.roots),
+                offered,
                 sandbox=provider or sandbox_provider(composition, environment),
                 topology=topology if server.instance == composition.chosen.get("agent", server.instance) else None,
             )
             if server.instance == composition.chosen.get("agent"):
                 selected = result
+                if result is not None and offered.topologies is not None:
+                    composition.values[COMPOSITION][TOPOLOGY] = str(result)
     return selected

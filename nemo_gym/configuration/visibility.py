@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym.configuration.compose import Composition
+from nemo_gym.configuration.keys import COMPOSITION
 from nemo_gym.configuration.layers import leaves
 from nemo_gym.configuration.resolve import interpolated_keys
 from nemo_gym.configuration.secrets import is_secret_name
@@ -62,8 +63,8 @@ def server_view(composition: Composition, instance: str, addresses: Mapping[str,
 
 
 def pipeline_view(composition: Composition, addresses: Mapping[str, Address]) -> dict[str, Any]:
-    """The servers' blocks with their addresses and without any secret: what a caller of them needs."""
-    view: dict[str, Any] = {}
+    """The servers' blocks with their addresses and without any secret, and what was chosen: what a caller needs."""
+    view: dict[str, Any] = {COMPOSITION: dict(composition.values.get(COMPOSITION) or {})}
     for name, server in composition.servers.items():
         address = addresses[name]
         block = {**_without_secrets(server.values), "host": address.host, "port": address.port, "url": address.url}

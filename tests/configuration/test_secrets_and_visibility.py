@@ -100,7 +100,7 @@ def test_server_sees_the_addresses_of_those_it_calls_and_no_other(composition: C
 
 def test_pipeline_sees_every_server_and_no_secret(composition: Composition) -> None:
     view = pipeline_view(composition, ADDRESSES)
-    assert set(view) == set(composition.servers)
+    assert set(view) == {*composition.servers, "composition"}
     assert "secret" not in json.dumps(view)
 
 

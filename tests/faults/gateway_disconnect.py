@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import json
+import re
 import sys
 import tempfile
 import time
@@ -36,7 +37,13 @@ from tests.faults.gateway.harness import PATHS, Conversation, Received
 from tests.faults.gateway.processes import EngineProcess, GatewayProcess, policy_in
 from tests.faults.gateway.wire import Call, Leave
 
+PARTS = ("every_byte", "while_sampling", "streams_with_pings")
 WORKERS = 8
+_TAG = re.compile(r"session-\d+")
+_ANSWER_EVENT = re.compile(
+    rb'"(?:content|reasoning_content)":"[^"]|"type":"(?:response.output_item.added|content_block_start)"'
+)
+"""What no stream holds before its answer is there."""
 MAX_TOKENS = 64
 ANSWER = {"rules": [{"steps": [{"think": "Brief.", "say": "Twenty-two — вот и всё. 三"}]}]}
 """Always the same, so that every stream of a dialect is equally long; the model's own tokens and logprobs all the
@@ -70,9 +77,8 @@ class Setting:
         """The engine's calls by session tag."""
         found: dict[str, list[EngineCall]] = {}
         for call in read_log(self.engine.log):
-            prompt = self.policy.decode(call.prompt_ids.tolist())
-            at = prompt.rfind("session-")
-            found.setdefault(prompt[at : at + 12], []).append(call)
+            tags = _TAG.findall(self.policy.decode(call.prompt_ids.tolist()))
+            found.setdefault(tags[-1], []).append(call)
         return found
 
 
@@ -254,13 +260,13 @@ async def while_sampling(folder: Path, dialects: Sequence[Dialect], rounds: int)
 async def while_streaming(folder: Path, dialects: Sequence[Dialect], stride: int) -> tuple[dict[str, Any], list[Bar]]:
     """Cuts at every byte of a stream that began with pings: whatever was known at that moment, one turn is kept."""
     outcome = Outcome()
-    sampled_twice = 0
+    sampled_twice = after_its_beginning = 0
     options = ("--first-token-delay", "0.1")
     block = {"first_event_grace_s": 0.02, "ping_interval_s": 0.02}
     async with setting(folder, *options, **block) as there:
 
         async def one(dialect: Dialect, at: int) -> None:
-            nonlocal sampled_twice
+            nonlocal sampled_twice, after_its_beginning
             client = await there.session(dialect)
             conversation = Conversation(dialect)
             conversation.user(f"{client.tag} says something")
@@ -277,13 +283,19 @@ async def while_streaming(folder: Path, dialects: Sequence[Dialect], stride: int
                 outcome.inconsistent.append(f"{where}: answered {status}: {data[-200:]!r}")
                 return
             summary = await client.finalize()
-            kept = [row["response_ids"] for row in summary["trajectories"]]
+            kept = [turn["details"]["call_id"] for row in summary["trajectories"] for turn in row["turns"]]
+            # An engine writes the end of a call into its log when its last byte has left.
+            await _until(lambda: all(call.outcome != "killed" for call in there.calls()[client.tag]))
             calls = there.calls()[client.tag]
-            answered = [call.token_ids.tolist() for call in calls if call.outcome == "answered"]
+            answered = [str(call.request_id)[:32] for call in calls if call.outcome == "answered"]
             sampled_twice += len(calls) > 1
-            if kept != answered or len(kept) != 1:
-                outcomes = [call.outcome for call in calls]
-                outcome.inconsistent.append(f"{where}: {len(kept)} trajectories, engine: {outcomes}")
+            begun = _ANSWER_EVENT.search(call.read) is not None
+            after_its_beginning += begun
+            outcomes = [call.outcome for call in calls]
+            if len(kept) != 1 or kept[0] not in answered:
+                outcome.inconsistent.append(f"{where}: {len(kept)} turns, engine: {outcomes}")
+            elif len(calls) > 1 and begun:
+                outcome.resampled.append(f"{where}: engine: {outcomes}")
             else:
                 outcome.same += 1
 
@@ -300,11 +312,17 @@ async def while_streaming(folder: Path, dialects: Sequence[Dialect], stride: int
     figures: dict[str, Any] = {
         "cuts": outcome.cuts,
         "one_turn": outcome.same,
+        "left_after_the_answer_had_begun": after_its_beginning,
         "left_before_the_answer_and_sampled_anew": sampled_twice,
     }
     if outcome.inconsistent:
         figures["inconsistent"] = outcome.inconsistent[:5]
-    return figures, [Bar.at_most("streams with pings: inconsistent sessions", len(outcome.inconsistent), 0)]
+    if outcome.resampled:
+        figures["resampled"] = outcome.resampled[:5]
+    return figures, [
+        Bar.at_most("streams with pings: inconsistent sessions", len(outcome.inconsistent), 0),
+        Bar.at_most("streams with pings: sampled again after the answer had begun", len(outcome.resampled), 0),
+    ]
 
 
 async def _together(works: Sequence[Callable[[], Awaitable[Any]]]) -> None:
@@ -329,18 +347,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--stride", type=int, default=1, help="cut at every n-th byte")
     parser.add_argument("--rounds", type=int, default=72, help="callers that leave while their answer is sampled")
     parser.add_argument("--dialects", nargs="+", type=Dialect, default=[*Dialect], choices=[*Dialect])
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     chosen = parser.parse_args(arguments)
     faulthandler.dump_traceback_later(3000, exit=True)  # a campaign that hangs says where
     figures: dict[str, Any] = {}
     bars: list[Bar] = []
     with tempfile.TemporaryDirectory(prefix="gateway-disconnect-") as name:
         folder = Path(name)
-        for part, work in (
-            ("every_byte", every_byte(folder / "a", chosen.dialects, chosen.stride)),
-            ("while_sampling", while_sampling(folder / "b", chosen.dialects, chosen.rounds)),
-            ("streams_with_pings", while_streaming(folder / "c", chosen.dialects, chosen.stride * 4)),
-        ):
-            figures[part], met = asyncio.run(work)
+        works = {
+            "every_byte": lambda: every_byte(folder / "a", chosen.dialects, chosen.stride),
+            "while_sampling": lambda: while_sampling(folder / "b", chosen.dialects, chosen.rounds),
+            "streams_with_pings": lambda: while_streaming(folder / "c", chosen.dialects, chosen.stride * 4),
+        }
+        for part in chosen.parts:
+            figures[part], met = asyncio.run(works[part]())
             bars += met
     return print_report(figures, bars, as_json=chosen.json)
 

@@ -24,3 +24,4 @@ async def test_stream_cut_between_pings_keeps_one_turn(tmp_path: Path) -> None:
     figures, bars = await while_streaming(tmp_path / "c", [*Dialect], stride=301)
     assert [bar for bar in bars if not bar.ok] == [], figures
     assert figures["one_turn"] == figures["cuts"] > 10
+    assert figures["left_after_the_answer_had_begun"] > 3

@@ -102,12 +102,14 @@ class PlainDoor:
 class PromptTalk:
     """The engine's own calls: the prompts that a gateway would send."""
 
-    def __init__(self, connection: Connection, prompts: list[bytes]) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, chat: Chat, prompts: list[bytes]) -> None:
+        self._connection, self._chat = connection, chat
         self._prompts = iter(prompts)
 
     async def turn(self) -> None:
-        (await self._connection.post("/v1/completions", next(self._prompts))).json()
+        self._chat.body()  # what a caller does for itself is in the time of every door
+        reply = (await self._connection.post("/v1/completions", next(self._prompts))).json()
+        self._chat.add({"content": reply["choices"][0]["text"]})
 
     async def close(self) -> None:
         return None
@@ -121,7 +123,7 @@ class PromptDoor:
         self._load = load
 
     async def open(self, connection: Connection, number: int, **asked: Any) -> PromptTalk:
-        return PromptTalk(connection, self._load.prompts)
+        return PromptTalk(connection, Chat(number, **asked), self._load.prompts)
 
 
 class GatewayDoor:

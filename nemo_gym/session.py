@@ -386,7 +386,7 @@ class Artifact(_Contract):
 
 class AgentOutcome(StrEnum):
     """How the harness ended. Only ``crashed``, ``model_unreachable`` and ``sandbox_lost`` may be retried as
-    infrastructure; the others are what this policy did, and are graded."""
+    infrastructure, and those not where the policy could cause them; the others are what it did, and are graded."""
 
     COMPLETED = "completed"
     MAX_TURNS = "max_turns"
@@ -421,6 +421,9 @@ class ActResponse(BaseModel):
     outcome: AgentOutcome = AgentOutcome.COMPLETED
     outcome_detail: str | None = None
     """One sentence about an outcome other than ``completed``."""
+    within_reach: bool = False
+    """Whether what the policy did could have brought this outcome about (a harness in the box, which died after the
+    model had answered): the work is graded as it is, and no second try is to be had this way."""
     artifacts: list[Artifact] = Field(default_factory=list)
     observations: dict[str, Any] = Field(default_factory=dict)
     """Turns, tool calls, usage, timings: for people and metrics, never for rewards."""

@@ -17,7 +17,7 @@ from nemo_gym.harness.event_log import BoundedLog
 from nemo_gym.harness.events import EventReader, LineSplitter
 from nemo_gym.harness.home import home_candidates, setup_script
 from nemo_gym.harness.transcript import InvocationStatus
-from nemo_gym.harness.verdict import judge
+from nemo_gym.harness.verdict import judge, within_reach
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest
 from nemo_gym.session import MODEL_DOOR, AgentOutcome, HarvestItem
 from nemo_gym.topology.world import HarnessRun, World
@@ -64,6 +64,7 @@ async def run_in_box(
         end = await _run(world, context, command, timeout_s, reader, output, errors)
         ended = _ended(world, end, errors, reader, settings.mcp_servers)
         run.outcome, run.detail = judge(harness, ended)
+        run.within_reach = within_reach(run.outcome, ended)
     except asyncio.CancelledError:
         run.detail = "the attempt was stopped"
         raise

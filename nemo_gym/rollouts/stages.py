@@ -223,7 +223,7 @@ class RunStage(HttpStage):
             failure = failures.of_outcome(AgentOutcome(outcome), act.get("outcome_detail"))
         except ValueError:
             failure = StageFailure(StageName.RUN, FailureKind.AGENT_CRASHED, f"unknown outcome {outcome!r}")
-        if failure is not None:
+        if failure is not None and act.get("within_reach") is not True:
             raise StageError(failure)
         attempt.act = act
         return stored_run(attempt, reply.body)

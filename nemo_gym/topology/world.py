@@ -58,6 +58,8 @@ class HarnessRun:
     """An OpenAI Responses object."""
     outcome: AgentOutcome = AgentOutcome.COMPLETED
     detail: str | None = None
+    within_reach: bool = False
+    """See `ActResponse.within_reach`."""
     observations: dict[str, Any] = field(default_factory=dict)
 
 
@@ -147,6 +149,7 @@ async def act_in_world(
         response=run.response or empty_response(),
         outcome=run.outcome,
         outcome_detail=run.detail,
+        within_reach=run.within_reach,
         artifacts=artifacts,
         observations=run.observations,
     )

@@ -62,6 +62,7 @@ async def test_agent_killed_from_within_is_crashed_and_its_work_kept(stack: Stac
     answer = await act(stack, "kill the agent", WORLD)
     assert answer.outcome is AgentOutcome.CRASHED
     assert "signal 9" in (answer.outcome_detail or "")
+    assert answer.within_reach
     assert "+kept" in patch(answer)
 
 
@@ -84,6 +85,7 @@ async def test_model_that_keeps_failing_is_unreachable(stack: Stack, words: str,
     assert answer.outcome is AgentOutcome.MODEL_UNREACHABLE, answer.outcome_detail
     assert status in (answer.outcome_detail or "")
     assert answer.observations["turns"] == 1
+    assert not answer.within_reach
 
 
 async def test_one_failure_of_the_model_is_no_outcome(stack: Stack) -> None:

@@ -19,6 +19,14 @@ from tests.harness.stage import IMAGE, SCRIPT, commit_image, weather_server
 from tests.topology.cells import APP, CONFIG, ENTANGLED
 
 DEADLINE_S = 180.0
+RUN = (
+    "environment=greeting",
+    "sandbox=mine",
+    "model=scripted",
+    "script=script.json",
+    f"greeting.resources_servers.greeting.image={IMAGE}",
+    "input=in.jsonl",
+)
 
 
 @pytest.fixture
@@ -71,15 +79,10 @@ async def test_same_agent_works_in_every_topology_with_only_the_topology_changed
             (place / "in.jsonl").write_text(json.dumps(row) + "\n")
             status, shown = await ng_run(
                 place,
-                "environment=greeting",
-                "sandbox=mine",
-                "model=scripted",
-                "script=script.json",
+                *RUN,
                 f"topology={topology}",
                 f"greeting.resources_servers.greeting.mcp_url={url}",
-                f"greeting.resources_servers.greeting.image={IMAGE}",
                 "+tiny_agent.responses_api_agents.tiny_agent.scratch={workdir: /tmp}",
-                "input=in.jsonl",
                 f"output={topology}.jsonl",
                 f"run_dir=run-{topology}",
             )
@@ -87,6 +90,18 @@ async def test_same_agent_works_in_every_topology_with_only_the_topology_changed
             (result,) = rows(place / f"{topology}.jsonl")
             got = (result["topology"], result["reward"], result["ng_agent_observations"]["harness"])
             assert got == (topology, 1.0, "tiny"), shown
+
+
+async def test_agent_that_its_policy_kills_is_graded_and_not_tried_again(place: Path) -> None:
+    row = {"id": "k", "responses_create_params": {"input": "kill the agent"}, "expected": "hello world"}
+    (place / "in.jsonl").write_text(json.dumps(row) + "\n")
+    async for url in weather_server([]):
+        mcp = f"greeting.resources_servers.greeting.mcp_url={url}"
+        status, shown = await ng_run(place, *RUN, mcp, "topology=C", "output=out.jsonl", "run_dir=run")
+        assert status == 0, shown
+    (result,) = rows(place / "out.jsonl")
+    assert (result["outcome"], result["reward"], result["valid"]) == ("crashed", 0.0, True), shown
+    assert result["_ng_attempt_index"] == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,133 @@
+"""A harness's directory, its files, its output and its transcript, whatever comes."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_gym.errors import AgentError
+from nemo_gym.harness.event_log import BoundedLog
+from nemo_gym.harness.events import MAX_LINE_BYTES, JsonEventReader, LineSplitter, TextReader
+from nemo_gym.harness.home import CANDIDATES, home_candidates, setup_script
+from nemo_gym.harness.transcript import MAX_OUTPUT_CHARS, Transcript
+from nemo_gym.session import FilesHarvest, GitDiffHarvest
+
+
+class Names(JsonEventReader):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def event(self, event: dict[str, Any]) -> None:
+        self.names.append(event["name"])
+
+
+def test_home_is_outside_of_the_work_directory_and_of_what_is_harvested() -> None:
+    assert next(home_candidates("/repo", ())) == CANDIDATES[0]
+    assert next(home_candidates("/var/tmp", ())) == CANDIDATES[1]
+    assert next(home_candidates("/", ())) == CANDIDATES[0]
+    harvest = (GitDiffHarvest(path="/var"), FilesHarvest(paths=("/tmp",)))
+    assert next(home_candidates("/", harvest)) == CANDIDATES[2]
+    with pytest.raises(AgentError, match="no place in the box"):
+        next(home_candidates("/", (GitDiffHarvest(path="/"),)))
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+def test_setup_writes_every_byte_for_the_user_alone(tmp_path: Path, shell: str) -> None:
+    home = tmp_path / "a dir's" / "home"
+    files = {
+        f"{home}/a/text.json": b"it's %s \\n $HOME `id`\n\n",
+        f"{home}/every": bytes(range(256)),
+        f"{home}/empty": b"",
+        f"{tmp_path}/el sewhere/x": "ü".encode(),
+    }
+    done = subprocess.run([shell, "-s"], input=setup_script(str(home), files), capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {path: Path(path).read_bytes() for path in files} == files
+    assert (home / "tmp").is_dir()
+    assert home.stat().st_mode & 0o777 == 0o700
+    assert (home / "every").stat().st_mode & 0o777 == 0o600
+    again = subprocess.run([shell, "-s"], input=setup_script(str(home), {}), capture_output=True, check=False)
+    assert again.returncode != 0, "a directory that is there already is not fresh"
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_lines_are_read_whole_however_they_arrive(size: int) -> None:
+    data = b'{"name": "a"}\nnoise\n\n{"name": 1, "odd": "\xff"}\n[1]\n{"other": 1}\n{"name": "last"}'
+    reader = Names()
+    lines = LineSplitter(reader)
+    for start in range(0, len(data), size):
+        lines.feed(data[start : start + size])
+    lines.finish()
+    assert reader.names == ["a", "last"]
+    assert reader.other_lines == 3
+    assert [gap.code for gap in reader.transcript.bundle("t").gaps] == ["unreadable_event"]
+
+
+def test_endless_line_is_dropped_and_the_next_is_read() -> None:
+    reader = Names()
+    lines = LineSplitter(reader)
+    for _ in range(MAX_LINE_BYTES // 1_000_000 + 2):
+        lines.feed(b"x" * 1_000_000)
+    lines.feed(b'\n{"name": "after"}\n')
+    lines.finish()
+    assert reader.names == ["after"]
+    assert [gap.code for gap in reader.transcript.bundle("t").gaps] == ["line_too_long"]
+
+
+def test_text_is_what_the_agent_said() -> None:
+    reader = TextReader()
+    lines = LineSplitter(reader)
+    lines.feed(b"thinking\nthe answer ")
+    lines.feed(b"is 4\n")
+    lines.finish()
+    assert reader.transcript.final_text == "thinking\nthe answer is 4"
+
+
+@pytest.mark.parametrize("piece", [1, 3, 50, 1000])
+def test_log_keeps_both_ends_and_counts_the_rest(piece: int) -> None:
+    data = bytes(97 + number % 26 for number in range(1000))
+    log = BoundedLog(100)
+    for start in range(0, len(data), piece):
+        log.write(data[start : start + piece])
+    text = data.decode()
+    assert log.text() == f"{text[:75]}\n[900 bytes left out]\n{text[-25:]}"
+    assert log.size == 1000
+
+
+def test_short_log_is_kept_as_it_is() -> None:
+    log = BoundedLog(100)
+    log.write(b"a" * 60)
+    log.write(b"b" * 40)
+    assert log.text() == "a" * 60 + "b" * 40
+
+
+def test_transcript_is_one_record_for_every_harness() -> None:
+    transcript = Transcript()
+    transcript.turn(input_tokens=10, output_tokens=2)
+    transcript.says("Looking.")
+    transcript.calls("c1", "bash", {"command": "ls"})
+    transcript.calls("c1", "bash", {"command": "ls"})
+    transcript.returns("c1", "x" * (MAX_OUTPUT_CHARS + 500), failed=True)
+    transcript.returns("c2", "of nothing")
+    transcript.invokes("helper", by_call="c1")
+    transcript.calls("c3", "read", "{}", invocation="helper")
+    transcript.compacts(trigger="auto")
+    transcript.ends("completed")
+    bundle = transcript.bundle("some-cli").model_dump(mode="json")
+    assert [record["kind"] for record in bundle["records"]] == [
+        "agent_invocation",
+        "agent_invocation",
+        "tool_call",
+        "tool_call",
+        "context_compaction",
+    ]
+    assert [record["status"] for record in bundle["records"][2:4]] == ["failed", "incomplete"]
+    assert [gap["code"] for gap in bundle["gaps"]] == ["tool_result_without_call"]
+    response = transcript.response("m")
+    assert [item["type"] for item in response["output"]] == ["message", "function_call", "function_call_output"]
+    assert "[500 characters left out]" in response["output"][2]["output"]
+    assert response["usage"]["total_tokens"] == 12

@@ -60,13 +60,15 @@ def start_reason(
     if other_tools:
         return SplitReason.TOOLS_CHANGED
     own = [entry.digest for entry in reading.entries if entry.digest is not None]
+    fresh = not any(entry.role == "assistant" for entry in reading.entries)
     alike = [(tools, path) for tools, path in earlier if _common(own, path)]
     if alike:
-        fresh = not any(entry.role == "assistant" for entry in reading.entries)
         if fresh and reading.tools not in {tools for tools, _ in alike}:
             return SplitReason.SUB_AGENT  # one that starts with the main agent's own instructions
         longer = any(len(path) > len(own) for _, path in alike)
         return SplitReason.COMPACTION if longer else SplitReason.EDITED_HISTORY
+    if not fresh and any(_common(own[1:], path[1:]) > 1 for _, path in earlier):
+        return SplitReason.EDITED_HISTORY  # the same conversation under other instructions
     starts_with_system = bool(reading.entries) and reading.entries[0].role == "system"
     if starts_with_system or reading.tools not in {tools for tools, _ in earlier}:
         return SplitReason.SUB_AGENT

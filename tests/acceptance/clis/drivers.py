@@ -165,7 +165,8 @@ stream_idle_timeout_ms = {int(self.timeout_s * 1000)}
 
     def outcome(self, status: int, events: Sequence[Mapping[str, Any]], text: str) -> Outcome:
         thread = next((str(event["thread_id"]) for event in events if event.get("thread_id")), None)
-        last = next((event for event in reversed(events) if str(event.get("type", "")).startswith("turn.")), {})
+        turns = [event for event in events if str(event.get("type", "")).startswith("turn.")]
+        last: Mapping[str, Any] = turns[-1] if turns else {}
         completed = status == 0 and last.get("type") == "turn.completed"
         return Outcome(completed, json.dumps(last)[:300] if last else text[-300:], thread)
 
@@ -223,7 +224,7 @@ class Opencode(Cli):
 
     def outcome(self, status: int, events: Sequence[Mapping[str, Any]], text: str) -> Outcome:
         thread = next((str(event["sessionID"]) for event in events if event.get("sessionID")), None)
-        last = events[-1] if events else {}
+        last: Mapping[str, Any] = events[-1] if events else {}
         ended = last.get("type") == "step_finish" and last.get("part", {}).get("reason") == "stop"
         return Outcome(status == 0 and ended, json.dumps(last)[:300] if last else text[-300:], thread)
 

@@ -71,7 +71,7 @@ async def run_cli(
 
 
 def _events(output: str) -> list[Mapping[str, Any]]:
-    found = []
+    found: list[Mapping[str, Any]] = []
     for line in output.splitlines():
         try:
             event = json.loads(line)

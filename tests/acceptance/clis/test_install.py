@@ -42,7 +42,7 @@ def test_install_says_what_it_needs_when_there_is_no_python(tmp_path: Path) -> N
     for name in ("bash", "cut", "dirname", "flock", "mkdir", "paste", "rm"):
         (programs / name).symlink_to(str(shutil.which(name)))
     (tmp_path / "scripts").mkdir()
-    elsewhere = shutil.copy(SCRIPT, tmp_path / "scripts")  # beside no virtual environment
+    elsewhere = Path(shutil.copy(SCRIPT, tmp_path / "scripts"))  # beside no virtual environment
     done = run(tmp_path, "codex", path=str(programs), script=elsewhere)
     assert done.returncode == 1
     assert "node needs Python 3.11 or newer with the venv module; install python3 and python3-venv" in done.stderr

@@ -131,6 +131,13 @@ def test_sub_agent_under_the_same_instructions_is_told_from_compaction_by_its_to
     assert [one.split_reason for one in session.check()] == ["initial", "sub_agent"]
 
 
+def test_conversation_resumed_under_other_instructions_is_edited_history() -> None:
+    session = Session()
+    _, *messages = conversation(session, 3)
+    session.ask([{"role": "system", "content": "other files are there now"}, *messages], said("going on"), TOOLS)
+    assert [one.split_reason for one in session.check()] == ["initial", "edited_history"]
+
+
 def test_compaction_behind_a_call_for_its_summary_is_compaction() -> None:
     session = Session()
     messages = conversation(session, 4)

@@ -13,6 +13,7 @@ import uuid
 from pathlib import Path
 from typing import Any, ClassVar
 
+from fastapi import FastAPI
 from pydantic import Field, PrivateAttr, ValidationError
 
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
@@ -80,8 +81,11 @@ class CliAgent(SimpleResponsesAPIAgent):
     _slots: asyncio.Semaphore | None = PrivateAttr(default=None)
     _owner: SandboxOwner | None = PrivateAttr(default=None)
 
-    def model_post_init(self, context: Any, /) -> None:
-        super().model_post_init(context)
+    def setup_webserver(self) -> FastAPI:
+        self._harness = self._configured_harness()
+        return super().setup_webserver()
+
+    def _configured_harness(self) -> CliHarness:
         options_class = self.harness_class.options_class
         try:
             options = options_class.model_validate(self.config.harness)
@@ -92,7 +96,7 @@ class CliAgent(SimpleResponsesAPIAgent):
                 f" {', '.join(options_class.model_fields) or 'nothing'}",
                 key="harness",
             ) from None
-        self._harness = self.harness_class(options)
+        return self.harness_class(options)
 
     async def act(self, request: ActRequest) -> ActResponse:
         if self._slots is None or self._owner is None:

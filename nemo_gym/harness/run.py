@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, replace
@@ -147,8 +146,11 @@ async def _run(
 async def _kill(killing: Coroutine[Any, Any, None]) -> None:
     """Kill for sure, also while being cancelled; the box's end is the end of whatever withstands."""
     task = asyncio.create_task(killing)
-    with contextlib.suppress(asyncio.CancelledError):
+    try:
         await asyncio.shield(asyncio.wait({task}, timeout=STOP_TIMEOUT_S / 2))
+    except asyncio.CancelledError:
+        await asyncio.wait({task}, timeout=STOP_TIMEOUT_S / 2)
+        raise
     if not task.done():
         task.cancel()
         log.warning("harness_kill_timed_out")

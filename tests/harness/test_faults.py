@@ -28,6 +28,13 @@ async def gone(local: LocalProvider, *words: str) -> bool:
     return await local.list({labels.RUN: RUN}) == [] and not any(word in running for word in words)
 
 
+async def until_gone(local: LocalProvider, words: str, *, expected: bool) -> None:
+    deadline = time.monotonic() + 60
+    while await gone(local, words) is not expected:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
 async def test_hanging_agent_is_stopped_at_its_deadline_and_its_work_kept(stack: Stack, local: LocalProvider) -> None:
     began = time.monotonic()
     answer = await act(stack, "hang", WORLD, wall_clock_s=3)
@@ -36,6 +43,13 @@ async def test_hanging_agent_is_stopped_at_its_deadline_and_its_work_kept(stack:
     assert "+kept" in patch(answer)
     assert answer.observations["turns"] == 1
     assert await gone(local, "sleep 273")
+
+
+async def test_attempt_whose_caller_leaves_is_stopped_with_its_box(stack: Stack, local: LocalProvider) -> None:
+    acting = asyncio.create_task(act(stack, "hang", WORLD))
+    await until_gone(local, "sleep 273", expected=False)
+    acting.cancel()
+    await until_gone(local, "sleep 273", expected=True)
 
 
 async def test_looping_agent_ends_at_its_turn_limit(stack: Stack) -> None:

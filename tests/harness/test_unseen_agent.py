@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from nemo_gym.errors import ConfigError
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.providers.local import LocalProvider
 from nemo_gym.session import AgentOutcome, Topology
 from tests.harness.conftest import Weather
-from tests.harness.stage import RUN, act, descriptor, outputs
+from tests.harness.stage import RUN, act, descriptor, outputs, stage
 from tests.servers.stack import Stack
 
 
@@ -73,6 +77,16 @@ async def test_box_holds_no_credential_and_no_way_out(stack: Stack, weather: Wea
     for word in ("Bearer", "ng-", "mcp-of-this-attempt", "NEMO_GYM"):
         assert word not in seen
     assert [line for line in seen.splitlines() if line.startswith(("eth", "wlan", "en"))] == []
+
+
+def test_setting_the_harness_does_not_know_is_refused_with_those_it_does(
+    tmp_path: Path, local_settings: dict[str, Any]
+) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"agent 'tiny': harness: trys: .*; it takes: tries"),
+        stage(tmp_path, {"local": local_settings}, harness={"trys": 1}),
+    ):
+        pass
 
 
 async def test_topology_b_without_mcp_is_refused_with_what_would_work(stack: Stack) -> None:

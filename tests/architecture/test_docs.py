@@ -322,7 +322,7 @@ def test_example_environment_rewards_the_work_of_an_agent(place: Path) -> None:
 
 
 def test_example_agent_does_its_command_in_the_box(place: Path) -> None:
-    (shown,) = [line for line in command_lines(PAGES / SHELL_AGENT) if line.program == "ng_run"]
+    (shown,) = [line for line in command_lines(PAGES / SHELL_AGENT) if "agent=shell_agent" in line.words]
     words = [word for word in line_words(shown) if not word.startswith("output=")]
     rows = _ng_run(place, "shell.jsonl", *words)
     assert sorted((row["task_id"], row["reward"]) for row in rows) == [("negative", 0.0), ("small", 1.0)]

@@ -11,6 +11,7 @@ from nemo_gym.errors import ConfigError
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.providers.local import LocalProvider
 from nemo_gym.session import AgentOutcome, Topology
+from tests.architecture.docs import example_files
 from tests.harness.conftest import Weather
 from tests.harness.stage import RUN, act, descriptor, outputs, stage
 from tests.servers.stack import Stack
@@ -77,6 +78,12 @@ async def test_box_holds_no_credential_and_no_way_out(stack: Stack, weather: Wea
     for word in ("Bearer", "ng-", "mcp-of-this-attempt", "NEMO_GYM"):
         assert word not in seen
     assert [line for line in seen.splitlines() if line.startswith(("eth", "wlan", "en"))] == []
+
+
+def test_cli_agent_of_the_documentation_takes_less_than_a_hundred_lines() -> None:
+    app = example_files("add-an-agent.md")["responses_api_agents/tiny_agent/app.py"]
+    assert "harness_class" in app
+    assert len(app.splitlines()) < 100
 
 
 def test_setting_the_harness_does_not_know_is_refused_with_those_it_does(

@@ -45,11 +45,21 @@ def test_smallest_token_budget_wins(asked: dict[str, Any], pinned: dict[str, Any
         {"max_tokens": 0},
         {"max_tokens": True},
         {"stop": [1]},
+        {"stop": True},
+        {"stop": {"a": 1}},
+        {"seed": float("inf")},
+        {"temperature": float("nan")},
     ],
 )
 def test_value_that_cannot_be_meant_is_refused_by_name(asked: dict[str, Any]) -> None:
     with pytest.raises(InvalidBodyError, match=next(iter(asked))):
         pinned_sampling(asked, {}, room_tokens=10)
+
+
+@pytest.mark.parametrize("pinned", [{"stop_token_ids": 7}, {"stop_token_ids": ["a"]}, {"stop": [True]}])
+def test_pinned_value_that_cannot_be_meant_is_refused_by_name(pinned: dict[str, Any]) -> None:
+    with pytest.raises(InvalidBodyError, match=next(iter(pinned))):
+        pinned_sampling({}, pinned, room_tokens=10)
 
 
 @given(cuts=st.lists(st.integers(0, 80), max_size=12), end=st.sampled_from([b"\n", b"\r\n", b"\r"]))

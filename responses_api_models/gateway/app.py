@@ -47,7 +47,7 @@ class Gateway(SimpleResponsesAPIModel):
     _inference: Inference[Any, Any] = PrivateAttr()
     _capture: CallCapture = PrivateAttr()
 
-    def model_post_init(self, context: Any) -> None:
+    def _build(self) -> None:
         config = self.config
         self._pool = EnginePool(config.engines, routing=config.routing, retries=config.retries, kind=config.kind)
         self._backend = self._make_backend()
@@ -104,6 +104,7 @@ class Gateway(SimpleResponsesAPIModel):
         return path.startswith("/v1/") or (parts[1:2] == ["sessions"] and parts[3:4] == ["v1"])
 
     def setup_webserver(self) -> FastAPI:
+        self._build()
         app = super().setup_webserver()
         add = app.router.routes.append
         add(Route(SESSION_PREFIX, self._state_route, methods=["GET"]))

@@ -173,8 +173,14 @@ def pss_mib(pids: Iterable[int]) -> float:
 
 
 async def http_status(url: str, path: str, timeout_s: float) -> int | None:
-    """The status of a GET; ``None`` when there is no HTTP answer within ``timeout_s``. Needs no HTTP library, so that
-    asking is cheap for a parent that has none loaded."""
+    """The status of a GET; ``None`` when there is no HTTP answer within ``timeout_s``."""
+    answer = await http_answer(url, path, timeout_s)
+    return answer[0] if answer is not None else None
+
+
+async def http_answer(url: str, path: str, timeout_s: float) -> tuple[int, bytes] | None:
+    """Status and body of a GET; ``None`` when there is no HTTP answer within ``timeout_s``. Needs no HTTP library, so
+    that asking is cheap for a parent that has none loaded."""
     host, _, port = url.removeprefix("http://").rpartition(":")
     writer: asyncio.StreamWriter | None = None
     try:
@@ -182,8 +188,8 @@ async def http_status(url: str, path: str, timeout_s: float) -> int | None:
             reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
             writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
             await writer.drain()
-            line = await reader.readline()
-            return int(line.split()[1])
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            return int(head.split(None, 2)[1]), body
     except (OSError, TimeoutError, ValueError, IndexError):
         return None
     finally:

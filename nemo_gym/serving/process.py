@@ -50,6 +50,8 @@ class Server:
     """Since it was last healthy for a while."""
     ready_at: float | None = None
     error: str | None = None
+    not_ready: str | None = None
+    """What ``/ready`` said last, while it said no."""
     """What the starting server said about its failure."""
     is_permanent: bool = False
     """Whether that failure is one of configuration, which no restart mends."""

@@ -25,7 +25,7 @@ from nemo_gym.configuration.visibility import Address, call_targets, pipeline_vi
 from nemo_gym.credentials import Role, StackKeys
 from nemo_gym.errors import ConfigError, ServerError
 from nemo_gym.serving import nursery
-from nemo_gym.serving.endpoints import ServerEntry, StackEntry, http_status, start_ticks, write_stack
+from nemo_gym.serving.endpoints import ServerEntry, StackEntry, http_answer, start_ticks, write_stack
 from nemo_gym.serving.launch import ServerLaunch, write_launch
 from nemo_gym.serving.ports import Listener, close_listeners
 from nemo_gym.serving.process import Server, Settings
@@ -39,6 +39,8 @@ MAX_BACKOFF_S = 15.0
 HEALTHY_AFTER_S = 60.0
 """A server that was ready for so long has its crashes forgotten."""
 TAIL_LINES = 20
+FIRST_WORD_AFTER_S, NEXT_WORD_AFTER_S = 3.0, 30.0
+"""When somebody who waits for the servers is told what is missing."""
 
 
 class Supervisor:
@@ -110,7 +112,7 @@ class Supervisor:
             raise self.failure.result()
         late = [server for server in self.servers.values() if not server.was_ready.is_set()]
         raise ServerError(
-            f"not ready after {self.settings.startup_timeout_s:g} s: {', '.join(server.instance for server in late)};"
+            f"not ready after {self.settings.startup_timeout_s:g} s: {', '.join(map(_late, late))};"
             f" see {late[0].log}, or give them longer with startup_timeout_s=\n{self.tail(late[0])}"
         )
 
@@ -186,8 +188,15 @@ class Supervisor:
 
     async def _until_ready(self, server: Server) -> None:
         pause = 0.01
+        loop = asyncio.get_running_loop()
+        tell_at = loop.time() + FIRST_WORD_AFTER_S
         while not server.ended.is_set() and not self._stopping:
-            if await http_status(server.listener.address.url, "/ready", timeout_s=5.0) == 200:
+            answer = await http_answer(server.listener.address.url, "/ready", timeout_s=5.0)
+            server.not_ready = _reason(answer)
+            if loop.time() > tell_at and server.not_ready is not None:
+                self._say(f"waiting for server '{server.instance}': {server.not_ready}")
+                tell_at = loop.time() + NEXT_WORD_AFTER_S
+            if answer is not None and answer[0] == 200:
                 server.ready_at = asyncio.get_running_loop().time()
                 server.was_ready.set()
                 if server.restarts:
@@ -367,3 +376,23 @@ def stop_nursery(pid: int) -> None:
         os.waitpid(pid, 0)
     except (ProcessLookupError, ChildProcessError):
         pass
+
+
+def _late(server: Server) -> str:
+    return f"{server.instance} ({server.not_ready})" if server.not_ready else server.instance
+
+
+def _reason(answer: tuple[int, bytes] | None) -> str | None:
+    """Why a server is not ready, in its own words."""
+    if answer is None or answer[0] == 200:
+        return None
+    try:
+        said = json.loads(answer[1])
+    except ValueError:
+        said = None
+    if not isinstance(said, dict):
+        return f"/ready answers {answer[0]}"
+    parts = [str(said[key]) for key in ("detail", "reason") if said.get(key)]
+    if isinstance(engines := said.get("engines"), dict):
+        parts += [f"{name}: {state}" for name, state in engines.items()]
+    return "; ".join(parts) or f"/ready answers {answer[0]}"

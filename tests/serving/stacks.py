@@ -43,6 +43,7 @@ class SumConfig(BaseResourcesServerConfig):
     crash_at_start: bool = False
     hang_at_stop: bool = False
     slow_start_s: float = 0.0
+    waits_for: str = ""
 
 
 class SumVerifyRequest(BaseVerifyRequest):
@@ -72,6 +73,9 @@ class SumServer(SimpleResourcesServer):
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # and the default one does not act
         time.sleep(self.config.slow_start_s)
         return app
+
+    async def ready(self) -> dict | None:
+        return {"detail": self.config.waits_for} if self.config.waits_for else await super().ready()
 
     async def verify(self, body: SumVerifyRequest) -> SumVerifyResponse:
         is_right = body.response.output_text.strip() == expected_of(body)

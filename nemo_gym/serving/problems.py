@@ -66,14 +66,14 @@ async def send_problem(scope: Scope, receive: Receive, send: Send, error: NemoGy
     await problem_response(error, scope)(scope, receive, send)
 
 
-async def parse_json_object(request: Request) -> dict[str, Any]:
-    """The request's body as a JSON object; raises `InvalidBodyError`."""
+async def parse_json_object(request: Request, loads: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:
+    """The request's body as a JSON object; raises `InvalidBodyError`. ``loads`` returns and raises as orjson's."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("identity", ""):
         raise InvalidBodyError(f"the body of {request.url.path} is encoded as {encoding[:40]!r}; send it as it is")
     body = await request.body()
     try:
-        value = orjson.loads(body) if body else {}
+        value = loads(body) if body else {}
     except orjson.JSONDecodeError as error:
         raise InvalidBodyError(f"the body of {request.url.path} is not JSON: {error}") from None
     if not isinstance(value, dict):

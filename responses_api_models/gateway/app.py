@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import orjson
 from fastapi import FastAPI
 from pydantic import PrivateAttr
 from starlette.requests import Request
@@ -154,7 +155,7 @@ class Gateway(SimpleResponsesAPIModel):
     async def _inference_route(self, request: Request) -> Response:
         live = self._session_of(request)
         dialect = _dialect_of(request)
-        body = await parse_json_object(request)
+        body = await parse_json_object(request, live.bodies.loads if live is not None else orjson.loads)
         try:
             return await self._inference.answer(dialect, body, request, live)
         except CallerGoneError:

@@ -12,6 +12,7 @@ from nemo_gym.gateway.retries import SessionAnswers
 from nemo_gym.gateway.retries.fingerprint import FingerprintMemo
 from nemo_gym.gateway.retries.hints import Connection
 from nemo_gym.gateway.service.backend import C
+from nemo_gym.gateway.service.bodies import BodyMemo
 from nemo_gym.gateway.service.committed import Committed
 from nemo_gym.gateway.sessions import GatewaySession
 
@@ -35,6 +36,7 @@ class LiveSession(Generic[C]):
     ending: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the session changes its state."""
     answers: SessionAnswers[Committed] = field(default_factory=SessionAnswers)
+    bodies: BodyMemo = field(default_factory=BodyMemo)
     lowering: LoweringMemo = field(default_factory=LoweringMemo)
     fingerprints: FingerprintMemo = field(default_factory=FingerprintMemo)
     in_flight: int = 0

@@ -1,0 +1,193 @@
+"""Request bodies parsed at the cost of what is new in them.
+
+A harness sends its whole history with every request, and what it sent before it mostly sends again byte for byte. A
+session's latest bodies are kept as they came. Of a new one that begins with the same bytes, up to the end of some
+element of its history, only what follows is parsed; the elements before are the same Python objects as last time, so
+that whoever compares histories sees at once how far they are the same.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from nemo_gym.gateway.tokens.prefixes import Prefix
+
+_HISTORIES = ("messages", "input")
+_VIEWS = 4
+"""Bodies remembered: the main conversation's and those of sub-agents that run at the same time."""
+_REWRITTEN = 4
+"""Elements. A harness may change the end of its history without starting another conversation."""
+_KEPT_BYTES = 256 << 10
+"""All remembered bodies together, where the latest is not larger by itself."""
+_SCANNED_MARKS = 20_000
+"""Strings, brackets and commas looked at in one body, a few milliseconds. One that brings more is not remembered."""
+_CANDIDATES = 4
+_BLANKS = b" \t\n\r"
+# The last group is empty where a string does not end. Without it the search would go on within the string, and again.
+_MARK = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+("?)|[\[\]{},]', re.DOTALL)
+_STARTS = {key: re.compile(rb'"%b"[ \t\n\r]*+:[ \t\n\r]*+\[' % key.encode()) for key in _HISTORIES}
+_QUOTE, _OPEN, _CLOSE = ord('"'), frozenset(b"[{"), frozenset(b"]}")
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    raw: bytes
+    key: str
+    before: dict[str, Any]
+    """The object's keys up to the history's own, whose value is not in it."""
+    elements: Prefix[Any]
+    ends: Prefix[int]
+    """Of each element, in bytes of ``raw``: where the comma or the bracket behind it is."""
+    rest: bytes
+    """What follows the history's bracket."""
+    after: dict[str, Any]
+
+    def shared(self, raw: bytes) -> int:
+        """How many first elements end where ``raw`` has had the same bytes so far."""
+        ends = self.ends
+        with memoryview(self.raw) as mine:
+            if raw.startswith(mine[: ends[-1]]):
+                return len(ends)
+            low, high, same = 0, len(ends) - 1, 0
+            while low < high:
+                middle = (low + high) // 2
+                if raw.startswith(mine[same : ends[middle]], same):
+                    low, same = middle + 1, ends[middle]
+                else:
+                    high = middle
+        return low
+
+
+class BodyMemo:
+    """The memory of one session. What it hands out is shared between requests, but for the object itself and the list
+    of its history; nobody may change it."""
+
+    def __init__(self) -> None:
+        self._views: list[_View] = []
+
+    def loads(self, raw: bytes) -> Any:
+        """What ``orjson.loads`` returns, or raises."""
+        known, shared = self._nearest(raw)
+        view = _grown(known, shared, raw) if known is not None else None
+        if view is None:
+            value = orjson.loads(raw)
+            if (view := _first(raw, value)) is not None:
+                self._remember(view, None)
+            return value
+        assert known is not None
+        self._remember(view, known if shared >= len(known.ends) - _REWRITTEN else None)
+        return {**view.before, view.key: view.elements[:], **view.after}
+
+    def _nearest(self, raw: bytes) -> tuple[_View, int] | tuple[None, int]:
+        nearest: _View | None = None
+        most = 0
+        for view in self._views:
+            shared = view.shared(raw)
+            if shared > most:
+                nearest, most = view, shared
+                if shared == len(view.ends):
+                    break
+        return (nearest, most) if nearest is not None else (None, 0)
+
+    def _remember(self, view: _View, instead_of: _View | None) -> None:
+        views = [view, *(other for other in self._views if other is not instead_of)][:_VIEWS]
+        size = len(view.raw)
+        while len(views) > 1 and sum(len(other.raw) for other in views) > max(size, _KEPT_BYTES):
+            views.pop()
+        self._views = views
+
+
+def _first(raw: bytes, value: Any) -> _View | None:
+    """``raw``, which holds ``value``, as it is remembered; nothing for what is no object with a history."""
+    if not isinstance(value, dict):
+        return None
+    for key in _HISTORIES:
+        if not isinstance(value.get(key), list) or not value[key]:
+            continue
+        for _, start in zip(range(_CANDIDATES), _STARTS[key].finditer(raw), strict=False):
+            try:
+                # Only where a key of the outer object begins is this an object.
+                before = orjson.loads(raw[: start.start()] + b'"%b":0}' % key.encode())
+            except orjson.JSONDecodeError:
+                continue
+            if not (isinstance(before, dict) and (scanned := _scanned(raw, start.end()))):
+                return None
+            ends, rest = scanned[:-1], raw[scanned[-1] + 1 :]
+            after = _after(rest)
+            # A later key of the same name is the one that counts.
+            if after is None or key in after or len(ends) != len(value[key]):
+                return None
+            return _View(raw, key, before, Prefix(value[key]), Prefix(ends), rest, after)
+    return None
+
+
+def _grown(known: _View, shared: int, raw: bytes) -> _View | None:
+    """``raw``, which begins like ``known`` up to the end of its element ``shared``; nothing for what has to be parsed
+    as a whole, because it is something else than it seemed, or an error that has to be worded."""
+    at = known.ends[shared - 1]
+    new: list[Any] = []
+    ends: list[int] = []
+    sign = raw[at : at + 1]
+    if sign == b",":
+        if (scanned := _scanned(raw, at + 1)) is None:
+            return None
+        close, ends = scanned[-1], scanned[:-1]
+        try:
+            # As deep as in the whole body: there is a limit to that.
+            new = orjson.loads(b'{"":[%b]}' % raw[at + 1 : close])[""]
+        except orjson.JSONDecodeError:
+            return None
+        if len(new) != len(ends):
+            return None
+    elif sign == b"]":
+        close = at
+    else:
+        return None
+    rest = raw[close + 1 :]
+    after = known.after if rest == known.rest else _after(rest)
+    if after is None:
+        return None
+    elements, all_ends = known.elements.grown(shared, new), known.ends.grown(shared, ends)
+    return _View(raw, known.key, known.before, elements, all_ends, rest, after)
+
+
+def _scanned(raw: bytes, start: int) -> list[int] | None:
+    """Where each element ends of an array whose first element begins at ``start``, and where the array does: the last
+    is there twice. What it finds in something that is no JSON means nothing."""
+    ends: list[int] = []
+    depth = 0
+    for number, mark in enumerate(_MARK.finditer(raw, start)):
+        if number == _SCANNED_MARKS:
+            return None
+        at = mark.start()
+        sign = raw[at]
+        if sign == _QUOTE:
+            if not mark[1]:
+                return None
+        elif sign in _OPEN:
+            depth += 1
+        elif sign in _CLOSE:
+            if not depth:
+                return [*ends, at, at]
+            depth -= 1
+        elif not depth:
+            ends.append(at)
+    return None
+
+
+def _after(rest: bytes) -> dict[str, Any] | None:
+    """The keys of an object behind one of its values; nothing where that is not how the object ends."""
+    rest = rest.strip(_BLANKS)
+    if rest == b"}":
+        return {}
+    if not rest.startswith(b","):
+        return None
+    try:
+        after = orjson.loads(b"{" + rest[1:])
+    except orjson.JSONDecodeError:
+        return None
+    return after or None  # nothing behind the comma would be an error

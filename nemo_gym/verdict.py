@@ -23,6 +23,8 @@ class FailureKind(StrEnum):
     EXEC_LOST = "exec_lost"
     HOST_OUT_OF_MEMORY = "host_out_of_memory"
     MODEL_UNREACHABLE = "model_unreachable"
+    MCP_FAILED = "mcp_failed"
+    """A tool server of the session answered none of the harness's requests."""
     AGENT_CRASHED = "agent_crashed"
     AGENT_LOST = "agent_lost"
     """The agent server went away with the attempt."""

@@ -23,7 +23,7 @@ def judge(harness: CliHarness, ended: HarnessEnded) -> Judgement:
     if model is not None and _model_failed(said[0], model):
         return AgentOutcome.MODEL_UNREACHABLE, _of_the_model(model, said)
     for name, door in ended.mcp_doors.items():
-        if door.failures and not any(status < 400 for status in door.statuses):
+        if _served_nothing(door):
             return AgentOutcome.MCP_FAILED, f"MCP server '{name}' served none of {door.requests} requests{_in(door)}"
     if model is None or model.failing:
         return said
@@ -38,10 +38,16 @@ def judge(harness: CliHarness, ended: HarnessEnded) -> Judgement:
 def within_reach(outcome: AgentOutcome, ended: HarnessEnded) -> bool:
     """Whether the policy could have caused it: it acts in the box of the process, once the model has answered. That
     the model does not answer is the doors' word, which it cannot change."""
-    if outcome is not AgentOutcome.CRASHED:
+    if outcome is AgentOutcome.MCP_FAILED and any(map(_served_nothing, ended.mcp_doors.values())):
+        return False
+    if outcome not in (AgentOutcome.CRASHED, AgentOutcome.MCP_FAILED):
         return False
     door = ended.model_door
     return bool(door.answered if door is not None else ended.reader.transcript.turns)
+
+
+def _served_nothing(door: DoorStatistics) -> bool:
+    return bool(door.failures) and not any(status < 400 for status in door.statuses)
 
 
 def _model_failed(said: AgentOutcome, model: DoorStatistics) -> bool:

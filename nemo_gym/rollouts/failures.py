@@ -27,6 +27,7 @@ MAX_REASON_CHARS = 500
 INFRASTRUCTURE_OUTCOMES = {
     AgentOutcome.CRASHED: FailureKind.AGENT_CRASHED,
     AgentOutcome.MODEL_UNREACHABLE: FailureKind.MODEL_UNREACHABLE,
+    AgentOutcome.MCP_FAILED: FailureKind.MCP_FAILED,
     # A lost box leaves nothing that could be graded.
     AgentOutcome.SANDBOX_LOST: FailureKind.SANDBOX_LOST,
 }

@@ -11,6 +11,7 @@ from nemo_gym.harness.base import CliHarness, HarnessCommand, HarnessContext, Ha
 from nemo_gym.harness.events import EventReader, TextReader
 from nemo_gym.harness.package import CliPackage
 from nemo_gym.harness.verdict import judge, within_reach
+from nemo_gym.rollouts.failures import of_outcome
 from nemo_gym.sandbox.base import ExecOutcome
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.session import AgentOutcome
@@ -97,6 +98,13 @@ def test_ending_that_was_forced_is_judged_for_every_harness(
     end: ExecOutcome, model: DoorStatistics, outcome: AgentOutcome
 ) -> None:
     assert judged(COMPLETED, ended(model, end))[0] is outcome
+
+
+def test_mcp_server_that_failed_is_within_reach_unless_a_door_saw_it() -> None:
+    refused = seen(requests=2, failed=2, failures_since_answer=2, statuses={401: 2})
+    assert not within_reach(MCP_FAILED, ended(WELL, mcp={"weather": refused}))
+    assert within_reach(MCP_FAILED, ended(WELL))
+    assert of_outcome(MCP_FAILED, None) is not None
 
 
 def test_mcp_server_that_never_served_is_the_outcome() -> None:

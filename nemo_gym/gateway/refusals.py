@@ -6,6 +6,7 @@ their history, or to give up.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import orjson
@@ -19,16 +20,21 @@ from nemo_gym.serving.problems import http_error
 
 SHOULD_RETRY_HEADER = "x-should-retry"
 """``true`` or ``false``: what the official SDKs obey before they look at the status."""
-_RETRIED_BY_STATUS = frozenset({408, 409, 429})
+_RATE_LIMITED = 429
+_RETRIED_BY_STATUS = frozenset({408, 409, _RATE_LIMITED})
 _DIALECT_BY_ROUTE = {**PATHS, "/v1/messages/count_tokens": Dialect.MESSAGES}
 
 
 def dialect_error(dialect: Dialect, error: NemoGymError) -> Response:
-    """The answer to a request of ``dialect`` that ended with ``error``; ``Retry-After`` where the error says when."""
+    """The answer to a request of ``dialect`` that ended with ``error``; ``Retry-After`` where the error says when,
+    and with every 429."""
     status, body = (anthropic_error if dialect is Dialect.MESSAGES else openai_error)(error)
     headers = {}
-    if (retry_after_s := error.details.get("retry_after_s")) is not None:
-        headers["Retry-After"] = f"{retry_after_s:g}"
+    retry_after_s = error.details.get("retry_after_s")
+    if retry_after_s is not None or status == _RATE_LIMITED:
+        # Whole seconds, and never none: Codex gives up at once over a 429 that does not say when to come back, or says
+        # at once.
+        headers["Retry-After"] = str(max(1, math.ceil(retry_after_s or 0)))
     if error.retryable:
         headers[SHOULD_RETRY_HEADER] = "true"
     elif status >= 500 or status in _RETRIED_BY_STATUS:

@@ -13,7 +13,8 @@ from starlette.responses import Response
 from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig, InferenceCall, SimpleResponsesAPIModel
 from nemo_gym.credentials import CREDENTIAL_HEADER, Role
 from nemo_gym.gateway.dialects import Dialect
-from nemo_gym.gateway.refusals import dialect_of, inference_path
+from nemo_gym.gateway.engines import EngineRateLimitedError
+from nemo_gym.gateway.refusals import dialect_error, dialect_of, inference_path
 from tests.servers.stack import Stack, rollout
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -155,3 +156,13 @@ def test_dialect_is_known_from_the_path_with_and_without_a_session() -> None:
     assert dialect_of("/v1/models") is Dialect.CHAT
     assert dialect_of("/v1/models/m", [b"anthropic-version"]) is Dialect.MESSAGES
     assert dialect_of("/sessions/abc/finalize") is dialect_of("/engines") is dialect_of("/v1") is None
+
+
+@pytest.mark.parametrize(("asked_s", "header"), [(None, "1"), (0.0, "1"), (0.2, "1"), (6.5, "7"), (30, "30")])
+@pytest.mark.parametrize("dialect", [*Dialect])
+def test_rate_limit_always_says_in_whole_seconds_when_to_come_back(
+    dialect: Dialect, asked_s: float | None, header: str
+) -> None:
+    """Without that, or with nothing to wait, Codex ends the run."""
+    reply = dialect_error(dialect, EngineRateLimitedError("busy", retry_after_s=asked_s))
+    assert (reply.status_code, reply.headers["retry-after"]) == (429, header)

@@ -144,6 +144,10 @@ class PolicyTokenizer:
             shaped, tools = self._specials.marked(shaped), self._specials.marked_tools(tools)
         return self.template.render(shaped, tools=tools, add_generation_prompt=add_generation_prompt, now=now)
 
+    def marked(self, shaped: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        """Messages as the template takes them, with marks at the texts of special tokens in them."""
+        return shaped if self._specials is None else self._specials.marked(shaped)
+
     def find_stop(self, text: str, start: int) -> int | None:
         """Where the first token that ends a turn stands in ``text`` from ``start`` on."""
         return min((at for token in self.stops if (at := text.find(token, start)) >= 0), default=None)

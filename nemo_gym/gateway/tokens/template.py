@@ -47,7 +47,7 @@ class ChatTemplate:
         self.source = source
         self._variables = {**(special_tokens or {}), **(variables or {})}
         try:
-            self._template: Template = _environment().from_string(source)
+            self._template: Template = jinja_environment().from_string(source)
         except TemplateSyntaxError as error:
             raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
 
@@ -68,20 +68,32 @@ class ChatTemplate:
         moment = now or datetime.now().astimezone()
         try:
             return self._template.render(
-                {
-                    **self._variables,
-                    "messages": list(messages),
-                    "tools": list(tools) if tools else None,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                    "strftime_now": moment.strftime,
-                }
+                self.variables(messages, tools=tools, add_generation_prompt=add_generation_prompt, now=moment)
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise TemplateRefusedError(f"the policy's chat template refuses this conversation: {error}") from error
 
+    def variables(
+        self,
+        messages: Iterable[Message],
+        *,
+        tools: Iterable[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        now: datetime,
+    ) -> dict[str, Any]:
+        """What the template sees."""
+        return {
+            **self._variables,
+            "messages": list(messages),
+            "tools": list(tools) if tools else None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            "strftime_now": now.strftime,
+        }
 
-def _environment() -> ImmutableSandboxedEnvironment:
+
+def jinja_environment(*mixed_in: type) -> ImmutableSandboxedEnvironment:
+    """What templates are compiled and run in. ``mixed_in``: classes whose methods go before the sandbox's own."""
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension
@@ -97,7 +109,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
             next(parser.stream)
             return parser.parse_statements((f"name:end{_GENERATION_TAG}",), drop_needle=True)
 
-    class Sandbox(ImmutableSandboxedEnvironment):
+    class Sandbox(*mixed_in, ImmutableSandboxedEnvironment):  # type: ignore[misc]
         """Looks up a message's keys at once; the sandbox's own way tries, and fails, to read an attribute first."""
 
         def getattr(self, obj: Any, attribute: str) -> Any:
@@ -111,12 +123,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = plain_json
     environment.globals["raise_exception"] = raise_exception
     return environment
 
 
-def _to_json(
+def plain_json(
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,

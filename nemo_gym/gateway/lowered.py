@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from nemo_gym.gateway.relayed import JsonText
+
 
 class AnswerEnd(StrEnum):
     """Why an answer ended, in the words of Chat Completions."""
@@ -89,6 +91,12 @@ class AnswerTokens:
     logprobs: Sequence[float] | None = None
     texts: Sequence[str] | None = None
     """The text of each of ``ids``, where the reply is to show logprobs."""
+    ids_json: JsonText | None = None
+    """``ids`` as they came, for a reply that only relays them; ``ids`` are then empty."""
+    logprobs_json: JsonText | None = None
+    """``logprobs``, likewise."""
+    entries_json: JsonText | None = None
+    """The ``logprobs`` entries of OpenAI's dialects, as an endpoint wrote them."""
 
 
 @dataclass(frozen=True, slots=True)

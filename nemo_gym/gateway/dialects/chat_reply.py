@@ -25,9 +25,12 @@ def completion_of(answer: Answer, request: LoweredRequest) -> dict[str, Any]:
         message["content"] = ""
     if request.token_ids and answer.tokens is not None:
         message |= token_fields(answer.tokens)
-    logprobs = None
-    if request.logprobs and answer.tokens is not None and answer.tokens.logprobs is not None:
-        logprobs = {"content": logprobs_content(answer.tokens), "refusal": None}
+    logprobs: dict[str, Any] | None = None
+    if request.logprobs and (tokens := answer.tokens) is not None:
+        if tokens.entries_json is not None:
+            logprobs = {"content": tokens.entries_json, "refusal": None}
+        elif tokens.logprobs is not None:
+            logprobs = {"content": logprobs_content(tokens), "refusal": None}
     return {
         "id": f"chatcmpl-{answer.answer_id}",
         "object": "chat.completion",
@@ -58,10 +61,12 @@ def _usage(usage: AnswerUsage) -> dict[str, Any]:
 
 def token_fields(tokens: AnswerTokens) -> dict[str, Any]:
     """The token fields of a message or item; nothing of an endpoint that told no ids."""
-    if not tokens.ids:
+    ids = tokens.ids_json if tokens.ids_json is not None else tokens.ids
+    if not ids:
         return {}
-    fields = {"prompt_token_ids": tokens.prompt_ids, "generation_token_ids": tokens.ids}
-    return fields | ({} if tokens.logprobs is None else {"generation_log_probs": tokens.logprobs})
+    fields: dict[str, Any] = {"prompt_token_ids": tokens.prompt_ids, "generation_token_ids": ids}
+    logprobs = tokens.logprobs_json if tokens.logprobs_json is not None else tokens.logprobs
+    return fields | ({} if logprobs is None else {"generation_log_probs": logprobs})
 
 
 def logprobs_content(tokens: AnswerTokens) -> list[dict[str, Any]]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from nemo_gym.gateway.relayed import Buffer, size_of
 
 MAGIC = b"NGJ\x01"
 _HEAD = struct.Struct("<4sII")
@@ -12,7 +15,15 @@ MAX_PAYLOAD_BYTES = 2**30
 
 
 def frame(payload: bytes) -> bytes:
-    return _HEAD.pack(MAGIC, len(payload), zlib.crc32(payload)) + payload
+    return b"".join(framed((payload,)))
+
+
+def framed(payload: Sequence[Buffer]) -> list[Buffer]:
+    """A frame in pieces, of a payload in pieces, which are not copied."""
+    checksum = 0
+    for piece in payload:
+        checksum = zlib.crc32(piece, checksum)
+    return [_HEAD.pack(MAGIC, size_of(payload), checksum), *payload]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import fcntl
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,7 +20,8 @@ from typing import Literal
 import structlog
 
 from nemo_gym.gateway.journal.errors import JournalBusyError, JournalDamagedError, JournalError
-from nemo_gym.gateway.journal.frames import frame, read_frames
+from nemo_gym.gateway.journal.frames import framed, read_frames
+from nemo_gym.gateway.relayed import Buffer, coalesced, size_of
 
 Durability = Literal["power_loss", "process"]
 """What an acknowledged record survives: ``power_loss`` syncs each group to the disk, ``process`` only hands it to the
@@ -32,7 +33,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class _Append:
-    data: bytes
+    data: Sequence[Buffer]
     segment: int
     """The segment the caller was told; the writer opens it when it comes to it."""
     future: asyncio.Future[None]
@@ -87,19 +88,20 @@ class JournalLog:
             self._thread.start()
         return self
 
-    def append(self, payload: bytes) -> asyncio.Future[None]:
-        """Add a record. Records are durable in the order of their appends."""
+    def append(self, payload: bytes | Sequence[Buffer]) -> asyncio.Future[None]:
+        """Add a record, whole or in pieces. Records are durable in the order of their appends."""
         future: asyncio.Future[None] = self._loop.create_future()
         if self._broken is not None:
             future.set_exception(self._broken)
         elif self._closed:
             future.set_exception(JournalError("the journal is closed"))
         else:
-            data = frame(payload)
-            if self._size and self._size + len(data) > self._segment_bytes:
+            data = framed((payload,) if isinstance(payload, bytes) else payload)
+            size = size_of(data)
+            if self._size and self._size + size > self._segment_bytes:
                 self.segment += 1
                 self._size = 0
-            self._size += len(data)
+            self._size += size
             item = _Append(data, self.segment, future)
             if self._durability == "power_loss":
                 self._queue.put(item)
@@ -202,7 +204,7 @@ class JournalLog:
                 start = 0
                 for index in range(1, len(group) + 1):
                     if index == len(group) or group[index].segment != group[start].segment:
-                        self._write(group[start].segment, b"".join(item.data for item in group[start:index]))
+                        self._write(group[start].segment, [part for item in group[start:index] for part in item.data])
                         start = index
             except OSError as caught:
                 # After a failed sync nobody knows what the disk has; only a new process that reads it again does.
@@ -212,7 +214,7 @@ class JournalLog:
         self.groups += 1
         return error
 
-    def _write(self, segment: int, data: bytes) -> None:
+    def _write(self, segment: int, data: Sequence[Buffer]) -> None:
         if segment != self._file_segment:
             if self._file >= 0:
                 os.close(self._file)
@@ -224,9 +226,10 @@ class JournalLog:
                     os.fsync(directory)
                 finally:
                     os.close(directory)
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._file, view) :]
+        for piece in coalesced(data):
+            view = memoryview(piece)
+            while view:
+                view = view[os.write(self._file, view) :]
         if self._durability == "power_loss":
             os.fdatasync(self._file)
 

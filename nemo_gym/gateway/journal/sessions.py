@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from nemo_gym.gateway.journal.records import (
     encode,
 )
 from nemo_gym.gateway.journal.states import SessionState, step
+from nemo_gym.gateway.relayed import Buffer
 
 DEADLINE_REASON = "deadline"
 
@@ -107,14 +108,17 @@ class SessionJournal:
         self._sessions[record.session_id] = _Session(record)
         await self._append(record.session_id, data)
 
-    async def commit_turn(self, session_id: str, body: bytes, *, fingerprint: str, key: str | None = None) -> int:
-        """Commit one turn and return its index. Cancelling the wait does not take the turn back. Raises
-        `FencedError` when the session takes no more turns."""
+    async def commit_turn(
+        self, session_id: str, body: bytes | Sequence[Buffer], *, fingerprint: str, key: str | None = None
+    ) -> int:
+        """Commit one turn, whole or in pieces, and return its index. Cancelling the wait does not take the turn back.
+        Raises `FencedError` when the session takes no more turns."""
         session = self._known(session_id)
         if session.state is not SessionState.OPEN:
             raise FencedError(f"session '{session_id}' is {session.state}", session_id=session_id)
         index = session.turns
-        data = encode(RecordKind.TURN, session_id, body, index=index, fingerprint=fingerprint, key=key)
+        head = encode(RecordKind.TURN, session_id, index=index, fingerprint=fingerprint, key=key)
+        data = [head, body] if isinstance(body, bytes) else [head, *body]
         session.turns += 1
         await self._append(session_id, data)
         return index
@@ -166,7 +170,7 @@ class SessionJournal:
             raise ContractError(f"session '{session_id}' is not known here", session_id=session_id)
         return self._sessions[session_id]
 
-    def _append(self, session_id: str, data: bytes) -> asyncio.Future[None]:
+    def _append(self, session_id: str, data: bytes | Sequence[Buffer]) -> asyncio.Future[None]:
         future = self._log.append(data)
         self._sessions[session_id].segments.add(self._log.segment)
         return future

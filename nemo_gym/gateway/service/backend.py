@@ -24,9 +24,9 @@ class Conversations(Protocol):
         """Its trajectories as JSON data, one per conversation."""
         ...
 
-    def tokens_of(self, turn_id: int, *, texts: bool = True) -> AnswerTokens | None:
+    def tokens_of(self, turn_id: int, *, texts: bool = True, relayed: bool = False) -> AnswerTokens | None:
         """The exact tokens of one answer, where the engine gave them; the text of each only where ``texts`` are
-        wanted."""
+        wanted. With ``relayed`` those that were kept as they came need not be parsed."""
         ...
 
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import orjson
+import msgspec
 
 from nemo_gym.errors import RowError
 from nemo_gym.gateway.lowered import Answer, AnswerEnd, AnswerUsage
+from nemo_gym.gateway.relayed import Buffer, JsonText, written
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +23,18 @@ class Committed:
     """The turn's place in the journal; 0 as well for a call without a session."""
 
 
-def encode_committed(answer: Answer, turn: Mapping[str, Any]) -> bytes:
-    """The journal's body of a turn."""
+class _Body(msgspec.Struct):
+    answer: dict[str, Any]
+    turn: dict[str, Any]
+    relayed: dict[str, msgspec.Raw] = {}
+
+
+_BODIES = msgspec.json.Decoder(_Body)
+
+
+def encode_committed(answer: Answer, turn: Mapping[str, Any]) -> list[Buffer]:
+    """The journal's body of a turn, in pieces. What ``turn`` holds as ``relayed``, `JsonText` by name, stays what it
+    is."""
     said = {
         "id": answer.answer_id,
         "created_at": answer.created_at,
@@ -33,14 +44,16 @@ def encode_committed(answer: Answer, turn: Mapping[str, Any]) -> bytes:
         "usage": asdict(answer.usage),
         "stop": answer.stop,
     }
-    return orjson.dumps({"answer": said, "turn": turn}, option=orjson.OPT_NON_STR_KEYS)
+    own = {name: value for name, value in turn.items() if name != "relayed"}
+    return written({"answer": said, "turn": own, "relayed": turn.get("relayed") or {}})
 
 
 def decode_committed(body: bytes, index: int) -> tuple[Committed, Mapping[str, Any]]:
     """The answer and its turn's record. Raises `RowError` for a body of another version."""
     try:
-        data = orjson.loads(body)
-        said, turn = data["answer"], data["turn"]
+        data = _BODIES.decode(body)
+        said, turn = data.answer, data.turn
+        turn["relayed"] = {name: JsonText(memoryview(raw)) for name, raw in data.relayed.items()}
         answer = Answer(
             said["id"],
             said["created_at"],
@@ -51,5 +64,5 @@ def decode_committed(body: bytes, index: int) -> tuple[Committed, Mapping[str, A
             said["stop"],
         )
         return Committed(answer, turn["turn_id"], index), turn
-    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+    except (msgspec.DecodeError, RecursionError, KeyError, TypeError, ValueError) as error:
         raise RowError(f"the journal holds a turn that this version cannot read ({error})") from error

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from nemo_gym.gateway.relayed import coalesced, size_of, written
 from nemo_gym.gateway.streaming import KeepAlive
 from nemo_gym.serving.problems import JsonResponse
 
@@ -20,11 +21,18 @@ class DeliveredJson(JsonResponse):
     """A reply that says when its last byte was handed over."""
 
     def __init__(self, content: Any, sent: Callable[[], None]) -> None:
-        super().__init__(content)
+        self._pieces = [*coalesced(written(content))]
+        super().__init__(None)
+        self.headers["content-length"] = str(size_of(self._pieces))
         self._sent = sent
 
+    def render(self, content: Any) -> bytes:
+        return b""
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await super().__call__(scope, receive, send)
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for left, piece in zip(range(len(self._pieces) - 1, -1, -1), self._pieces, strict=True):
+            await send({"type": "http.response.body", "body": piece, "more_body": left > 0})
         self._sent()
 
 

@@ -69,6 +69,7 @@ class Inference(Generic[C, D]):
         self._return_token_ids = return_token_ids
         self._timing = timing or StreamTiming()
         self._capture = capture
+        self._captures_bodies = capture is not None and capture.bodies
 
     async def answer(
         self, dialect: Dialect, body: dict[str, Any], request: Request, live: LiveSession[C] | None
@@ -214,11 +215,11 @@ class Inference(Generic[C, D]):
         if call.lowered.logprobs or call.lowered.token_ids:
             conversations = call.live.conversations if call.live is not None else call.conversations
             assert conversations is not None
-            answer = replace(
-                answer, tokens=conversations.tokens_of(call.committed.turn_id, texts=call.lowered.logprobs)
-            )
+            relayed = call.dialect is Dialect.CHAT and not call.lowered.stream and not self._captures_bodies
+            tokens = conversations.tokens_of(call.committed.turn_id, texts=call.lowered.logprobs, relayed=relayed)
+            answer = replace(answer, tokens=tokens)
         reply = call.adapter.reply(answer, call.lowered, call.body)
-        if call.record is not None and self._capture is not None and self._capture.bodies:
+        if call.record is not None and self._captures_bodies:
             call.record.answer = reply
         return reply
 

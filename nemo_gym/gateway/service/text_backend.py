@@ -1,7 +1,7 @@
 """Answers by an OpenAI-compatible endpoint: text in, text out. Its trajectories hold messages, not ids.
 
-The endpoint renders and encodes by itself, so nobody here knows the exact tokens; where it offers logprobs, they and
-the texts of the sampled tokens are kept.
+The endpoint renders and encodes by itself, so nobody here knows the exact tokens. Where it offers logprobs, they are
+kept as the bytes they came as: relayed, journaled, and only parsed for trajectories and for replies of another shape.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any, cast
 
 import orjson
 
-from nemo_gym.gateway.engines import EngineAnswerError, OpenAIEngine, SampledText, TextReply, sampled_text
+from nemo_gym.gateway.engines import EngineAnswerError, OpenAIEngine, TextReply
+from nemo_gym.gateway.engines.completions import Completion, completion_in, tokens_in
 from nemo_gym.gateway.lowered import Answer, AnswerEnd, AnswerTokens, AnswerUsage, LoweredRequest
+from nemo_gym.gateway.relayed import JsonText
 from nemo_gym.gateway.service.backend import CallContext, TurnFacts
 from nemo_gym.gateway.service.pool import EnginePool
 from nemo_gym.gateway.tokens import History, IncrementalEncoder, PolicyTokenizer, Sampled, TokenForest, trajectories_of
@@ -58,11 +60,14 @@ class TextConversations:
         )
         self.said: list[Mapping[str, Any]] = []
         """By turn: the ``messages`` since its parent, the answer last; ``tools`` where they are not the parent's."""
+        self.relayed: list[Mapping[str, JsonText]] = []
+        """By turn: ``entries`` and ``token_ids`` of the endpoint's answer, where it offered them."""
 
     def restore(self, records: Iterable[Mapping[str, Any]]) -> None:
         found = [*records]
         restore(self.forest, found)
         self.said = [record["said"] for record in found]
+        self.relayed = [record["relayed"] for record in found]
 
     def rows(
         self, session_id: str, *, reward: float | None, reward_info: Mapping[str, Any] | None
@@ -71,18 +76,46 @@ class TextConversations:
         turns = self.forest.turns
         trajectories = trajectories_of(turns, session_id, reward=reward, reward_info=reward_info)
         leaves = [turn for turn in turns if not turn.children]
+        numbers = {turn.details["call_id"]: turn.turn_id for turn in turns}
         rows = []
         for trajectory, leaf in zip(trajectories, leaves, strict=True):
             path = [self.said[turn.turn_id] for turn in leaf.path()]
             messages = [message for said in path for message in said["messages"]]
-            rows.append({**as_row(trajectory), "messages": messages, "tools": path[0].get("tools")})
+            row = as_row(trajectory)
+            for turn in row["turns"]:
+                turn["details"] |= self._token_details(numbers[turn["details"]["call_id"]])
+            rows.append({**row, "messages": messages, "tools": path[0].get("tools")})
         return rows
 
-    def tokens_of(self, turn_id: int, *, texts: bool = True) -> AnswerTokens | None:
-        details = self.forest.turns[turn_id].details
+    def tokens_of(self, turn_id: int, *, texts: bool = True, relayed: bool = False) -> AnswerTokens | None:
+        told = self.relayed[turn_id]
+        if "entries" not in told:
+            return None
+        if relayed and texts:
+            return AnswerTokens([], [], ids_json=told.get("token_ids"), entries_json=told["entries"])
+        details = self._token_details(turn_id)
         if "token_logprobs" not in details:
             return None
         return AnswerTokens([], details.get("token_ids") or [], details["token_logprobs"], details["token_texts"])
+
+    def _token_details(self, turn_id: int) -> dict[str, Any]:
+        """What a trajectory tells of a turn's tokens."""
+        told = self.relayed[turn_id]
+        if "entries" not in told:
+            return {}
+        try:
+            tokens = tokens_in(told["entries"], told.get("token_ids"))
+        except ValueError as error:
+            return {"token_error": f"the endpoint's logprobs cannot be read: {error}"}
+        if tokens is None:
+            return {}
+        details: dict[str, Any] = {
+            "token_texts": [token.decode(errors="replace") for token in tokens.tokens],
+            "token_logprobs": [*tokens.logprobs],
+        }
+        if tokens.token_ids is not None:
+            details["token_ids"] = [*tokens.token_ids]
+        return details
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +124,7 @@ class TextSample:
 
     prepared: Prepared
     reply: TextReply
-    completion: Mapping[str, Any]
+    completion: Completion
     context: CallContext
     seconds: float
 
@@ -122,29 +155,34 @@ class TextBackend:
     def commit(
         self, conversations: TextConversations, request: LoweredRequest, sampled: TextSample
     ) -> tuple[Answer, Mapping[str, Any], TurnFacts]:
-        choice = sampled.completion["choices"][0]
-        message = _message(choice["message"], sampled.context.call_id)
+        completion = sampled.completion
+        message = _message(completion.message, sampled.context.call_id)
         prepared, weights = sampled.prepared, sampled.reply.weights
-        end = _ENDS.get(str(choice.get("finish_reason")), AnswerEnd.STOP)
-        details = _details(sampled, sampled_text(choice))
+        end = _ENDS.get(str(completion.finish_reason), AnswerEnd.STOP)
         turn = conversations.forest.commit(
-            prepared, Sampled((), None, str(end), weights.last or weights.first, details), message
+            prepared, Sampled((), None, str(end), weights.last or weights.first, _details(sampled)), message
         )
         start = prepared.reading.start_of(prepared.shared)
         said: dict[str, Any] = {"messages": [*prepared.reading.messages[start:], message]}
         if turn.parent is None and request.tools:
             said["tools"] = [*request.tools]
         conversations.said.append(said)
+        relayed: dict[str, JsonText] = {}
+        if completion.entries:
+            relayed["entries"] = completion.entries
+            if completion.token_ids:
+                relayed["token_ids"] = completion.token_ids
+        conversations.relayed.append(relayed)
         answer = Answer(
             sampled.context.call_id,
             time.time(),
             self._model,
             message,
             end,
-            _usage(sampled.completion.get("usage")),
+            _usage(completion.usage),
         )
         facts = TurnFacts(turn.turn_id, (sampled.reply.engine,), turn.weights_version, turn.reason)
-        return answer, {**record_of(turn), "said": said}, facts
+        return answer, {**record_of(turn), "said": said, "relayed": relayed}, facts
 
     def count_tokens(self, request: LoweredRequest) -> None:
         return None
@@ -171,28 +209,16 @@ class TextBackend:
         return body
 
 
-async def _complete(engine: OpenAIEngine, body: Mapping[str, Any]) -> tuple[TextReply, Mapping[str, Any]]:
+async def _complete(engine: OpenAIEngine, body: Mapping[str, Any]) -> tuple[TextReply, Completion]:
     reply = await engine.complete(ROUTE, body)
-    return reply, _parsed(reply)  # within the try: what is no completion may be one on another engine
-
-
-def _parsed(reply: TextReply) -> Mapping[str, Any]:
     try:
-        completion = orjson.loads(reply.body)
-        message = completion["choices"][0]["message"]
-        if not isinstance(message, dict):
-            raise TypeError("'message' is no object")
-        for call in message.get("tool_calls") or ():
-            if not isinstance(call["function"]["name"], str):
-                raise TypeError("a tool call has no name")
-    except (orjson.JSONDecodeError, KeyError, IndexError, TypeError) as error:
+        return reply, completion_in(reply.body)  # within the try: what is no completion may be one on another engine
+    except ValueError as error:
         raise EngineAnswerError(
             f"engine '{reply.engine}' answered {ROUTE} with something else than a completion"
-            f" ({type(error).__name__}: {error}): {reply.body[:200].decode(errors='replace')}",
+            f" ({error}): {reply.body[:200].decode(errors='replace')}",
             engine=reply.engine,
         ) from error
-    result: Mapping[str, Any] = completion
-    return result
 
 
 def _chat_choice(choice: str | Mapping[str, Any]) -> Any:
@@ -233,15 +259,9 @@ def _usage(usage: Any) -> AnswerUsage:
     )
 
 
-def _details(sampled: TextSample, tokens: SampledText | None) -> dict[str, Any]:
-    details: dict[str, Any] = {
+def _details(sampled: TextSample) -> dict[str, Any]:
+    return {
         "call_id": sampled.context.call_id,
         "engine": sampled.reply.engine,
         "seconds": round(sampled.seconds, 4),
     }
-    if tokens is not None:
-        details["token_texts"] = [token.decode(errors="replace") for token in tokens.tokens]
-        details["token_logprobs"] = [*tokens.logprobs]
-        if tokens.token_ids is not None:
-            details["token_ids"] = [*tokens.token_ids]
-    return details

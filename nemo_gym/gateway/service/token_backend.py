@@ -47,7 +47,7 @@ class TokenConversations:
         found = trajectories_of(self.forest.turns, session_id, reward=reward, reward_info=reward_info)
         return [as_row(trajectory) for trajectory in found]
 
-    def tokens_of(self, turn_id: int, *, texts: bool = True) -> AnswerTokens:
+    def tokens_of(self, turn_id: int, *, texts: bool = True, relayed: bool = False) -> AnswerTokens:
         turn = self.forest.turns[turn_id]
         ids: list[int] = turn.sampled_ids.tolist()
         text_of = {token_id: self._policy.decode([token_id]) for token_id in set(ids)} if texts else {}

@@ -7,6 +7,7 @@ the same answers in any process.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -102,7 +103,7 @@ class When(_Part):
     """Which conversations a task answers: every pattern given must be found."""
 
     user: Regex | None = None
-    """In the first user message. Its named groups are ``$name`` in the answers."""
+    """In the user messages before the first answer. Its named groups are ``$name`` in the answers."""
     system: Regex | None = None
     """In the system prompt."""
     sample: int | None = Field(None, ge=0)
@@ -218,7 +219,9 @@ class Script(_Part):
         Args:
             sample: which of its group's samples the conversation belongs to.
         """
-        user = next((text_of(m) for m in messages if m.get("role") == "user"), "")
+        # Some harnesses tell of the surroundings in a message of their own, before the task.
+        opening = itertools.takewhile(lambda message: message.get("role") != "assistant", messages)
+        user = "\n".join(text_of(message) for message in opening if message.get("role") == "user")
         system = "\n".join(text_of(m) for m in messages if m.get("role") in ("system", "developer"))
         for task in self.tasks:
             groups = task.matches(user, system, sample)

@@ -31,6 +31,7 @@ from nemo_gym.configuration.keys import SUITE_KEYS
 from nemo_gym.configuration.overrides import parse_overrides
 from nemo_gym.configuration.strict import known_keys
 from nemo_gym.errors import ConfigError
+from nemo_gym.harness.agent import CliAgentConfig
 from nemo_gym.rollouts.config import RUN_KEYS, RolloutRunConfig
 from nemo_gym.sandbox import registry
 from nemo_gym.sandbox.base import ExecOutcome, SandboxProvider, SandboxResources, SandboxSpec
@@ -41,6 +42,8 @@ from nemo_gym.session import AgentOutcome, SessionDescriptor
 from nemo_gym.verdict import FailureKind
 from resources_servers.swe_bench import prepare
 from resources_servers.swe_bench.config import SweBenchConfig
+from responses_api_agents.claude_code_agent.app import ClaudeCodeOptions
+from responses_api_agents.codex_agent.app import CodexOptions
 from responses_api_agents.mini_swe_agent.app import MiniSWEAgentConfig
 from responses_api_agents.oracle_agent.app import OracleAgentConfig
 from responses_api_models.openai_model.app import SimpleModelServerConfig
@@ -195,6 +198,10 @@ SERVERS = ROOT / "responses_api_models", ROOT / "responses_api_agents"
             "key",
             _own(OracleAgentConfig, BaseResponsesAPIAgentConfig) | {"row_access"},
         ),
+        (SERVERS[1] / "claude_code_agent" / "README.md", "key", _own(CliAgentConfig, BaseResponsesAPIAgentConfig)),
+        (SERVERS[1] / "claude_code_agent" / "README.md", "option", set(ClaudeCodeOptions.model_fields)),
+        (SERVERS[1] / "codex_agent" / "README.md", "key", _own(CliAgentConfig, BaseResponsesAPIAgentConfig)),
+        (SERVERS[1] / "codex_agent" / "README.md", "option", set(CodexOptions.model_fields)),
         (
             SERVERS[0] / "openai_model" / "README.md",
             "key",

@@ -101,9 +101,17 @@ async def commit_image(provider: SandboxProvider) -> None:
 
 
 @contextmanager
-def stage(directory: Path, sandbox: dict[str, Any], **settings: Any) -> Iterator[Stack]:
+def stage(
+    directory: Path,
+    sandbox: dict[str, Any],
+    *,
+    agent: type[CliAgent] | None = None,
+    tasks: list[dict[str, Any]] | None = None,
+    **settings: Any,
+) -> Iterator[Stack]:
+    """``agent`` in place of the documentation's, with ``tasks`` of its own tools in place of `SCRIPT`'s."""
     script = directory / "script.json"
-    script.write_text(json.dumps(SCRIPT))
+    script.write_text(json.dumps({**SCRIPT, "tasks": tasks or SCRIPT["tasks"]}))
     fields = {
         "resources_server": {"type": "resources_servers", "name": "env"},
         "model_server": {"type": "responses_api_models", "name": "policy"},
@@ -113,7 +121,7 @@ def stage(directory: Path, sandbox: dict[str, Any], **settings: Any) -> Iterator
     }
     with running_stack() as running:
         running.add("policy", ScriptedModel, Role.MODEL, script=str(script))
-        running.add("tiny", plugin(directory / "plugins"), Role.AGENT, ("policy",), **fields)
+        running.add("tiny", agent or plugin(directory / "plugins"), Role.AGENT, ("policy",), **fields)
         yield running
 
 

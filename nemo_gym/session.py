@@ -385,8 +385,9 @@ class Artifact(_Contract):
 
 
 class AgentOutcome(StrEnum):
-    """How the harness ended. Only ``crashed``, ``model_unreachable``, ``mcp_failed`` and ``sandbox_lost`` may be retried
-    as infrastructure, and those not where the policy could cause them; the others are what it did, and are graded."""
+    """How the harness ended. Only ``crashed``, ``model_unreachable``, ``mcp_failed`` and ``sandbox_lost`` may be
+    retried as infrastructure, and those not where the policy could cause them; the others are what it did, and are
+    graded."""
 
     COMPLETED = "completed"
     MAX_TURNS = "max_turns"

@@ -173,7 +173,8 @@ async def weather_server(seen: list[str]) -> AsyncIterator[str]:
         if request.headers.get("Authorization") != MCP_TOKEN:
             return web.json_response({"error": "invalid token"}, status=401)
         call = await request.json()
-        seen.append(call["method"])
+        if "id" not in call:
+            return web.Response(status=202)  # a notification
         schema = {"type": "object", "properties": {"city": {"type": "string"}}}
         results: dict[str, Any] = {
             "initialize": {
@@ -184,7 +185,11 @@ async def weather_server(seen: list[str]) -> AsyncIterator[str]:
             "tools/list": {"tools": [{"name": "weather", "description": "Of a city.", "inputSchema": schema}]},
             "tools/call": {"content": [{"type": "text", "text": "Oslo: snow"}]},
         }
-        return web.json_response({"jsonrpc": "2.0", "id": call["id"], "result": results[call["method"]]})
+        answer = {"jsonrpc": "2.0", "id": call["id"]}
+        if call["method"] not in results:
+            return web.json_response({**answer, "error": {"code": -32601, "message": "Method not found"}})
+        seen.append(call["method"])
+        return web.json_response({**answer, "result": results[call["method"]]})
 
     app = web.Application()
     app.router.add_post("/mcp", handle)

@@ -91,8 +91,10 @@ class AnswerTokens:
     logprobs: Sequence[float] | None = None
     texts: Sequence[str] | None = None
     """The text of each of ``ids``, where the reply is to show logprobs."""
+    prompt_json: JsonText | None = None
+    """``prompt_ids`` as JSON, for a reply that only relays them; ``prompt_ids`` are then empty."""
     ids_json: JsonText | None = None
-    """``ids`` as they came, for a reply that only relays them; ``ids`` are then empty."""
+    """``ids``, likewise."""
     logprobs_json: JsonText | None = None
     """``logprobs``, likewise."""
     entries_json: JsonText | None = None

@@ -64,7 +64,7 @@ def token_fields(tokens: AnswerTokens) -> dict[str, Any]:
     ids = tokens.ids_json if tokens.ids_json is not None else tokens.ids
     if not ids:
         return {}
-    fields: dict[str, Any] = {"prompt_token_ids": tokens.prompt_ids, "generation_token_ids": ids}
+    fields: dict[str, Any] = {"prompt_token_ids": tokens.prompt_json or tokens.prompt_ids, "generation_token_ids": ids}
     logprobs = tokens.logprobs_json if tokens.logprobs_json is not None else tokens.logprobs
     return fields | ({} if logprobs is None else {"generation_log_probs": logprobs})
 

@@ -11,6 +11,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 import aiohttp
+import msgspec
 import orjson
 
 from nemo_gym.errors import ConfigError
@@ -91,10 +92,9 @@ class HttpEngine:
         async with self._reply("POST", route, body, self._timeout()) as reply:
             return await reply.read(), reply.headers
 
-    async def post_json(self, route: str, body: Mapping[str, Any], *, echo: bytes | None = None) -> dict[str, Any]:
-        """``echo``: the prompt as JSON, left out of an answer that repeats it; see `without_echo`."""
+    async def post_json(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
         raw, _ = await self.post(route, body)
-        return self.parsed(without_echo(raw, echo))
+        return self.parsed(raw)
 
     async def post_stream(self, route: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
         """The bytes of a 200 as they arrive. Closing the iterator closes the connection."""
@@ -106,7 +106,7 @@ class HttpEngine:
         self, route: str, body: Mapping[str, Any], *, echo: bytes | None = None
     ) -> AsyncGenerator[dict[str, Any], None]:
         """The JSON of each server-sent event, up to the end marker. Raises when the stream ends without it, or when
-        an event is an error."""
+        an event is an error. ``echo``: the prompt as JSON, left out of events that repeat it; see `without_echo`."""
         reader = EventReader()
         async with contextlib.aclosing(self.post_stream(route, body)) as chunks:
             async for chunk in chunks:
@@ -143,7 +143,15 @@ class HttpEngine:
         """Turns what picking an answer apart can raise into an `EngineAnswerError`."""
         try:
             yield
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        except (
+            KeyError,
+            IndexError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            RecursionError,
+            msgspec.DecodeError,
+        ) as error:
             raise self.malformed(f"{type(error).__name__}: {error}") from error
 
     def span(self, first: str | None) -> WeightsSpan:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Literal
 
 import aiohttp
+import msgspec
+import orjson
 
 from nemo_gym.gateway.engines.constraints import vllm_fields
 from nemo_gym.gateway.engines.errors import EngineLostError, EngineRefusedError
@@ -17,6 +19,40 @@ _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": Fi
 VllmRoute = Literal["completions", "generate"]
 STREAM_INTERVAL = 32
 """Tokens. Events cost both ends time; what a broken stream loses of an answer is sampled again."""
+
+
+class _Entry(msgspec.Struct):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: tuple[float, ...] | None = None
+    content: tuple[_Entry, ...] | None = None
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str
+    token_ids: tuple[int, ...] | None = None
+    told: _Logprobs | None = msgspec.field(default=None, name="logprobs")
+    stop_reason: str | int | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        if self.told is None:
+            return ()
+        if self.told.content is not None:
+            return tuple(entry.logprob for entry in self.told.content)
+        return self.told.token_logprobs or ()
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+    usage: dict[str, Any] | None = None
+
+
+_COMPLETIONS = msgspec.json.Decoder(_Completion)
+"""Reads what is needed of a whole completion, and skips its texts and alternatives."""
 
 
 class VllmEngine(HttpEngine):
@@ -39,12 +75,10 @@ class VllmEngine(HttpEngine):
 
     async def generate(self, request: TokenRequest) -> Generation:
         first = self.weights_version
-        if self._route == "generate":
-            answer = await self.post_json("/inference/v1/generate", self._generate_body(request))
-        else:
-            answer = await self.post_json(
-                "/v1/completions", self._completions_body(request, stream=False), echo=request.prompt_json
-            )
+        if self._route == "completions":
+            raw, _ = await self.post("/v1/completions", self._completions_body(request, stream=False))
+            return self._completed(request, raw, first)
+        answer = await self.post_json("/inference/v1/generate", self._generate_body(request))
         with self.reading():
             choice = _only_choice(answer)
             self._check_prompt(request, choice)
@@ -56,7 +90,28 @@ class VllmEngine(HttpEngine):
                 self.name,
                 choice.get("stop_reason"),
                 self.span(first),
-                _cached(answer),
+                _cached(answer.get("usage") or {}),
+            )
+
+    def _completed(self, request: TokenRequest, raw: bytes, first: str | None) -> Generation:
+        with self.reading():
+            found = _COMPLETIONS.decode(raw)
+            if len(found.choices) != 1:
+                raise ValueError(f"{len(found.choices)} choices instead of one")
+            choice = found.choices[0]
+            prompt = bytes(choice.prompt_token_ids)
+            if prompt and prompt != request.prompt_json:
+                self._check_prompt(request, {"prompt_token_ids": orjson.loads(prompt)})
+            if len(choice.token_ids or ()) != len(choice.logprobs):
+                raise _unequal(len(choice.token_ids or ()), len(choice.logprobs))
+            return Generation(
+                choice.token_ids or (),
+                choice.logprobs,
+                _FINISH[choice.finish_reason],
+                self.name,
+                choice.stop_reason,
+                self.span(first),
+                _cached(found.usage or {}),
             )
 
     async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenDelta | Generation, None]:
@@ -78,7 +133,7 @@ class VllmEngine(HttpEngine):
             async with contextlib.aclosing(events):
                 async for event in events:
                     with self.reading():
-                        cached = _cached(event) if event.get("usage") else cached
+                        cached = _cached(event["usage"]) if event.get("usage") else cached
                         if not event["choices"]:
                             continue
                         choice = _only_choice(event)
@@ -147,7 +202,7 @@ class VllmEngine(HttpEngine):
                 f"engine '{self.name}' (vLLM) takes no images beside token ids; use an SGLang engine", engine=self.name
             )
 
-    def _check_prompt(self, request: TokenRequest, choice: dict[str, Any]) -> None:
+    def _check_prompt(self, request: TokenRequest, choice: Mapping[str, Any]) -> None:
         """An engine that read another prompt than the one we sent has sampled from another distribution."""
         echoed = choice.get("prompt_token_ids")
         if echoed is not None and echoed != list(request.prompt_ids):
@@ -172,13 +227,14 @@ def _tokens(choice: dict[str, Any]) -> tuple[tuple[int, ...], tuple[float, ...]]
     else:
         logprobs = tuple(found.get("token_logprobs") or ())
     if len(token_ids) != len(logprobs):
-        raise ValueError(
-            f"{len(token_ids)} token ids with {len(logprobs)} logprobs (does this vLLM know return_token_ids?)"
-        )
+        raise _unequal(len(token_ids), len(logprobs))
     return token_ids, logprobs
 
 
-def _cached(answer: dict[str, Any]) -> int | None:
-    usage = answer.get("usage") or {}
+def _unequal(ids: int, logprobs: int) -> ValueError:
+    return ValueError(f"{ids} token ids with {logprobs} logprobs (does this vLLM know return_token_ids?)")
+
+
+def _cached(usage: dict[str, Any]) -> int | None:
     value = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     return int(value) if value is not None else None

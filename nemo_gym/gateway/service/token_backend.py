@@ -13,6 +13,7 @@ from nemo_gym.gateway.dialects.errors import ContextOverflowError
 from nemo_gym.gateway.engines import EngineFailedError, FinishReason, Generation, TokenRequest, pinned_sampling
 from nemo_gym.gateway.lowered import Answer, AnswerEnd, AnswerTokens, AnswerUsage, LoweredRequest
 from nemo_gym.gateway.parsing import AnswerParser, ParsedAnswer
+from nemo_gym.gateway.relayed import JsonText
 from nemo_gym.gateway.service.backend import CallContext, TurnFacts
 from nemo_gym.gateway.service.pool import EnginePool
 from nemo_gym.gateway.tokens import (
@@ -26,6 +27,7 @@ from nemo_gym.gateway.tokens import (
 )
 from nemo_gym.gateway.tokens.export import as_row
 from nemo_gym.gateway.tokens.records import record_of, restore
+from nemo_gym.gateway.tokens.turns import json_of
 
 _TAIL_IDS = 96
 """Of the prompt's end, decoded for the parser: a generation prompt is far shorter."""
@@ -49,6 +51,14 @@ class TokenConversations:
 
     def tokens_of(self, turn_id: int, *, texts: bool = True, relayed: bool = False) -> AnswerTokens:
         turn = self.forest.turns[turn_id]
+        if relayed and not texts:
+            return AnswerTokens(
+                [],
+                [],
+                prompt_json=JsonText(json_of(turn.tokens[: turn.context_end])),
+                ids_json=JsonText(json_of(turn.sampled_ids)),
+                logprobs_json=JsonText(json_of(turn.logprobs)) if turn.logprobs is not None else None,
+            )
         ids: list[int] = turn.sampled_ids.tolist()
         text_of = {token_id: self._policy.decode([token_id]) for token_id in set(ids)} if texts else {}
         return AnswerTokens(
@@ -178,9 +188,9 @@ class TokenBackend:
 
     def _text(self, generation: Generation) -> tuple[str, str | None]:
         """The sampled text without what ended it, and the stop string if one did. Its tokens stay in the turn."""
-        ids = list(generation.token_ids)
+        ids = generation.token_ids
         if ids and generation.finish_reason is FinishReason.STOP and ids[-1] in self._policy.stop_ids:
-            ids.pop()
+            ids = ids[:-1]
         text = self._policy.decode(ids)
         stop = generation.stop_reason if isinstance(generation.stop_reason, str) else None
         if stop is not None and (at := text.rfind(stop)) >= 0:

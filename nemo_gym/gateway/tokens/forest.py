@@ -28,7 +28,7 @@ from nemo_gym.gateway.tokens.policy import PolicyTokenizer
 from nemo_gym.gateway.tokens.prompts import Prompt
 from nemo_gym.gateway.tokens.splits import SplitReason, continuation_reason, start_reason
 from nemo_gym.gateway.tokens.template import TemplateRefusedError
-from nemo_gym.gateway.tokens.turns import Sampled, Turn, extended
+from nemo_gym.gateway.tokens.turns import LARGE, Sampled, Turn, extended
 
 _COMPARED = 16
 """Conversations, newest first, that a new one is compared with to name its reason."""
@@ -234,13 +234,22 @@ class TokenForest:
             logprobs = array("f", sampled.logprobs) if sampled.logprobs is not None else None
         except (TypeError, OverflowError) as error:
             raise ModelError(f"the engine returned token ids or logprobs that are no numbers ({error})") from error
-        if ids and not (min(ids) >= 0 and max(ids) < size):
+        if ids and not _within(ids, size):
             raise ModelError(f"the engine returned token ids outside the policy's vocabulary of {size}")
         if logprobs is not None and len(logprobs) != len(ids):
             raise ModelError(f"the engine returned {len(ids)} token ids and {len(logprobs)} logprobs")
-        if logprobs is not None and not all(map(math.isfinite, logprobs)):
+        if logprobs is not None and not math.isfinite(sum(logprobs)):  # no sum of float32 is too large for a float64
             raise ModelError("the engine returned a logprob that is no finite number")
         return ids, logprobs
+
+
+def _within(ids: array[int], size: int) -> bool:
+    if len(ids) < LARGE:
+        return min(ids) >= 0 and max(ids) < size
+    import numpy as np
+
+    numbers = np.frombuffer(ids, dtype=np.int32)
+    return bool(numbers.min() >= 0 and numbers.max() < size)
 
 
 def _with_kept_ids(reading: Reading, shared: int, answer: Message) -> list[Message]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from binascii import a2b_base64, b2a_base64
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -25,13 +26,14 @@ _COPIED = (
 
 
 def record_of(turn: Turn) -> dict[str, Any]:
-    """JSON data that holds this turn's own tokens, not its parents'."""
+    """JSON data that holds this turn's own tokens, not its parents'. Arrays are the base64 of their bytes, as this
+    machine has them."""
     return {
         **{name: getattr(turn, name) for name in _COPIED},
         "parent": turn.parent.turn_id if turn.parent is not None else None,
-        "context_ids": turn.tokens[turn.start : turn.context_end].tolist(),
-        "sampled_ids": turn.sampled_ids.tolist(),
-        "logprobs": turn.logprobs.tolist() if turn.logprobs is not None else None,
+        "context_ids": _text(turn.tokens[turn.start : turn.context_end]),
+        "sampled_ids": _text(turn.sampled_ids),
+        "logprobs": _text(turn.logprobs) if turn.logprobs is not None else None,
         "details": dict(turn.details),
         "reason": str(turn.reason) if turn.reason is not None else None,
         "media": [dict(item) for item in turn.media],
@@ -53,7 +55,7 @@ def restore(forest: TokenForest, records: Iterable[Mapping[str, Any]]) -> None:
         if number != len(forest.turns) or (parent_id is not None and parent_id >= number):
             raise RowError(f"turn {number}: recorded out of order; {len(forest.turns)} turns precede it")
         parent = forest.turns[parent_id] if parent_id is not None else None
-        placed = extended(parent, record["context_ids"], record["sampled_ids"])
+        placed = extended(parent, _array("i", record["context_ids"]), _array("i", record["sampled_ids"]))
         logprobs = record["logprobs"]
         turn = Turn(
             **{name: record[name] for name in _COPIED},
@@ -64,7 +66,7 @@ def restore(forest: TokenForest, records: Iterable[Mapping[str, Any]]) -> None:
             end=placed.end,
             text=placed.text,
             text_end=placed.text_end,
-            logprobs=array("f", logprobs) if logprobs is not None else None,
+            logprobs=_array("f", logprobs) if logprobs is not None else None,
             details=record["details"],
             key=bytes.fromhex(record["key"]),
             request_key=bytes.fromhex(record["request_key"]),
@@ -76,3 +78,13 @@ def restore(forest: TokenForest, records: Iterable[Mapping[str, Any]]) -> None:
             media_count=len(record["media"]) + (parent.media_count if parent is not None else 0),
         )
         forest.add(turn)
+
+
+def _text(values: array[Any]) -> str:
+    return b2a_base64(values, newline=False).decode("ascii")
+
+
+def _array(typecode: str, text: str) -> array[Any]:
+    values: array[Any] = array(typecode)
+    values.frombytes(a2b_base64(text))
+    return values

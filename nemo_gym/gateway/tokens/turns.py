@@ -12,6 +12,9 @@ import orjson
 from nemo_gym.gateway.tokens.messages import Message
 from nemo_gym.gateway.tokens.splits import SplitReason
 
+LARGE = 1024
+"""Numbers from which on numpy is worth its call."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -120,4 +123,15 @@ def extended(parent: Turn | None, context: Sequence[int], sampled: Sequence[int]
 
 def numbers(ids: Sequence[int]) -> bytes:
     """Token ids as decimal numbers with commas between them."""
-    return orjson.dumps(ids.tolist() if isinstance(ids, array) else list(ids))[1:-1]
+    return json_of(ids if isinstance(ids, array) else array("i", ids))[1:-1]
+
+
+def json_of(values: array[Any]) -> bytes:
+    """An array of int32 or float32 as JSON; equal arrays give equal texts, whatever their size."""
+    if len(values) < LARGE and values.typecode == "i":
+        return orjson.dumps(values.tolist())
+    import numpy as np
+
+    # Shortest numbers that are these float32, instead of all digits of the float64 that Python makes of them.
+    typed = np.frombuffer(values, dtype=np.int32 if values.typecode == "i" else np.float32)
+    return orjson.dumps(typed, option=orjson.OPT_SERIALIZE_NUMPY)

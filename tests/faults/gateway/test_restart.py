@@ -55,7 +55,7 @@ def foreign_turn() -> bytes:
     """A whole journal of one session whose turn has nothing in it that this version knows."""
     record = SessionRecord("s1", ROLLOUT, "i", "c", 0.0, 4e9, {}, {"now": "2026-01-01T00:00:00+00:00"})
     answer = Answer("a", 0.0, "m", {"role": "assistant", "content": "x"}, AnswerEnd.STOP, AnswerUsage())
-    turn = encode_committed(answer, {"turn_id": 0, "tokens_of_another_version": []})
+    turn = b"".join(encode_committed(answer, {"turn_id": 0, "tokens_of_another_version": []}))
     return frame(encode(RecordKind.OPENED, "s1", record=asdict(record))) + frame(
         encode(RecordKind.TURN, "s1", turn, index=0, fingerprint="f", key=None)
     )

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nemo_gym.gateway.retries.hints import Connection
+from nemo_gym.serving.joined_writes import JoinedWrites
 
 
 class AnswerWatch:
@@ -90,6 +91,7 @@ class WatchedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.transport = JoinedWrites(transport, self.loop)  # type: ignore[assignment]
         DELIVERIES.began(self.client)
 
     def eof_received(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import structlog
 from fastapi import FastAPI
@@ -98,7 +98,8 @@ class BaseResourcesServerConfig(BaseRunServerInstanceConfig):
     """A property of the implementation, where NeMo Gym's plugins state it."""
 
     expose_tools_over_mcp: bool = False
-    """NeMo Gym's; not served yet, and refused at start when set."""
+    """Serve the tools (typed ``POST /<tool>`` routes) at ``/mcp`` as well, also where the class's ``tool_access`` does
+    not name ``mcp``. Needs the extra ``mcp``."""
     state_dir: str | None = None
     """Where verdicts are kept so that they survive a restart; default: the run's directory, else memory."""
 
@@ -197,9 +198,13 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
 
     def setup_webserver(self) -> FastAPI:
         environment = self._environment = EnvironmentRoutes(self, self._attempt_store())
-        app = self.base_app(session_guard=environment.guard)
+        app = self.base_app(session_guard=environment.guard, authenticates_itself=environment.authenticates_itself)
         environment.install(app)
         return app
+
+    def exposes_mcp(self) -> bool:
+        """Whether the tools are served over MCP: ``tool_access`` of the class names it, or the configuration does."""
+        return self.config.expose_tools_over_mcp or "mcp" in (getattr(type(self), "tool_access", None) or ())
 
     def _attempt_store(self) -> AttemptStore:
         directory = self.config.state_dir or (self._launch.state_dir if self._launch is not None else None)
@@ -208,19 +213,6 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
     async def shutdown(self) -> None:
         if self._environment is not None:
             await self._environment.finish()
-
-    @classmethod
-    def from_launch(cls, launch: Any = None) -> Self:
-        from nemo_gym.errors import ConfigError
-
-        server = super().from_launch(launch)
-        if server.config.expose_tools_over_mcp:
-            raise ConfigError(
-                f"environment '{server.config.name}': expose_tools_over_mcp is not supported; remove it, and let the"
-                " agent call the tools' routes",
-                key="expose_tools_over_mcp",
-            )
-        return server
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -28,6 +28,18 @@ CREATE TABLE IF NOT EXISTS verdict (
     PRIMARY KEY (run_id, rollout_id, attempt)
 ) WITHOUT ROWID;
 """
+
+
+class AttemptKey(NamedTuple):
+    """Which attempt a token or a session belongs to."""
+
+    run_id: str
+    rollout_id: str
+    attempt: int
+
+    @classmethod
+    def of(cls, rollout: RolloutIdentity) -> AttemptKey:
+        return cls(rollout.run_id, rollout.rollout_id, rollout.attempt)
 
 
 @dataclass(slots=True)
@@ -125,6 +137,27 @@ class AttemptStore:
                 rollout_id=rollout_id,
                 attempt=attempt,
             )
+
+    def session_of(self, run_id: str, rollout_id: str, attempt: int) -> Mapping[str, Any]:
+        """The session of an open attempt. Raises `FencedError` for one that was replaced or closed, and
+        `ContractError` for one that was not seeded since this process started."""
+        return self._open_seed(run_id, rollout_id, attempt).session
+
+    def keep_session(self, run_id: str, rollout_id: str, attempt: int, session: Mapping[str, Any]) -> None:
+        """Make ``session`` the one of this attempt's calls from now on; nothing for an attempt that is over."""
+        known = self._rollouts.get((run_id, rollout_id))
+        if known is not None and known.attempt == attempt and known.seed is not None:
+            known.seed.session = dict(session)
+
+    def _open_seed(self, run_id: str, rollout_id: str, attempt: int) -> Seed:
+        self.require_live(run_id, rollout_id, attempt)
+        known = self._rollouts.get((run_id, rollout_id))
+        if known is None or known.attempt != attempt or known.seed is None:
+            raise ContractError(
+                f"attempt {attempt} of rollout '{rollout_id}' has no session here; it must be seeded first",
+                rollout_id=rollout_id,
+            )
+        return known.seed
 
     def seed_of(self, rollout: RolloutIdentity, digest: str) -> Seed | None:
         """The stored seed of this attempt. Raises `FencedError` for an attempt that was replaced or closed, and

@@ -30,7 +30,7 @@ from nemo_gym.credentials import (
     check_control_token,
     issue_control_token,
 )
-from nemo_gym.environment.attempts import AttemptStore, Seed, StoredVerdict
+from nemo_gym.environment.attempts import AttemptKey, AttemptStore, Seed, StoredVerdict
 from nemo_gym.environment.grader import Grader
 from nemo_gym.environment.grading import work_digest
 from nemo_gym.environment.plugin_call import PluginCall, plain
@@ -51,10 +51,12 @@ from nemo_gym.session import Artifact, RolloutIdentity, SessionDescriptor, Topol
 
 if TYPE_CHECKING:
     from nemo_gym.base_resources_server import SimpleResourcesServer
+    from nemo_gym.environment.mcp.endpoint import McpEndpoint
 
 ATTEMPT_SESSION_KEY = "_ng_attempt"
 ROW_REF_SESSION_KEY = "_ng_row_ref"
 CONTROL_SUBJECT = "environment"
+MCP_PATH = "/mcp"
 BASE_ROUTES = frozenset(
     {"/seed_session", "/verify", "/close", "/rows", "/verdict", "/aggregate_metrics", "/reverify_mode"}
 )
@@ -100,6 +102,7 @@ class EnvironmentRoutes:
         self._seed_hook = PluginCall(server.seed_session) if server.overrides("seed_session") else None
         self._grader = Grader(server)
         self._running: dict[tuple[str, str, str, int], asyncio.Task[Any]] = {}
+        self._mcp: McpEndpoint | None = None
 
     def install(self, app: FastAPI) -> None:
         handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
@@ -113,6 +116,14 @@ class EnvironmentRoutes:
         for path, handler in handlers.items():
             app.router.routes.append(Route(path, handler, methods=["POST"]))
         app.router.routes.append(Route("/reverify_mode", self.reverify_mode, methods=["GET"]))
+        if self._server.exposes_mcp():
+            from nemo_gym.environment.mcp.endpoint import McpEndpoint
+
+            self._mcp = McpEndpoint(self._server, self.attempts, app)
+
+    def authenticates_itself(self, path: str) -> bool:
+        """Whether the route of ``path`` checks tokens of another kind than callers' credentials."""
+        return path == MCP_PATH and self._server.exposes_mcp()
 
     def guard(self, path: str, session: Mapping[str, Any]) -> None:
         """Refuse a tool call whose attempt is over. The base routes judge for themselves."""
@@ -240,7 +251,11 @@ class EnvironmentRoutes:
         descriptor = await self._server.open_session(asked.row, rollout)
         if descriptor.rollout != rollout:
             raise ContractError(f"open_session of '{self._server.config.name}' returned another attempt's descriptor")
-        reply["descriptor"] = _placed(descriptor, asked.envelope.topology).model_dump(mode="json")
+        descriptor = _placed(descriptor, asked.envelope.topology)
+        if self._mcp is not None:
+            descriptor = self._mcp.offered(descriptor)
+            reply.setdefault("mcp", self._mcp.nemo_metadata(rollout))
+        reply["descriptor"] = descriptor.model_dump(mode="json")
         self.attempts.keep_seed(rollout, Seed(digest, reply, session.copy()))
         return reply
 
@@ -383,7 +398,16 @@ class EnvironmentRoutes:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        if self._mcp is not None:
+            await self._mcp.aclose()
         self.attempts.aclose()
+
+
+def attempt_of(request: Request) -> AttemptKey:
+    """The attempt in whose session a tool is called. Raises `ContractError` for a session that was opened for none."""
+    if not (attempt := request.session.get(ATTEMPT_SESSION_KEY)):
+        raise ContractError(f"{request.url.path} needs the session of an attempt: the cookies of its seed")
+    return AttemptKey(*attempt)
 
 
 def _envelope(value: Any) -> SessionEnvelope | None:

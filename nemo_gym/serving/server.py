@@ -106,6 +106,10 @@ class SimpleServer(BaseServer):
     def secured(self) -> bool:
         return self._credentials is not None
 
+    def own_credential(self) -> str | None:
+        """With which this process calls its own routes; ``None`` on an unsecured server."""
+        return self._credentials.for_self(self.ROLE) if self._credentials is not None else None
+
     def derive_key(self, purpose: str) -> bytes:
         """This server's key for ``purpose``: the same after a restart under one stack, random without credentials."""
         if self._credentials is not None:

@@ -1,0 +1,95 @@
+"""Calls a tool's route in an attempt's session, through every layer an HTTP caller's request would pass."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+import structlog
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Scope
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Reply:
+    """What a route answered. 500 with no body when it broke off."""
+
+    status: int = 500
+    headers: MutableHeaders = field(default_factory=MutableHeaders)
+    body: bytes = b""
+
+    @property
+    def ok(self) -> bool:
+        return 200 <= self.status < 300
+
+    def value(self) -> Any:
+        """The body as JSON, or ``None`` where it is something else."""
+        try:
+            return orjson.loads(self.body)
+        except orjson.JSONDecodeError:
+            return None
+
+    def text(self, tool: str) -> str:
+        """What a model is shown: the body, or what was wrong with the call."""
+        if self.ok:
+            return self.body.decode("utf-8", "replace")
+        if self.status >= 500:
+            return f"tool '{tool}' failed; it may work when it is called again"
+        value = self.value()
+        return _complaint(value.get("detail")) if isinstance(value, dict) else f"status {self.status}"
+
+
+def _complaint(detail: Any) -> str:
+    """The framework's list of wrong arguments, or a plugin's own words."""
+    if isinstance(detail, list) and all(isinstance(item, dict) for item in detail):
+        wrong = [(".".join(map(str, item.get("loc", ())[1:])), item.get("msg", "")) for item in detail]
+        return "; ".join(f"{where or 'arguments'}: {said}" for where, said in wrong)
+    return detail if isinstance(detail, str) else orjson.dumps(detail, default=str).decode()
+
+
+async def call_route(app: ASGIApp, path: str, arguments: Mapping[str, Any], headers: Mapping[str, str]) -> Reply:
+    """``POST path`` inside this process. What a handler raises is its reply of 500, with the traceback in the log."""
+    body = orjson.dumps(dict(arguments))
+    given = {"content-type": "application/json", "content-length": str(len(body)), **headers}
+    scope: Scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in given.items()],
+        "client": None,
+        "server": None,
+    }
+    reply = Reply()
+    sent = False
+
+    async def receive() -> Message:
+        nonlocal sent
+        if sent:
+            await asyncio.Event().wait()  # this caller stays until it is cancelled
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            reply.status, reply.headers = message["status"], MutableHeaders(raw=list(message["headers"]))
+        elif message["type"] == "http.response.body":
+            reply.body += message.get("body", b"")
+
+    try:
+        await app(scope, receive, send)
+    except Exception:
+        # The boundary of plugin code: a server without credentials has its errors raised past their reply.
+        log.exception("a tool failed", route=path)
+        return Reply()
+    return reply

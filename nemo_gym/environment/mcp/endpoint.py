@@ -1,0 +1,223 @@
+"""``/mcp`` of an environment: who calls, for which attempt, and the tools it may call there.
+
+The URL an attempt is given names its rollout (``/ng-rollout/<id>/mcp``), and its token must be that rollout's. A
+wrong, expired or foreign token is refused with 401, the token of an attempt that was replaced or closed with 409.
+There is no stream to subscribe to: GET and DELETE are not served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import TYPE_CHECKING, Any
+
+import structlog
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from nemo_gym.credentials import CREDENTIAL_HEADER
+from nemo_gym.environment.attempts import AttemptKey, AttemptStore
+from nemo_gym.environment.mcp.call import call_route
+from nemo_gym.environment.mcp.tokens import check_mcp_token, issue_mcp_token
+from nemo_gym.environment.mcp.tools import RouteTool, tools_of
+from nemo_gym.environment.routes import MCP_PATH
+from nemo_gym.errors import ConfigError, CredentialError
+from nemo_gym.rollout_correlation import ROLLOUT_ID_HEADER, rollout_path_prefix
+from nemo_gym.serving.problems import problem_response
+from nemo_gym.serving.sessions import CookieCodec
+from nemo_gym.session import McpServer, RolloutIdentity, SessionDescriptor
+
+if TYPE_CHECKING:
+    from mcp.server import ServerRequestContext
+    from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
+    from mcp.types import CallToolRequestParams, CallToolResult, ListToolsResult, PaginatedRequestParams
+
+    from nemo_gym.base_resources_server import SimpleResourcesServer
+
+NEMO_GYM_TOKEN_HEADER = "X-NeMo-Gym-Session-Token"
+"""Where NeMo Gym's agents put the token."""
+
+_ATTEMPT = "nemo_gym.mcp_attempt"
+
+log = structlog.get_logger(__name__)
+
+
+class McpEndpoint:
+    """One environment's tools over MCP. Raises `ConfigError` when the ``mcp`` package is not installed."""
+
+    def __init__(self, server: SimpleResourcesServer, attempts: AttemptStore, app: FastAPI) -> None:
+        try:
+            from mcp.server import Server
+        except ImportError as error:
+            raise ConfigError(
+                f"environment '{server.config.name}' serves its tools over MCP, which needs the package 'mcp' 2.x:"
+                " install the extra 'mcp' of this suite",
+                key="tool_access",
+            ) from error
+        self._server = server
+        self._attempts = attempts
+        self._app = app
+        self._key = server.derive_key("mcp-token")
+        self._cookies = CookieCodec(server.derive_key("session-cookie"))
+        self.name = re.sub(r"[^A-Za-z0-9_-]", "_", server.config.name)
+        self._protocol: Server[Any] = Server(
+            self.name, on_list_tools=self._list_tools, on_call_tool=self._call_tool, get_tool_input_schema=self._schema
+        )
+        self._tools: dict[str, RouteTool] | None = None
+        self._manager: StreamableHTTPSessionManager | None = None
+        self._started: asyncio.Future[None] | None = None
+        self._serving: asyncio.Task[None] | None = None
+        app.router.routes.append(Route(MCP_PATH, self._route, methods=["POST"]))
+
+    @property
+    def tools(self) -> dict[str, RouteTool]:
+        """Found when first asked for: plugins add their routes after the base's."""
+        if self._tools is None:
+            self._tools = tools_of(self._app.routes)
+        return self._tools
+
+    def offered(self, descriptor: SessionDescriptor) -> SessionDescriptor:
+        """The descriptor with this endpoint and the attempt's token in it."""
+        if not self.tools or any(known.name == self.name for known in descriptor.mcp):
+            return descriptor
+        rollout = descriptor.rollout
+        base = self._server.server_client.base_url(self._server.config.name)
+        here = McpServer(
+            name=self.name,
+            url=f"{base}{rollout_path_prefix(rollout.rollout_id)}{MCP_PATH}",
+            headers={"Authorization": f"Bearer {self.token(rollout)}"},
+        )
+        return descriptor.model_copy(update={"mcp": (*descriptor.mcp, here)})
+
+    def token(self, rollout: RolloutIdentity) -> str:
+        return issue_mcp_token(self._key, rollout)
+
+    def nemo_metadata(self, rollout: RolloutIdentity) -> dict[str, Any]:
+        """What NeMo Gym's seed says about this endpoint."""
+        return {
+            "server_name": self.name,
+            "url_path": MCP_PATH,
+            "transport": "http",
+            "headers": {NEMO_GYM_TOKEN_HEADER: self.token(rollout)},
+        }
+
+    # -- HTTP ----------------------------------------------------------------------------------------------------
+
+    async def _route(self, request: Request) -> Response:
+        try:
+            attempt = check_mcp_token(self._key, _token(request))
+            named = request.headers.get(ROLLOUT_ID_HEADER) or request.scope.get("path_params", {}).get("rollout_id")
+            if named not in (None, attempt.rollout_id):
+                raise CredentialError("the MCP token is another rollout's", rollout_id=named)
+        except CredentialError as error:
+            log.info("request refused", route=MCP_PATH, code=error.code, status=error.status)
+            refused = problem_response(error)
+            refused.headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'
+            return refused
+        self._attempts.session_of(*attempt)  # 409 when it is over, before any protocol
+        request.scope[_ATTEMPT] = attempt
+        return _Protocol(await self._running())
+
+    async def _running(self) -> StreamableHTTPSessionManager:
+        """The protocol's request handler, started with the first request: servers whose tools nobody calls by MCP
+        never load it."""
+        if self._manager is None or self._started is None:
+            from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
+
+            self._manager = StreamableHTTPSessionManager(self._protocol, json_response=True, stateless=True)
+            self._started = asyncio.get_running_loop().create_future()
+            self._serving = asyncio.create_task(_serve(self._manager, self._started))
+        manager = self._manager
+        await asyncio.shield(self._started)
+        return manager
+
+    async def aclose(self) -> None:
+        """End requests in flight. Idempotent."""
+        serving, self._serving = self._serving, None
+        self._manager = None
+        if serving is not None:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+    # -- protocol ------------------------------------------------------------------------------------------------
+
+    def _schema(self, name: str) -> dict[str, Any] | None:
+        tool = self.tools.get(name)
+        return tool.input_schema if tool is not None else None
+
+    async def _list_tools(
+        self, context: ServerRequestContext[Any], params: PaginatedRequestParams | None
+    ) -> ListToolsResult:
+        from mcp.types import ListToolsResult, Tool
+
+        return ListToolsResult(
+            tools=[
+                Tool(
+                    name=tool.name,
+                    description=tool.description,
+                    input_schema=tool.input_schema,
+                    output_schema=tool.output_schema,
+                )
+                for tool in self.tools.values()
+            ]
+        )
+
+    async def _call_tool(self, context: ServerRequestContext[Any], params: CallToolRequestParams) -> CallToolResult:
+        from mcp.types import CallToolResult, TextContent
+
+        assert context.request is not None
+        attempt: AttemptKey = context.request.scope[_ATTEMPT]
+        tool = self.tools.get(params.name)
+        if tool is None:
+            said = f"there is no tool '{params.name[:100]}'; there are: {', '.join(self.tools)}"
+            return CallToolResult(content=[TextContent(type="text", text=said)], is_error=True)
+        cookie = self._server.get_session_middleware_key()
+        before = self._cookies.encode(self._attempts.session_of(*attempt))
+        headers = {"Cookie": f"{cookie}={before}", ROLLOUT_ID_HEADER: attempt.rollout_id}
+        if (credential := self._server.own_credential()) is not None:
+            headers[CREDENTIAL_HEADER] = credential
+        reply = await call_route(self._app, tool.path, params.arguments or {}, headers)
+        self._keep_session(attempt, cookie, before, reply.headers.getlist("set-cookie"))
+        if reply.status >= 500:
+            log.warning("a tool failed", tool=tool.name, rollout_id=attempt.rollout_id, status=reply.status)
+        value = reply.value()
+        return CallToolResult(
+            content=[TextContent(type="text", text=reply.text(tool.name))],
+            structured_content=value if reply.ok and isinstance(value, dict) else None,
+            is_error=not reply.ok,
+        )
+
+    def _keep_session(self, attempt: AttemptKey, name: str, before: str, cookies: list[str]) -> None:
+        """What the tool wrote into its session is there for the next call, as for a caller that keeps cookies."""
+        for cookie in cookies:
+            written, _, rest = cookie.partition("=")
+            value = rest.partition(";")[0]
+            if written == name and value != before and (session := self._cookies.decode(value)) is not None:
+                self._attempts.keep_session(*attempt, session)
+
+
+class _Protocol(Response):
+    """Answers a request as the MCP library does."""
+
+    def __init__(self, manager: StreamableHTTPSessionManager) -> None:
+        super().__init__()
+        self._manager = manager
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._manager.handle_request(scope, receive, send)
+
+
+async def _serve(manager: StreamableHTTPSessionManager, started: asyncio.Future[None]) -> None:
+    async with manager.run():
+        started.set_result(None)
+        await asyncio.Event().wait()
+
+
+def _token(request: Request) -> str | None:
+    kind, _, token = request.headers.get("authorization", "").partition(" ")
+    if kind.lower() == "bearer":
+        return token.strip()
+    return request.headers.get(NEMO_GYM_TOKEN_HEADER)

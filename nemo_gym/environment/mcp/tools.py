@@ -1,0 +1,67 @@
+"""An environment's tools, found among its routes: ``POST /<tool>`` whose body is one pydantic model, or nothing."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+_TOOL_PATH = re.compile(r"/[A-Za-z][A-Za-z0-9_-]{0,63}")
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True, slots=True)
+class RouteTool:
+    """One tool, as its route declares it."""
+
+    name: str
+    path: str
+    description: str
+    """The handler's docstring."""
+    input_schema: dict[str, Any]
+    output_schema: dict[str, Any] | None
+    """``None`` where the route declares no model for its answer."""
+
+
+def tools_of(routes: Iterable[Any]) -> dict[str, RouteTool]:
+    """The tools among an application's routes, by name, in the order they were added. The suite's own routes, those
+    with parameters in path, query or header, and those with several bodies are none."""
+    tools: dict[str, RouteTool] = {}
+    for route in routes:
+        if isinstance(route, APIRoute) and (tool := _tool(route)) is not None:
+            tools.setdefault(tool.name, tool)
+    return tools
+
+
+def _tool(route: APIRoute) -> RouteTool | None:
+    if "POST" not in (route.methods or ()) or not _TOOL_PATH.fullmatch(route.path) or not route.include_in_schema:
+        return None
+    wanted = route.dependant
+    if wanted.path_params or wanted.query_params or wanted.header_params or len(wanted.body_params) > 1:
+        return None
+    schema = _NO_ARGUMENTS
+    if wanted.body_params:
+        model = wanted.body_params[0].field_info.annotation
+        if not _is_model(model):
+            return None
+        schema = model.model_json_schema()
+    return RouteTool(
+        name=route.path[1:],
+        path=route.path,
+        description=inspect.cleandoc(route.description or ""),
+        input_schema=schema,
+        output_schema=_output_schema(route.response_model),
+    )
+
+
+def _output_schema(answer: Any) -> dict[str, Any] | None:
+    return answer.model_json_schema(mode="serialization") if _is_model(answer) else None
+
+
+def _is_model(annotation: Any) -> Any:
+    return inspect.isclass(annotation) and issubclass(annotation, BaseModel)

@@ -1,0 +1,200 @@
+"""An environment's tools over MCP, called by the MCP library's own client over a real socket."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, ClassVar
+
+import httpx2
+import pytest
+from fastapi import FastAPI, Request
+from mcp import Client
+from mcp.client.streamable_http import streamable_http_client
+from pydantic import BaseModel, Field
+
+from nemo_gym.base_resources_server import SimpleResourcesServer
+from nemo_gym.credentials import Role
+from nemo_gym.environment.mcp.tokens import issue_mcp_token
+from nemo_gym.session import McpServer
+from tests.servers.plugins import CounterEnvironment
+from tests.servers.stack import Stack, rollout
+
+PARAMS = {"input": [{"role": "user", "content": "hi"}]}
+INITIALIZE = {
+    "jsonrpc": "2.0",
+    "id": 1,
+    "method": "initialize",
+    "params": {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "t", "version": "1"}},
+}
+ACCEPT = {"Accept": "application/json, text/event-stream"}
+
+
+class Note(BaseModel):
+    text: str = Field(min_length=1)
+
+
+class Notes(BaseModel):
+    notes: list[str]
+
+
+class NotesEnvironment(SimpleResourcesServer):
+    """Keeps notes in its session, and is worth as many points as the response says there are notes."""
+
+    tool_access: ClassVar[tuple[str, ...]] = ("mcp", "http")
+
+    def setup_webserver(self) -> FastAPI:
+        app = super().setup_webserver()
+        app.post("/add_note")(self.add_note)
+        app.post("/list_notes")(self.list_notes)
+        app.post("/explode")(self.explode)
+        app.post("/search/{where}")(self.no_tool)
+        return app
+
+    async def add_note(self, request: Request, body: Note) -> Notes:
+        """Write a note down."""
+        request.session["notes"] = [*request.session.get("notes", []), body.text]
+        return await self.list_notes(request)
+
+    async def list_notes(self, request: Request) -> Notes:
+        return Notes(notes=request.session.get("notes", []))
+
+    async def explode(self) -> Notes:
+        raise RuntimeError("a private path: /var/secret")
+
+    async def no_tool(self, where: str) -> None: ...
+
+
+@pytest.fixture
+def notes(stack: Stack) -> Stack:
+    stack.add("notes", NotesEnvironment, Role.ENVIRONMENT)
+    return stack
+
+
+async def seed(stack: Stack, name: str = "notes", **identity: Any) -> dict[str, Any]:
+    body = {"responses_create_params": PARAMS, "_ng_session": {"rollout": rollout(**identity).model_dump()}}
+    reply = await stack.client().post(name, "/seed_session", json=body)
+    answer: dict[str, Any] = await reply.json()
+    assert reply.status == 200, answer
+    return answer
+
+
+def endpoint(seeded: dict[str, Any]) -> McpServer:
+    (server,) = seeded["descriptor"]["mcp"]
+    return McpServer.model_validate(server)
+
+
+@asynccontextmanager
+async def connected(server: McpServer, **options: Any) -> AsyncIterator[Client]:
+    async with httpx2.AsyncClient(headers=server.headers, trust_env=False) as http:
+        async with Client(streamable_http_client(server.url, http_client=http), **options) as client:
+            yield client
+
+
+async def status_of(url: str, headers: dict[str, str], method: str = "POST") -> int:
+    async with httpx2.AsyncClient(trust_env=False) as http:
+        reply = await http.request(method, url, json=INITIALIZE, headers={**ACCEPT, **headers})
+        return int(reply.status_code)
+
+
+@pytest.mark.parametrize("mode", ["auto", "legacy"])
+async def test_tools_are_listed_and_called_as_their_routes_declare_them(notes: Stack, mode: str) -> None:
+    async with connected(endpoint(await seed(notes)), mode=mode) as client:
+        tools = {tool.name: tool for tool in (await client.list_tools()).tools}
+        assert [*tools] == ["add_note", "list_notes", "explode"]
+        assert tools["add_note"].description == "Write a note down."
+        assert tools["add_note"].input_schema["properties"]["text"] == {
+            "type": "string",
+            "minLength": 1,
+            "title": "Text",
+        }
+        assert tools["add_note"].output_schema is not None
+        written = await client.call_tool("add_note", {"text": "milk"})
+        assert written.structured_content == {"notes": ["milk"]}
+        assert written.content[0].text == '{"notes":["milk"]}'  # type: ignore[union-attr]
+
+
+async def test_calls_of_an_attempt_share_its_session_and_no_other(notes: Stack) -> None:
+    mine, other = endpoint(await seed(notes)), endpoint(await seed(notes, rollout_id="r2"))
+    async with connected(mine) as client, connected(other) as stranger:
+        await client.call_tool("add_note", {"text": "milk"})
+        await stranger.call_tool("add_note", {"text": "bread"})
+        await client.call_tool("add_note", {"text": "eggs"})
+    async with connected(mine) as client, connected(other) as stranger:
+        assert (await client.call_tool("list_notes")).structured_content == {"notes": ["milk", "eggs"]}
+        assert (await stranger.call_tool("list_notes")).structured_content == {"notes": ["bread"]}
+
+
+async def test_wrong_arguments_are_told_to_the_model(notes: Stack) -> None:
+    async with connected(endpoint(await seed(notes))) as client:
+        missing = await client.call_tool("add_note", {})
+        unknown = await client.call_tool("drop_note", {})
+    assert missing.is_error and missing.content[0].text == "text: Field required"  # type: ignore[union-attr]
+    assert unknown.is_error and "add_note, list_notes" in unknown.content[0].text  # type: ignore[union-attr]
+
+
+async def test_a_failing_tool_is_an_error_result_without_the_server_s_own_words(notes: Stack) -> None:
+    async with connected(endpoint(await seed(notes))) as client:
+        failed = await client.call_tool("explode", {})
+        assert failed.is_error and "secret" not in failed.model_dump_json()
+        assert not (await client.call_tool("list_notes")).is_error
+
+
+async def test_requests_are_refused_with_401_when_the_token_is_not_the_attempt_s(notes: Stack) -> None:
+    mine, other = endpoint(await seed(notes)), endpoint(await seed(notes, rollout_id="r2"))
+    key = notes.servers["notes"].derive_key("mcp-token")
+    bearer = mine.headers["Authorization"]
+    wrong = {
+        "none": {},
+        "made up": {"Authorization": "Bearer ngm1.abc.def"},
+        "another kind": {"Authorization": "Basic eDp5"},
+        "of another rollout": other.headers,
+        "altered": {"Authorization": bearer[:-2] + ("AA" if bearer[-2:] != "AA" else "BB")},
+        "expired": {"Authorization": f"Bearer {issue_mcp_token(key, rollout(), ttl_s=-5)}"},
+        "of another server": {"Authorization": f"Bearer {issue_mcp_token(b'k' * 32, rollout())}"},
+        "other claims, same signature": {"Authorization": ".".join([*bearer.split(".")[:1], "W10", bearer[-43:]])},
+    }
+    assert {name: await status_of(mine.url, headers) for name, headers in wrong.items()} == dict.fromkeys(wrong, 401)
+    assert await status_of(mine.url, mine.headers) == 200
+
+
+async def test_a_token_opens_nothing_but_mcp(notes: Stack) -> None:
+    mine = endpoint(await seed(notes))
+    base = notes.url("notes")
+    for path in ("/verify", "/seed_session", "/add_note", "/close", "/rows"):
+        assert await status_of(base + path, mine.headers) == 401
+    assert await status_of(base + "/mcp", {"X-NeMo-Gym-Credential": "forged", **mine.headers}) == 401
+    assert await status_of(mine.url, mine.headers, "GET") == 405
+
+
+async def test_token_is_useless_after_its_attempt_was_replaced_or_closed(notes: Stack) -> None:
+    first = endpoint(await seed(notes))
+    second_seed = await seed(notes, attempt=2)
+    second = endpoint(second_seed)
+    assert await status_of(first.url, first.headers) == 409
+    assert await status_of(second.url, second.headers) == 200
+    closing = {"rollout": rollout(attempt=2).model_dump()}
+    headers = {"X-NeMo-Gym-Control-Token": second_seed["control_token"]}
+    reply = await notes.client().post("notes", "/close", json=closing, headers=headers)
+    assert reply.status == 200, await reply.text()
+    assert await status_of(second.url, second.headers) == 409
+
+
+async def test_a_seed_that_is_asked_again_gives_the_same_endpoint(notes: Stack) -> None:
+    assert endpoint(await seed(notes)) == endpoint(await seed(notes))
+
+
+async def test_nemo_gym_plugin_is_served_when_its_block_says_so(stack: Stack) -> None:
+    stack.add("counter", CounterEnvironment, Role.ENVIRONMENT, expose_tools_over_mcp=True)
+    answer = await seed(stack, "counter")
+    async with connected(endpoint(answer)) as client:
+        assert (await client.call_tool("add", {"amount": 3})).structured_content == {"count": 3}
+        assert (await client.call_tool("add", {"amount": 4})).structured_content == {"count": 7}
+    metadata = answer["mcp"]
+    assert metadata["server_name"] == "counter"
+    assert await status_of(stack.url("counter") + metadata["url_path"], metadata["headers"]) == 200
+
+
+async def test_environment_offers_no_mcp_when_it_does_not_say_so(counter: Stack) -> None:
+    assert (await seed(counter, "counter"))["descriptor"]["mcp"] == []
+    assert await status_of(counter.url("counter") + "/mcp", {}) == 401

@@ -19,6 +19,7 @@ from nemo_gym.gateway.engines.completions import Completion, completion_in, toke
 from nemo_gym.gateway.lowered import Answer, AnswerEnd, AnswerTokens, AnswerUsage, LoweredRequest
 from nemo_gym.gateway.relayed import JsonText
 from nemo_gym.gateway.service.backend import CallContext, TurnFacts
+from nemo_gym.gateway.service.message_json import MessagesJson
 from nemo_gym.gateway.service.pool import EnginePool
 from nemo_gym.gateway.tokens import History, IncrementalEncoder, PolicyTokenizer, Sampled, TokenForest, trajectories_of
 from nemo_gym.gateway.tokens.export import as_row
@@ -60,6 +61,7 @@ class TextConversations:
         )
         self.said: list[Mapping[str, Any]] = []
         """By turn: the ``messages`` since its parent, the answer last; ``tools`` where they are not the parent's."""
+        self.written = MessagesJson()
         self.relayed: list[Mapping[str, JsonText]] = []
         """By turn: ``entries`` and ``token_ids`` of the endpoint's answer, where it offered them."""
 
@@ -146,6 +148,7 @@ class TextBackend:
     ) -> TextSample:
         prepared = conversations.forest.prepare(request.messages, request.tools)
         body = self._body(request, context)
+        body["messages"] = orjson.Fragment(conversations.written.array(request.messages))
         began = time.monotonic()
         reply, completion = await self._pool.text_calls.call(
             context.session_id, lambda engine: _complete(engine, body)
@@ -196,7 +199,6 @@ class TextBackend:
         if (budget := pinned.pop("max_output_tokens", None)) is not None:
             pinned["max_tokens"] = min(budget, request.asked.get("max_tokens") or budget)
         body |= pinned
-        body["messages"] = request.messages
         body.setdefault("model", self._model)
         if request.tools:
             body["tools"] = request.tools

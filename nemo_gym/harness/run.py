@@ -15,6 +15,7 @@ from nemo_gym.harness.base import CliHarness, HarnessCommand, HarnessContext, Ha
 from nemo_gym.harness.event_log import BoundedLog
 from nemo_gym.harness.events import EventReader, LineSplitter
 from nemo_gym.harness.home import home_candidates, setup_script
+from nemo_gym.harness.provision import UNFIT_STATUS, fitness_check
 from nemo_gym.harness.transcript import InvocationStatus
 from nemo_gym.harness.verdict import judge, within_reach
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest
@@ -49,7 +50,7 @@ async def run_in_box(
     ``context`` comes without what only the box knows (``home``, ``model_url``, ``mcp``), which is filled in here.
 
     Raises:
-        ConfigError: the box has no door to the model.
+        ConfigError: the box has no door to the model, or its image cannot run the harness.
         AgentError: the harness's files could not be written in the box.
         SandboxLostError: the box went away.
     """
@@ -92,11 +93,13 @@ async def _set_up(
     for home in home_candidates(world.workdir, settings.harvest):
         placed = replace(context, home=home)
         command = harness.command(placed)
-        script = setup_script(home, command.files)
+        script = fitness_check(harness.package).encode() + b"\n" + setup_script(home, command.files)
         made = await world.exec(["/bin/sh", "-s"], cwd="/", stdin=script, timeout_s=SETUP_TIMEOUT_S)
         if made.ok:
             return placed, command
         said = made.stderr_bytes.decode("utf-8", "replace")[-500:]
+        if made.return_code == UNFIT_STATUS:
+            raise ConfigError(f"the box cannot run {harness.name}: {said}; use another image", key="image")
     raise AgentError(f"the files of {harness.name} could not be written in the box: {said}")
 
 

@@ -4,39 +4,16 @@ from __future__ import annotations
 
 import json
 
-from pydantic import Field
-
 from nemo_gym.harness.agent import CliAgent
-from nemo_gym.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, HarnessOptions, Judgement
-from nemo_gym.harness.package import CliPackage
+from nemo_gym.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, Judgement
 from nemo_gym.session import AgentOutcome
 from responses_api_agents.claude_code_agent.events import ClaudeCodeReader
-
-
-class ClaudeCodeOptions(HarnessOptions):
-    bare: bool = False
-    """The smallest prompt, and only the tools Bash, Edit and Read beside the environment's."""
-    tools: list[str] | None = None
-    """Built-in tools the model is offered; all by default, none for an empty list."""
-    context_tokens: int | None = Field(None, gt=0)
-    """The model's context; the CLI takes a million for a model that it does not know."""
-    compaction: bool = True
-    """Whether the CLI summarizes a conversation that nears ``context_tokens``."""
-    max_retries: int = Field(10, ge=0)
-    """Of one request to the model, after 429, 5xx, or a broken connection."""
-    request_timeout_s: float = Field(600.0, gt=0)
-    """How long the CLI waits for an answer to begin."""
+from responses_api_agents.claude_code_agent.options import PACKAGE, ClaudeCodeOptions
 
 
 class ClaudeCode(CliHarness):
     name = "claude_code"
-    package = CliPackage(
-        name="claude-code",
-        version="2.1.329",
-        command="node_modules/@anthropic-ai/claude-code-linux-x64/claude",
-        runtime="elf-glibc",
-        npm={"@anthropic-ai/claude-code-linux-x64": "2.1.329"},
-    )
+    package = PACKAGE
     options_class = ClaudeCodeOptions
     options: ClaudeCodeOptions
 

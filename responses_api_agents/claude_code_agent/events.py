@@ -9,7 +9,7 @@ from nemo_gym.harness.transcript import MAIN
 
 
 class ClaudeCodeReader(JsonEventReader):
-    """One run may have several ``init`` and ``result`` events: the main loop goes on after sub-agents in the background."""
+    """One run may have several ``init`` and ``result`` events: it goes on after sub-agents in the background."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -6,41 +6,18 @@ import json
 import re
 from typing import Any
 
-from pydantic import Field
-
 from nemo_gym.harness.agent import CliAgent
-from nemo_gym.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, HarnessOptions, Judgement
-from nemo_gym.harness.package import CliPackage
+from nemo_gym.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, Judgement
 from nemo_gym.session import AgentOutcome
 from responses_api_agents.codex_agent.events import CodexReader
+from responses_api_agents.codex_agent.options import PACKAGE, CodexOptions
 
 MCP_WORDS = re.compile(r"required MCP servers? failed|MCP (server|client).{0,80}(failed|timed out)", re.IGNORECASE)
 
 
-class CodexOptions(HarnessOptions):
-    context_tokens: int | None = Field(None, gt=0)
-    """The model's context; Codex guesses it for a model that it does not know."""
-    compact_at_tokens: int | None = Field(None, gt=0)
-    """The length at which Codex summarizes the conversation."""
-    reasoning_effort: str | None = None
-    """``minimal``, ``low``, ``medium``, ``high`` or what else the model takes; not sent by default."""
-    max_retries: int = Field(4, ge=0)
-    """Of one request, and of one stream that broke off: together up to (1 + max_retries)² tries."""
-    idle_timeout_s: float = Field(600.0, gt=0)
-    """How long a stream may be silent before it is asked for again."""
-    tool_timeout_s: float = Field(300.0, gt=0)
-    """How long one call of an MCP tool may take."""
-
-
 class Codex(CliHarness):
     name = "codex"
-    package = CliPackage(
-        name="codex",
-        version="0.169.0",
-        command="node_modules/@openai/codex-linux-x64/vendor/x86_64-unknown-linux-musl/bin/codex",
-        runtime="elf-static",
-        npm={"@openai/codex-linux-x64": "npm:@openai/codex@0.169.0-linux-x64"},
-    )
+    package = PACKAGE
     options_class = CodexOptions
     options: CodexOptions
 

@@ -42,8 +42,8 @@ from nemo_gym.session import AgentOutcome, SessionDescriptor
 from nemo_gym.verdict import FailureKind
 from resources_servers.swe_bench import prepare
 from resources_servers.swe_bench.config import SweBenchConfig
-from responses_api_agents.claude_code_agent.app import ClaudeCodeOptions
-from responses_api_agents.codex_agent.app import CodexOptions
+from responses_api_agents.claude_code_agent.options import ClaudeCodeOptions
+from responses_api_agents.codex_agent.options import CodexOptions
 from responses_api_agents.mini_swe_agent.app import MiniSWEAgentConfig
 from responses_api_agents.oracle_agent.app import OracleAgentConfig
 from responses_api_models.openai_model.app import SimpleModelServerConfig

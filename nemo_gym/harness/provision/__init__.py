@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import orjson
 
 from nemo_gym.errors import ConfigError
 from nemo_gym.harness.package import CliPackage
@@ -13,16 +18,70 @@ MARKER = ".installed"
 """The last file of an installation; a directory without it is half made."""
 
 
-def installed(package: CliPackage) -> Path:
-    """The directory of a package on this host. Raises `ConfigError`, with the command that installs it, when it is
-    not there."""
+UNFIT_STATUS = 97
+"""Exit status of `fitness_check` where the image cannot run a package."""
+GLIBC_LOADERS = ("/lib64/ld-linux-x86-64.so.2", "/lib/ld-linux-aarch64.so.1")
+
+
+def cache_directory() -> Path:
+    """Where packages are, ``<name>/<version>`` each: ``clis`` in ``$NEMO_GYM_CACHE_DIR`` or ``~/.cache/nemo-gym``."""
     cache = os.environ.get("NEMO_GYM_CACHE_DIR")
     root = Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo-gym"
-    directory = root / "clis" / package.name / package.version
+    return root / "clis"
+
+
+def installed(package: CliPackage) -> Path:
+    """The directory of a package on this host.
+
+    Raises:
+        ConfigError: it is not there, only half of it is, or its checksums are not the pinned ones; with the command
+            that installs it.
+    """
+    directory = cache_directory() / package.name / package.version
     if not (directory / MARKER).is_file() or not (directory / package.command).is_file():
         raise ConfigError(
-            f"the agent CLI '{package.name}' {package.version} is not in {root / 'clis'};"
+            f"the agent CLI '{package.name}' {package.version} is not in {directory.parent.parent};"
             f" install it: {INSTALL_COMMAND} {package.name}",
             key="agent",
         )
+    recorded = _recorded(directory)
+    for name, pinned in package.integrity.items():
+        if (found := recorded.get(f"node_modules/{name}", {}).get("integrity")) != pinned:
+            raise ConfigError(
+                f"{directory} holds another '{name}' than the pinned one (its checksum is {found}, not {pinned});"
+                f" remove the directory and run: {INSTALL_COMMAND} {package.name}",
+                key="agent",
+            )
     return directory
+
+
+def _recorded(directory: Path) -> Mapping[str, Any]:
+    """npm's own record of what it unpacked, after it compared each archive with its checksum."""
+    try:
+        packages = orjson.loads((directory / "node_modules" / ".package-lock.json").read_bytes())["packages"]
+    except (OSError, orjson.JSONDecodeError, KeyError):
+        return {}
+    return packages if isinstance(packages, dict) else {}
+
+
+def fitness_check(package: CliPackage) -> str:
+    """Lines of a POSIX shell script that end it with `UNFIT_STATUS` and a sentence where the box cannot run the
+    package."""
+    lines = [_need(f"[ -e {shlex.quote(package.executable)} ]", f"{package.executable} is not mounted into the box")]
+    match package.runtime:
+        case "elf-glibc":
+            found = " || ".join(f"[ -e {loader} ]" for loader in GLIBC_LOADERS)
+            lines.append(_need(found, f"its image has no glibc, which {package.name} needs (musl will not do)"))
+        case "node":
+            lines.append(_need("command -v node >/dev/null", f"its image has no node, which {package.name} needs"))
+        case "python":
+            lines.append(
+                _need("command -v python3 >/dev/null", f"its image has no python3, which {package.name} needs")
+            )
+        case "elf-static" | "script":
+            pass
+    return "\n".join(lines)
+
+
+def _need(condition: str, otherwise: str) -> str:
+    return f"{{ {condition}; }} || {{ printf %s {shlex.quote(otherwise)} >&2; exit {UNFIT_STATUS}; }}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -88,6 +89,8 @@ class PolicyTokenizer:
         if not file.is_file():
             raise ConfigError(f"policy: '{file}' does not exist; give the model's local directory")
         config = _json(folder / "tokenizer_config.json")
+        # Texts are encoded one at a time here, and waking other threads for that takes longer than it saves.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:
             tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the bindings raise plain Exception for whatever the file holds
@@ -112,7 +115,8 @@ class PolicyTokenizer:
             text = text.encode("utf-8", "replace").decode() if _SURROGATE.search(text) else text
             if self._specials is not None and MARK in text:
                 return self._specials.encode(text)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        # As `encode` does it, but without the offsets of each token.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:

@@ -7,12 +7,14 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nemo_gym.errors import ConfigError
 from nemo_gym.gateway.tokens.policy import PolicyTokenizer
 from nemo_gym.gateway.tokens.template import ChatTemplate, TemplateRefusedError
 from tests.gateway.tokens.conversations import call, result, said, user
-from tests.gateway.tokens.policies import policy, write
+from tests.gateway.tokens.policies import FAMILIES, policy, write
 
 
 def test_template_renders_json_without_html_escapes() -> None:
@@ -116,3 +118,12 @@ def test_arguments_reach_the_template_as_written_when_few_json_readers_take_them
     )
     value = json.loads(written)
     assert any(json.dumps(next(iter(value.values())), ensure_ascii=plain) in shown for plain in (True, False))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=80, deadline=None)
+@given(text=st.text() | st.lists(st.sampled_from(["<|im_end|>", " the", "\n", "</s>", "fox é", "  "])).map("".join))
+def test_ids_are_those_of_the_tokenizers_own_encoding(family: str, text: str) -> None:
+    used = policy(family)
+    written = text.encode("utf-8", "replace").decode()  # no tokenizer takes lone surrogates
+    assert used.encode(text) == used.tokenizer.encode(written, add_special_tokens=False).ids

@@ -46,7 +46,7 @@ def _tool(route: APIRoute) -> RouteTool | None:
         return None
     schema = _NO_ARGUMENTS
     if wanted.body_params:
-        model = wanted.body_params[0].field_info.annotation
+        model: Any = wanted.body_params[0].field_info.annotation
         if not _is_model(model):
             return None
         schema = model.model_json_schema()

@@ -1,0 +1,96 @@
+"""Questions about the weather that only the tools can answer: every task has a weather of its own.
+
+The tools are typed routes, declared once: harnesses call them over MCP, NeMo Gym's agents as ``POST /<tool>``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from fastapi import FastAPI, HTTPException, Request
+from pydantic import BaseModel, Field, PrivateAttr
+
+from nemo_gym.base_resources_server import SimpleResourcesServer
+from nemo_gym.environment.attempts import AttemptKey
+from nemo_gym.environment.mcp.answers import answered_text, tool_calls
+from nemo_gym.environment.routes import attempt_of
+from nemo_gym.errors import RowError
+from nemo_gym.session import Artifact, Placement, RolloutIdentity, SessionDescriptor, Topology
+from nemo_gym.verdict import Verdict
+from resources_servers.example_mcp_weather.grading import contains_number
+
+
+class CityRequest(BaseModel):
+    city: str = Field(description="A city's English name, as list_cities spells it.", max_length=100)
+
+
+class Weather(BaseModel):
+    city: str
+    temperature_c: float = Field(description="Degrees Celsius.")
+    wind_m_s: float = Field(description="Metres per second.")
+
+
+class Cities(BaseModel):
+    cities: list[str]
+
+
+class WeatherEnvironment(SimpleResourcesServer):
+    """Rows hold ``weather`` (city → measurements) and ``answer``, both private; a right answer is worth 1."""
+
+    topologies: ClassVar[tuple[Topology, ...]] = (Topology.ENV_SANDBOXED,)
+    tool_access: ClassVar[tuple[str, ...]] = ("mcp", "http")
+
+    _weather: dict[AttemptKey, dict[str, Weather]] = PrivateAttr(default_factory=dict)
+
+    def setup_webserver(self) -> FastAPI:
+        app = super().setup_webserver()
+        app.post("/list_cities")(self.list_cities)
+        app.post("/get_weather")(self.get_weather)
+        return app
+
+    async def open_session(self, row: dict[str, Any], rollout: RolloutIdentity) -> SessionDescriptor:
+        self._weather[AttemptKey.of(rollout)] = _measurements(row)
+        return SessionDescriptor(
+            environment=self.config.name,
+            task_id=rollout.task_id,
+            rollout=rollout,
+            placement=Placement(topology=Topology.ENV_SANDBOXED),
+        )
+
+    async def close_session(self, rollout: RolloutIdentity) -> None:
+        self._weather.pop(AttemptKey.of(rollout), None)
+
+    async def list_cities(self, request: Request) -> Cities:
+        """The cities with a weather station."""
+        return Cities(cities=sorted(self._weather[attempt_of(request)]))
+
+    async def get_weather(self, request: Request, body: CityRequest) -> Weather:
+        """What a city's weather station measures now."""
+        weather = self._weather[attempt_of(request)].get(body.city.strip().title())
+        if weather is None:
+            raise HTTPException(404, f"no weather station in '{body.city}'; list_cities names those there are")
+        return weather
+
+    async def grade(
+        self, row: dict[str, Any], response: dict[str, Any], artifacts: Sequence[Artifact], rollout: RolloutIdentity
+    ) -> Verdict:
+        """Needs the row and the response only. The measurement that is asked for stands in no prompt, so an answer
+        that holds it came from the tool; which calls the response shows is reported beside the reward."""
+        weather, wanted = _measurements(row), row["answer"]
+        expected = getattr(weather[wanted["city"]], wanted["measurement"])
+        calls = tool_calls(response, self.config.name, ("list_cities", "get_weather"))
+        said = answered_text(response)
+        right = wanted["city"].lower() in said.lower() and contains_number(said, expected)
+        return Verdict.of(float(right), details={"tool_calls": [call.name for call in calls], "expected": expected})
+
+
+def _measurements(row: dict[str, Any]) -> dict[str, Weather]:
+    weather, wanted = row.get("weather"), row.get("answer")
+    if not isinstance(weather, dict) or not isinstance(wanted, dict) or wanted.get("city") not in weather:
+        raise RowError("a row of example_mcp_weather needs 'weather' (city → measurements) and 'answer' ({city, ...})")
+    return {city: Weather(city=city, **measured) for city, measured in weather.items()}
+
+
+if __name__ == "__main__":
+    WeatherEnvironment.run_webserver()

@@ -86,14 +86,14 @@ class CredentialMiddleware:
             if name == _CREDENTIAL_HEADER:
                 credential = value.decode("latin-1")
                 break
+        if credential is None and self._authenticates_itself is not None and self._authenticates_itself(scope["path"]):
+            await self.app(scope, receive, send)
+            return
         try:
             scope[_CALLER] = self._credentials.check(credential)
         except CredentialError as error:
-            if credential is not None or not (
-                self._authenticates_itself and self._authenticates_itself(scope["path"])
-            ):
-                await send_problem(scope, receive, send, error)
-                return
+            await send_problem(scope, receive, send, error)
+            return
         await self.app(scope, receive, send)
 
 

@@ -85,6 +85,8 @@ def serve(
         "backlog": LISTEN_BACKLOG,
         "log_level": "warning",
         "server_header": False,
+        # The caller is who connected: its port tells the connection, on which the delivery of answers is watched.
+        "proxy_headers": False,
         "ws": "none",
         "http": WatchedHttpProtocol,
     }

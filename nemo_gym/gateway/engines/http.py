@@ -74,6 +74,11 @@ class HttpEngine:
         self._headers = {"Content-Type": "application/json", **endpoint.headers}
         if endpoint.api_key:
             self._headers["Authorization"] = f"Bearer {endpoint.api_key}"
+        self._timeout = aiohttp.ClientTimeout(
+            total=endpoint.request_timeout_s,
+            sock_connect=endpoint.connect_timeout_s,
+            sock_read=endpoint.idle_timeout_s,
+        )
 
     @property
     def name(self) -> str:
@@ -89,7 +94,7 @@ class HttpEngine:
 
     async def post(self, route: str, body: Mapping[str, Any]) -> tuple[bytes, Mapping[str, str]]:
         """The body and the headers of a 200; raises `EngineError` for everything else."""
-        async with self._reply("POST", route, body, self._timeout()) as reply:
+        async with self._reply("POST", route, body, self._timeout) as reply:
             return await reply.read(), reply.headers
 
     async def post_json(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,7 +103,7 @@ class HttpEngine:
 
     async def post_stream(self, route: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
         """The bytes of a 200 as they arrive. Closing the iterator closes the connection."""
-        async with self._reply("POST", route, body, self._timeout()) as reply:
+        async with self._reply("POST", route, body, self._timeout) as reply:
             async for chunk in reply.content.iter_any():
                 yield chunk
 
@@ -159,13 +164,6 @@ class HttpEngine:
         return WeightsSpan(first if first is not None else self.weights_version, self.weights_version)
 
     # -- one call ------------------------------------------------------------------------------------------------
-
-    def _timeout(self) -> aiohttp.ClientTimeout:
-        return aiohttp.ClientTimeout(
-            total=self.endpoint.request_timeout_s,
-            sock_connect=self.endpoint.connect_timeout_s,
-            sock_read=self.endpoint.idle_timeout_s,
-        )
 
     @contextlib.asynccontextmanager
     async def _reply(

@@ -142,13 +142,14 @@ class _Piece:
     def _asked(self, engine: TokenEngine) -> TokenRequest:
         self.engine, self.source, self.first_weights = engine.name, engine, engine.weights_version
         done = len(self.before.token_ids)
-        asked = replace(
-            self.request,
-            request_id=f"{self.request.request_id}-{self.number}-{self.tries}",
-            prompt_ids=[*self.request.prompt_ids, *self.before.token_ids] if done else self.request.prompt_ids,
-            prompt_json=None if done else self.request.prompt_json,
-            sampling=replace(self.request.sampling, max_tokens=self.request.sampling.max_tokens - done),
-        )
+        asked = replace(self.request, request_id=f"{self.request.request_id}-{self.number}-{self.tries}")
+        if done:
+            asked = replace(
+                asked,
+                prompt_ids=[*self.request.prompt_ids, *self.before.token_ids],
+                prompt_json=None,
+                sampling=replace(self.request.sampling, max_tokens=self.request.sampling.max_tokens - done),
+            )
         self.tries += 1
         return asked
 

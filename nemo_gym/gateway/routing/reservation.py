@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Generic, Self
+from typing import TYPE_CHECKING, Any, Generic, Self
 
 from nemo_gym.gateway.engines.errors import EngineError, EngineLostError
 from nemo_gym.gateway.routing.replica import E, Replica
@@ -44,26 +42,10 @@ class Reservation(Generic[E]):
         """Part of the answer is there: the engine samples."""
         self._router.answering(self.replica, self._epoch)
 
-    @contextlib.asynccontextmanager
-    async def guard(self) -> AsyncIterator[None]:
+    def guard(self) -> _Guard:
         """Around an await on the engine: raises `EngineLostError` when the router gives the engine up meanwhile, so
         that a machine that vanished without a word does not hold its callers until their deadlines."""
-        try:
-            async with asyncio.timeout(None) as scope:
-                if self.replica.removed:
-                    scope.reschedule(0)
-                self.replica.scopes.add(scope)
-                try:
-                    yield
-                finally:
-                    self.replica.scopes.discard(scope)
-        except TimeoutError as error:
-            if not scope.expired():
-                raise
-            name = self.replica.name
-            raise EngineLostError(
-                f"engine '{name}' was given up while it was answering", retryable=True, engine=name
-            ) from error
+        return _Guard(self.replica)
 
     def __enter__(self) -> Self:
         return self
@@ -72,3 +54,31 @@ class Reservation(Generic[E]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.release(error if isinstance(error, EngineError) else kind is None)
+
+
+class _Guard:
+    """A class, because each call enters one: a generator's context costs several times as much."""
+
+    __slots__ = ("_replica", "_scope")
+
+    def __init__(self, replica: Replica[Any]) -> None:
+        self._replica = replica
+        self._scope = asyncio.timeout(None)
+
+    async def __aenter__(self) -> None:
+        await self._scope.__aenter__()
+        if self._replica.removed:
+            self._scope.reschedule(0)
+        self._replica.scopes.add(self._scope)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._replica.scopes.discard(self._scope)
+        try:
+            await self._scope.__aexit__(kind, error, traceback)
+        except TimeoutError as expired:
+            name = self._replica.name
+            raise EngineLostError(
+                f"engine '{name}' was given up while it was answering", retryable=True, engine=name
+            ) from expired

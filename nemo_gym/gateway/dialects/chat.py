@@ -93,9 +93,7 @@ class ChatAdapter:
         refuse_set(body, _REFUSED)
         if body.get("modalities") not in (None, [], ["text"]):
             refuse("modalities", "asks for more than text; this model writes text only")
-        table = ToolTable()
-        for where, tool in objects_in(body.get("tools"), "tools"):
-            _add_tool(table, tool, where)
+        table = _tools(body) if memo is None else memo.tools(body.get("tools"), lambda: _tools(body))
         asked = sampling_at(body, *SAMPLING)
         budget = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
         if (limit := number_at(body, budget, low=1, whole=True)) is not None:
@@ -200,6 +198,13 @@ def arguments_at(function: Body, where: str) -> str:
     if isinstance(value, Mapping):
         return json_at(value, f"{where}.arguments")
     refuse(f"{where}.arguments", f"must be JSON text, not {kind_of(value)}")
+
+
+def _tools(body: Body) -> ToolTable:
+    table = ToolTable()
+    for where, tool in objects_in(body.get("tools"), "tools"):
+        _add_tool(table, tool, where)
+    return table
 
 
 def _add_tool(table: ToolTable, tool: Body, where: str) -> None:

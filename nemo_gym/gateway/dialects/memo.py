@@ -9,8 +9,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import compress, count
+from operator import is_not
+from typing import Any, TypeVar
 
+import orjson
+
+T = TypeVar("T")
 Lowered = list[dict[str, Any]]
 LowerFrom = Callable[[int], Iterator[tuple[int, Lowered]]]
 """Lowers a history from one of its elements on: yields each group of elements that lower together, as where it ends
@@ -39,6 +44,18 @@ class LoweringMemo:
 
     def __init__(self) -> None:
         self._views: list[_View] = []
+        self._tools: tuple[bytes, Any] = (b"", None)
+
+    def tools(self, raw: Any, lower: Callable[[], T]) -> T:
+        """What the tools of a request lower to: most requests offer those of the last one, to the byte."""
+        try:
+            spelled = orjson.dumps(raw)
+        except TypeError:  # nested too deeply to be written
+            return lower()
+        if spelled != self._tools[0]:
+            self._tools = (spelled, lower())
+        known: T = self._tools[1]
+        return known
 
     def lowered(self, context: Any, raw: Sequence[Any], lower_from: LowerFrom) -> Lowered:
         """``raw`` as messages. ``context`` is whatever else of the request the messages depend on."""
@@ -80,7 +97,8 @@ def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
         return length
-    return next(at for at in range(length) if one[at] != other[at])
+    # Most of what is equal is the same object.
+    return next(at for at in compress(count(), map(is_not, one, other)) if one[at] != other[at])
 
 
 def lowered_history(memo: LoweringMemo | None, context: Any, raw: Sequence[Any], lower_from: LowerFrom) -> Lowered:

@@ -97,3 +97,15 @@ def test_conversations_side_by_side_are_all_remembered(dialect: Dialect) -> None
     for before, history in zip(first, histories, strict=True):
         after = lowered(dialect, {**body, key: [*history, ELEMENTS[dialect][0]]}, memo)
         assert sum(one is other for one, other in zip(before.messages, after.messages, strict=False)) > 15
+
+
+def test_tools_are_lowered_anew_when_they_are_others_however_alike() -> None:
+    memo, adapter = LoweringMemo(), adapter_of(Dialect.CHAT)
+    for default in (1, 1.0, True, "1", 1):
+        parameters = {"type": "object", "properties": {"a": {"default": default}}}
+        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        body = {**BODIES[Dialect.CHAT], "tools": tools}
+        found, fresh = adapter.lower(body, memo), adapter.lower(body)
+        assert repr(found.tools) == repr(fresh.tools)
+        assert found.names == fresh.names
+        assert adapter.lower(orjson.loads(orjson.dumps(body)), memo).tools is found.tools

@@ -29,6 +29,10 @@ class Conversations(Protocol):
         wanted. With ``relayed`` those that were kept as they came need not be parsed."""
         ...
 
+    def forget_requests(self) -> None:
+        """Let go of what only makes further answers cheaper."""
+        ...
+
 
 C = TypeVar("C", bound=Conversations)
 D = TypeVar("D")

@@ -56,3 +56,8 @@ class LiveSession(Generic[C]):
             self._answered_on[fingerprint] = connection
             if len(self._answered_on) > _REMEMBERED_CONNECTIONS:
                 del self._answered_on[next(iter(self._answered_on))]
+
+    def forget_requests(self) -> None:
+        """Let go of what only makes further calls cheaper."""
+        self.bodies, self.lowering, self.fingerprints = BodyMemo(), LoweringMemo(), FingerprintMemo()
+        self.conversations.forget_requests()

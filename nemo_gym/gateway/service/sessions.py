@@ -221,6 +221,7 @@ class DurableSessions(Generic[C, D]):
                 await live.answers.aclose()
                 live.reward_info = orjson.loads(await self.journal.finalize(session_id, result))
                 live.closed_at = time.time()
+                live.forget_requests()
                 self._backend.forget(session_id)
         info = {key: value for key, value in live.reward_info.items() if key != "reward"}
         rows = live.conversations.rows(session_id, reward=live.reward_info.get("reward"), reward_info=info)
@@ -296,6 +297,7 @@ class DurableSessions(Generic[C, D]):
             await live.answers.aclose()
             await self.journal.abort(live.session_id, reason)
             live.closed_at = time.time()
+            live.forget_requests()
             # Nothing of it is kept but that it was.
             live.conversations = self._backend.conversations(datetime.now().astimezone())
             self._backend.forget(live.session_id)

@@ -100,6 +100,9 @@ class TextConversations:
             return None
         return AnswerTokens([], details.get("token_ids") or [], details["token_logprobs"], details["token_texts"])
 
+    def forget_requests(self) -> None:
+        self.written = MessagesJson()
+
     def _token_details(self, turn_id: int) -> dict[str, Any]:
         """What a trajectory tells of a turn's tokens."""
         told = self.relayed[turn_id]

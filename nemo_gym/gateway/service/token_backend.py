@@ -68,6 +68,9 @@ class TokenConversations:
             [text_of[token_id] for token_id in ids] if texts else None,
         )
 
+    def forget_requests(self) -> None:
+        pass
+
 
 @dataclass(frozen=True, slots=True)
 class TokenSample:

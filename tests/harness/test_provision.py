@@ -1,0 +1,95 @@
+"""Packages on this machine, and boxes that cannot run them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from nemo_gym.errors import ConfigError
+from nemo_gym.harness.package import CliPackage, Runtime
+from nemo_gym.harness.provision import UNFIT_STATUS, fitness_check, installed
+
+PACKAGE = CliPackage(
+    name="some-cli",
+    version="1.2.3",
+    command="node_modules/some-build/some",
+    runtime="elf-static",
+    npm={"some-build": "1.2.3"},
+    integrity={"some-build": "sha512-right"},
+)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NEMO_GYM_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def install(cache: Path, integrity: str = "sha512-right") -> Path:
+    directory = cache / "clis" / PACKAGE.name / PACKAGE.version
+    (directory / "node_modules" / "some-build").mkdir(parents=True)
+    (directory / PACKAGE.command).touch()
+    record = {"packages": {"node_modules/some-build": {"integrity": integrity}}}
+    (directory / "node_modules" / ".package-lock.json").write_text(json.dumps(record))
+    (directory / ".installed").touch()
+    return directory
+
+
+def test_package_is_found_in_the_cache(cache: Path) -> None:
+    directory = install(cache)
+    assert installed(PACKAGE) == directory
+
+
+@pytest.mark.parametrize("missing", [".", ".installed", PACKAGE.command])
+def test_missing_package_is_refused_with_the_command_that_installs_it(cache: Path, missing: str) -> None:
+    directory = install(cache)
+    if missing == ".":
+        directory.rename(cache / "elsewhere")
+    else:
+        (directory / missing).unlink()
+    with pytest.raises(ConfigError, match=r"'some-cli' 1\.2\.3 is not in .*: scripts/install-clis some-cli"):
+        installed(PACKAGE)
+
+
+def test_package_of_another_checksum_is_refused(cache: Path) -> None:
+    directory = install(cache, integrity="sha512-wrong")
+    with pytest.raises(ConfigError, match=r"another 'some-build' than the pinned one \(its checksum is sha512-wrong"):
+        installed(PACKAGE)
+    (directory / "node_modules" / ".package-lock.json").unlink()
+    with pytest.raises(ConfigError, match="its checksum is None"):
+        installed(PACKAGE)
+
+
+def checked(runtime: Runtime, command: str, path: str = "/usr/bin:/bin") -> subprocess.CompletedProcess[str]:
+    package = CliPackage(name="x", version="1", command=command, runtime=runtime)
+    script = fitness_check(package).replace(package.install_dir, "/usr") + "\necho fit\n"
+    return subprocess.run(["/bin/sh", "-s"], input=script, capture_output=True, text=True, env={"PATH": path})
+
+
+@pytest.mark.parametrize("runtime", ["elf-static", "elf-glibc", "python", "script"])
+def test_fit_box_goes_on(runtime: Runtime) -> None:
+    assert checked(runtime, "bin/env").stdout == "fit\n"
+
+
+@pytest.mark.parametrize(
+    ("runtime", "command", "said"),
+    [
+        ("elf-static", "bin/no-such", "not mounted into the box"),
+        ("node", "bin/env", "no node, which x needs"),
+        ("python", "bin/env", "no python3, which x needs"),
+    ],
+)
+def test_unfit_box_says_what_it_lacks(runtime: Runtime, command: str, said: str) -> None:
+    done = checked(runtime, command, path="/nowhere")
+    assert (done.returncode, done.stdout) == (UNFIT_STATUS, "")
+    assert said in done.stderr
+
+
+def test_box_without_glibc_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_gym.harness.provision.GLIBC_LOADERS", ("/lib/ld-musl-x86_64.so.1.not-here",))
+    done = checked("elf-glibc", "bin/env")
+    assert (done.returncode, done.stdout) == (UNFIT_STATUS, "")
+    assert "no glibc, which x needs" in done.stderr

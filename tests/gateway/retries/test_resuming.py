@@ -46,8 +46,9 @@ async def pair(request: pytest.FixtureRequest, http: aiohttp.ClientSession) -> A
             engine = VllmEngine(endpoint, http) if request.param == "vllm" else SglangEngine(endpoint, http)
             engine.weights_version = version
             router.add(engine)
-        yield fakes, TokenCalls(
-            EngineCalls(router, options=RetryOptions(first_backoff_s=0.001)), keep_partial_answers=True
+        yield (
+            fakes,
+            TokenCalls(EngineCalls(router, options=RetryOptions(first_backoff_s=0.001)), keep_partial_answers=True),
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from nemo_gym.gateway.engines.constraints import sglang_fields
 from nemo_gym.gateway.engines.errors import (
@@ -34,6 +35,29 @@ STREAM_INTERVAL = 128
 gigabytes for a long answer. What a broken stream loses of an answer is sampled again."""
 
 
+class _Token(msgspec.Struct, array_like=True, gc=False):
+    logprob: float
+    token_id: int  # a text may follow
+
+
+class _Meta(msgspec.Struct):
+    completion_tokens: int
+    finish_reason: dict[str, Any]
+    output_token_logprobs: list[_Token] | None = None
+    cached_tokens: int | None = None
+    weight_version: Any = None
+    weight_versions: list[dict[str, Any]] | None = None
+
+
+class _Answer(msgspec.Struct):
+    meta_info: _Meta
+    output_ids: list[int] | None = None
+
+
+_ANSWERS = msgspec.json.Decoder(_Answer)
+"""Reads what is needed of a whole answer, and skips its texts."""
+
+
 class SglangEngine(HttpEngine):
     """Streams in both of SGLang's forms: each event holding all tokens so far, or only the new ones (a server started
     with ``--incremental-streaming-output``, which costs less). ``stream_interval`` tokens are asked for per event,
@@ -47,11 +71,12 @@ class SglangEngine(HttpEngine):
 
     async def generate(self, request: TokenRequest) -> Generation:
         first = self.weights_version
-        answer = await self.post_json(_ROUTE, self._body(request, stream=False))
+        raw, _ = await self.post(_ROUTE, self._body(request, stream=False))
         with self.reading():
-            meta = answer["meta_info"]
-            pairs = _pairs(meta)
-            self._check(answer.get("output_ids"), pairs, meta)
+            answer = _ANSWERS.decode(raw)
+            pairs = [(token.token_id, token.logprob) for token in answer.meta_info.output_token_logprobs or ()]
+            meta = msgspec.structs.asdict(answer.meta_info)
+            self._check(answer.output_ids, pairs, meta)
             return self._generation(pairs, meta, first)
 
     async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenDelta | Generation, None]:

@@ -1,0 +1,90 @@
+"""A tool loop in the agent server: asks the policy, calls the tools it names, until it names none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field, PrivateAttr
+
+from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
+from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
+from nemo_gym.harness.transcript import Transcript
+from nemo_gym.session import ActRequest, ActResponse, AgentOutcome, Topology
+
+if TYPE_CHECKING:
+    from responses_api_agents.simple_agent.policy import Policy
+
+
+class SimpleAgentConfig(BaseResponsesAPIAgentConfig):
+    resources_server: ResourcesServerRef
+    model_server: ModelServerRef
+    max_turns: int = Field(50, gt=0)
+    """Model answers per attempt; a descriptor's ``limits.max_turns`` lowers it."""
+    wall_clock_s: float = Field(1800.0, gt=0)
+    """Per attempt, where the descriptor sets no limit."""
+    tool_timeout_s: float = Field(120.0, gt=0)
+    """Per tool call; what takes longer is an error that the policy is told."""
+    model_request_timeout_s: float = Field(600.0, gt=0)
+    model_max_tries: int = Field(4, gt=0)
+    max_concurrency: int = Field(256, gt=0)
+    """Attempts at once."""
+
+
+class SimpleAgent(SimpleResponsesAPIAgent):
+    """Topologies A and B; no box, because nothing runs but calls to the model and to the environment's tools."""
+
+    config: SimpleAgentConfig
+    topologies: ClassVar[tuple[Topology, ...]] = (Topology.ENV_SANDBOXED, Topology.NONE)
+    box_topologies: ClassVar[tuple[Topology, ...]] = ()
+    tool_access: ClassVar[tuple[str, ...]] = ("mcp", "http")
+
+    _slots: asyncio.Semaphore | None = PrivateAttr(default=None)
+
+    async def act(self, request: ActRequest) -> ActResponse:
+        return await self._act_with(request, {})
+
+    async def _act_with(self, asked: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
+        if self._slots is None:
+            self._slots = asyncio.Semaphore(self.config.max_concurrency)
+        async with self._slots:
+            return await self._attempt(asked, cookies)
+
+    async def _attempt(self, asked: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
+        from responses_api_agents.simple_agent.loop import Ended, converse
+        from responses_api_agents.simple_agent.policy import Policy
+        from responses_api_agents.simple_agent.tools import Toolbox, ToolServerError
+
+        config, limits, transcript = self.config, asked.descriptor.limits, Transcript()
+        turns = min(config.max_turns, limits.max_turns or config.max_turns)
+        try:
+            async with asyncio.timeout(limits.wall_clock_s or config.wall_clock_s), AsyncExitStack() as stack:
+                policy: Policy = await stack.enter_async_context(
+                    Policy(asked.inference, config.model_request_timeout_s, config.model_max_tries)
+                )
+                toolbox = Toolbox(self.server_client, config.resources_server.name, cookies, config.tool_timeout_s)
+                await toolbox.open(stack, asked.descriptor.mcp, asked.responses_create_params.get("tools") or [])
+                ended = await converse(policy, toolbox, asked.responses_create_params, transcript, turns)
+        except TimeoutError:
+            ended = Ended(AgentOutcome.TIMED_OUT, "the attempt reached its wall clock limit")
+        except ToolServerError as error:
+            ended = Ended(AgentOutcome.MCP_FAILED, str(error))
+        done = ended.outcome is AgentOutcome.COMPLETED
+        transcript.ends("completed" if done else "incomplete", error_type=None if done else str(ended.outcome))
+        return ActResponse(
+            response=transcript.response(asked.inference.model),
+            outcome=ended.outcome,
+            outcome_detail=ended.detail,
+            observations={
+                "turns": transcript.turns,
+                "tool_calls": transcript.tool_calls,
+                **{name: count for name, count in transcript.usage.items() if count},
+                "records": transcript.bundle("simple_agent").model_dump(mode="json", exclude_none=True),
+            },
+        )
+
+
+if __name__ == "__main__":
+    SimpleAgent.run_webserver()

@@ -1,0 +1,94 @@
+"""The conversation: the policy's items are kept verbatim, tools' outputs are added, until it calls no tool."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_gym.errors import ModelError
+from nemo_gym.harness.transcript import Transcript
+from nemo_gym.session import AgentOutcome
+from responses_api_agents.simple_agent.policy import ContextExceededError, Policy
+from responses_api_agents.simple_agent.tools import Toolbox
+
+_NOT_FOR_REQUESTS = frozenset({"tools", "input", "metadata", "model", "stream", "background", "store"})
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a conversation ended; ``detail`` is one sentence about an outcome other than completed."""
+
+    outcome: AgentOutcome
+    detail: str | None = None
+
+
+async def converse(
+    policy: Policy, toolbox: Toolbox, params: Mapping[str, Any], transcript: Transcript, max_turns: int
+) -> Ended:
+    """Run the loop, telling ``transcript`` everything. Raises `ToolServerError` when the tools are out of reach."""
+    prompt = params.get("input", "")
+    history: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+    fixed = {key: value for key, value in params.items() if key not in _NOT_FOR_REQUESTS and value is not None}
+    if toolbox.definitions:
+        fixed["tools"] = toolbox.definitions
+    else:
+        fixed.pop("tool_choice", None)
+    for _ in range(max_turns):
+        try:
+            answer = await policy.answer({**fixed, "input": history})
+        except ContextExceededError as error:
+            return Ended(AgentOutcome.MAX_TURNS, error.message)
+        except ModelError as error:
+            return Ended(AgentOutcome.MODEL_UNREACHABLE, error.message)
+        items = [item for item in answer["output"] if isinstance(item, dict)]
+        _observe(transcript, answer, items)
+        calls = [item for item in items if item.get("type") == "function_call"]
+        if not calls:
+            return _last_word(answer, items)
+        history += items
+        # One after the other: tools may change the environment, and their order is the policy's.
+        for call in calls:
+            output, failed = await toolbox.call(str(call.get("name")), call.get("arguments"))
+            transcript.returns(call["call_id"], output, failed=failed)
+            history.append({"type": "function_call_output", "call_id": call["call_id"], "output": output})
+            await asyncio.sleep(0)
+    return Ended(AgentOutcome.MAX_TURNS, f"the policy still called tools in its answer {max_turns}, the last it had")
+
+
+def _observe(transcript: Transcript, answer: Mapping[str, Any], items: list[dict[str, Any]]) -> None:
+    usage = answer.get("usage") or {}
+    details = usage.get("input_tokens_details") or {}
+    transcript.turn(
+        input_tokens=usage.get("input_tokens") or 0,
+        output_tokens=usage.get("output_tokens") or 0,
+        cached_tokens=details.get("cached_tokens") or 0,
+    )
+    for item in items:
+        match item.get("type", "message"):
+            case "message":
+                transcript.says(_text(item, "output_text", "text") or _text(item, "refusal", "refusal"))
+            case "reasoning":
+                transcript.thinks("".join(part.get("text", "") for part in item.get("summary") or []))
+            case "function_call":
+                transcript.calls(item["call_id"], str(item.get("name")), item.get("arguments") or "{}")
+            case other:
+                transcript.gap("unknown_item", str(other))
+
+
+def _last_word(answer: Mapping[str, Any], items: list[dict[str, Any]]) -> Ended:
+    why = (answer.get("incomplete_details") or {}).get("reason")
+    if why == "content_filter" or any(_text(item, "refusal", "refusal") for item in items):
+        return Ended(AgentOutcome.REFUSED, "the policy refused to answer")
+    if answer.get("status") == "failed":
+        said = (answer.get("error") or {}).get("message") or "no reason given"
+        return Ended(AgentOutcome.MODEL_UNREACHABLE, f"the policy endpoint could not finish its answer: {said}")
+    return Ended(AgentOutcome.COMPLETED)
+
+
+def _text(item: Mapping[str, Any], kind: str, key: str) -> str:
+    content = item.get("content")
+    if isinstance(content, str):
+        return content if kind == "output_text" else ""
+    return "".join(str(part.get(key, "")) for part in content or [] if part.get("type") == kind)

@@ -1,0 +1,169 @@
+"""The loop over real servers: an environment with tools, a scripted policy, and what goes wrong between them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_gym.credentials import Role
+from nemo_gym.session import (
+    ActRequest,
+    ActResponse,
+    InferenceEndpoint,
+    Limits,
+    McpServer,
+    RolloutIdentity,
+    SessionDescriptor,
+)
+from resources_servers.example_mcp_weather import app
+from resources_servers.example_mcp_weather.app import WeatherEnvironment
+from responses_api_agents.simple_agent.app import SimpleAgent
+from responses_api_models.scripted_model.app import ScriptedModel
+from tests.servers.stack import Stack, running_stack
+
+WEATHER = Path(app.__file__).parent / "data"
+ENV = "example_mcp_weather"
+DONE = {"text": "All done."}
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"tool_calls": [{"name": name, "arguments": arguments}]}
+
+
+SCRIPT = {
+    "model": "scripted",
+    "tasks": [
+        {"name": words, "when": {"user": words}, "turns": turns, **options}
+        for words, turns, options in [
+            ("ask Quito", [call("get_weather", city="Quito"), DONE], {}),
+            ("ask wrongly", [call("get_weather", town="Quito"), call("get_wether"), DONE], {}),
+            ("bad json", [{"tool_calls": [{"name": "get_weather", "arguments": "{"}]}, DONE], {}),
+            ("never stop", [call("list_cities")], {"repeat_last": True}),
+            ("no tools", [DONE], {}),
+            ("server error", [{**DONE, "fault": {"status": 500, "times": 99}}], {}),
+            ("one hiccup", [{**DONE, "fault": {"status": 500, "times": 1}}], {}),
+            ("silent model", [{**DONE, "fault": {"hang_s": 60}}], {}),
+        ]
+    ],
+}
+ROW = json.loads((WEATHER / "example.jsonl").read_text().splitlines()[3])
+ROLLOUT = RolloutIdentity(rollout_id="r1", task_id=ROW["task_id"], group_id="g")
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps(SCRIPT))
+    with running_stack() as running:
+        running.add("policy", ScriptedModel, Role.MODEL, script=str(script))
+        running.add(ENV, WeatherEnvironment, Role.ENVIRONMENT)
+        running.add(
+            "simple",
+            SimpleAgent,
+            Role.AGENT,
+            ("policy", ENV),
+            resources_server={"type": "resources_servers", "name": ENV},
+            model_server={"type": "responses_api_models", "name": "policy"},
+            model_max_tries=2,
+        )
+        yield running
+
+
+class Attempt:
+    def __init__(self, stack: Stack) -> None:
+        self.client = stack.client()
+
+    async def seed(self) -> SessionDescriptor:
+        body = {**ROW, "_ng_session": {"rollout": ROLLOUT.model_dump()}}
+        reply = await self.client.post(ENV, "/seed_session", json=body)
+        self.cookies = reply.cookies
+        return SessionDescriptor.model_validate((await reply.json())["descriptor"])
+
+    async def act(self, words: str, descriptor: SessionDescriptor | None = None, **params: Any) -> ActResponse:
+        descriptor = descriptor or await self.seed()
+        opening = {"rollout": descriptor.rollout.model_dump()}
+        opened = await (await self.client.post("policy", "/sessions", json=opening)).json()
+        request = ActRequest(
+            responses_create_params={"input": words, **params},
+            descriptor=descriptor,
+            inference=InferenceEndpoint(
+                base_url=opened["base_url"], token=opened["inference_token"], model=opened["model"]
+            ),
+        )
+        reply = await self.client.post(
+            "simple", "/act", json=request.model_dump(mode="json"), cookies=getattr(self, "cookies", None)
+        )
+        body = await reply.json()
+        assert reply.status == 200, body
+        return ActResponse.model_validate(body)
+
+
+@pytest.fixture
+def attempt(stack: Stack) -> Attempt:
+    return Attempt(stack)
+
+
+def outputs(answer: ActResponse) -> list[str]:
+    return [item["output"] for item in answer.response["output"] if item["type"] == "function_call_output"]
+
+
+async def test_tool_is_called_over_mcp_when_the_policy_names_it(attempt: Attempt) -> None:
+    answer = await attempt.act("ask Quito")
+    assert (answer.outcome, answer.outcome_detail) == ("completed", None)
+    assert [json.loads(output) for output in outputs(answer)] == [{"city": "Quito", **ROW["weather"]["Quito"]}]
+    assert (answer.observations["turns"], answer.observations["tool_calls"]) == (2, 1)
+
+
+async def test_tool_is_called_by_its_route_when_the_row_names_it_and_there_is_no_mcp(attempt: Attempt) -> None:
+    descriptor = (await attempt.seed()).model_copy(update={"mcp": ()})
+    tool = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}, "strict": False}
+    answer = await attempt.act("ask Quito", descriptor, tools=[tool])
+    assert [json.loads(output)["city"] for output in outputs(answer)] == ["Quito"]
+
+
+async def test_policy_is_told_when_it_calls_a_tool_wrongly(attempt: Attempt) -> None:
+    answer = await attempt.act("ask wrongly")
+    assert answer.outcome == "completed"
+    missing, unknown = outputs(answer)
+    assert "city: Field required" in missing
+    assert unknown == "there is no tool 'get_wether'; there are: list_cities, get_weather"
+    assert outputs(await attempt.act("bad json")) == ["the arguments are not a JSON object"]
+
+
+async def test_attempt_ends_at_the_turn_limit_and_keeps_its_work(attempt: Attempt) -> None:
+    descriptor = (await attempt.seed()).model_copy(update={"limits": Limits(max_turns=3)})
+    answer = await attempt.act("never stop", descriptor)
+    assert answer.outcome == "max_turns"
+    assert len(outputs(answer)) == 3
+
+
+async def test_attempt_ends_at_the_wall_clock(attempt: Attempt) -> None:
+    descriptor = (await attempt.seed()).model_copy(update={"limits": Limits(wall_clock_s=1.0)})
+    assert (await attempt.act("silent model", descriptor)).outcome == "timed_out"
+
+
+async def test_outcome_names_the_model_when_it_fails_every_try_but_not_after_one(attempt: Attempt) -> None:
+    answer = await attempt.act("server error")
+    assert answer.outcome == "model_unreachable" and "500" in (answer.outcome_detail or "")
+    assert (await attempt.act("one hiccup")).outcome == "completed"
+
+
+@pytest.mark.parametrize("wrong", ["token", "address"])
+async def test_outcome_names_mcp_when_its_server_cannot_be_used(attempt: Attempt, wrong: str) -> None:
+    descriptor = await attempt.seed()
+    (server,) = descriptor.mcp
+    url = server.url if wrong == "token" else "http://127.0.0.1:9/mcp"
+    broken = McpServer(name="weather", url=url, headers={"Authorization": "Bearer secret-of-a-test"})
+    answer = await attempt.act("ask Quito", descriptor.model_copy(update={"mcp": (broken,)}))
+    assert answer.outcome == "mcp_failed" and "'weather'" in (answer.outcome_detail or "")
+    assert "secret-of-a-test" not in answer.model_dump_json()
+
+
+async def test_agent_answers_without_tools_when_there_are_none(attempt: Attempt) -> None:
+    descriptor = SessionDescriptor(environment="env", task_id=ROLLOUT.task_id, rollout=ROLLOUT)
+    answer = await attempt.act("no tools", descriptor)
+    assert answer.outcome == "completed" and not outputs(answer)

@@ -1,0 +1,135 @@
+"""The tools of one attempt: those of its MCP servers, and the row's own, which are NeMo Gym's ``POST /<tool>``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from nemo_gym.errors import ServerError
+from nemo_gym.session import McpServer
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+    from nemo_gym.server_utils import ServerClient
+
+
+class ToolServerError(Exception):
+    """A server of tools is out of reach, or does not take the attempt's token."""
+
+
+@dataclass(frozen=True, slots=True)
+class _McpTool:
+    server: str
+    name: str
+    client: Client
+
+
+class Toolbox:
+    """Calls tools by the names that the policy sees."""
+
+    def __init__(
+        self, server_client: ServerClient, environment: str, cookies: Mapping[str, str], timeout_s: float
+    ) -> None:
+        self.definitions: list[dict[str, Any]] = []
+        """As the Responses API takes them."""
+        self._mcp: dict[str, _McpTool] = {}
+        self._routes: set[str] = set()
+        self._server_client, self._environment, self._timeout_s = server_client, environment, timeout_s
+        self._cookies = dict(cookies)
+
+    async def open(self, stack: AsyncExitStack, servers: Sequence[McpServer], tools: Sequence[Any]) -> None:
+        """Connect to ``servers`` for as long as ``stack`` is open, and take the row's ``tools`` that none of them has.
+        Raises `ToolServerError`."""
+        for server in servers:
+            try:
+                client = await _connect(stack, server)
+                await self._add(server.name, client)
+            except Exception as error:
+                # The boundary of the MCP library, whose transports raise their own and groups of them.
+                raise ToolServerError(f"MCP server '{server.name}' cannot be used: {_reason(error)}") from error
+        for tool in tools:
+            if isinstance(tool, Mapping) and tool.get("type") == "function" and tool.get("name") not in self._mcp:
+                self._routes.add(str(tool["name"]))
+                self.definitions.append(dict(tool))
+
+    async def _add(self, server: str, client: Client) -> None:
+        cursor: str | None = None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            for tool in page.tools:
+                name = tool.name if tool.name not in self._mcp else f"{server}__{tool.name}"
+                self._mcp[name] = _McpTool(server, tool.name, client)
+                self.definitions.append(
+                    {
+                        "type": "function",
+                        "name": name,
+                        "description": tool.description or "",
+                        "parameters": tool.input_schema,
+                        "strict": False,
+                    }
+                )
+            cursor = page.next_cursor
+            if cursor is None:
+                return
+
+    async def call(self, name: str, arguments: Any) -> tuple[str, bool]:
+        """What the policy is told, and whether the call failed. Raises `ToolServerError`."""
+        if name not in self._mcp and name not in self._routes:
+            known = ", ".join([*self._mcp, *sorted(self._routes)]) or "none"
+            return f"there is no tool '{name[:100]}'; there are: {known}", True
+        try:
+            given = orjson.loads(arguments or "{}")
+        except (orjson.JSONDecodeError, TypeError):
+            given = None
+        if not isinstance(given, dict):
+            return "the arguments are not a JSON object", True
+        if (tool := self._mcp.get(name)) is not None:
+            return await self._call_mcp(tool, given)
+        return await self._call_route(name, given)
+
+    async def _call_mcp(self, tool: _McpTool, arguments: dict[str, Any]) -> tuple[str, bool]:
+        from mcp import MCPError
+
+        try:
+            result = await tool.client.call_tool(tool.name, arguments, read_timeout_seconds=self._timeout_s)
+        except MCPError as error:
+            return f"tool '{tool.name}' failed: {error}", True
+        except Exception as error:
+            # As above: the server, or the way to it, is gone.
+            raise ToolServerError(f"MCP server '{tool.server}' was lost: {_reason(error)}") from error
+        text = "\n".join(getattr(part, "text", None) or f"[{part.type}]" for part in result.content)
+        return text, bool(result.is_error)
+
+    async def _call_route(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+        try:
+            reply = await self._server_client.post(
+                self._environment, f"/{name}", json=arguments, cookies=self._cookies
+            )
+            text = await reply.text()
+        except ServerError as error:
+            raise ToolServerError(f"environment '{self._environment}' cannot be reached: {error.message}") from error
+        self._cookies.update({key: morsel.value for key, morsel in reply.cookies.items()})
+        return text, reply.status >= 400
+
+
+async def _connect(stack: AsyncExitStack, server: McpServer) -> Client:
+    import httpx2
+    from mcp import Client
+    from mcp.client.streamable_http import streamable_http_client
+
+    http = await stack.enter_async_context(
+        httpx2.AsyncClient(headers=dict(server.headers), trust_env=False, timeout=httpx2.Timeout(30.0, read=300.0))
+    )
+    return await stack.enter_async_context(Client(streamable_http_client(server.url, http_client=http)))
+
+
+def _reason(error: BaseException) -> str:
+    """The first real cause in an exception group. Never a header: those hold the token."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"[:300]

@@ -100,6 +100,8 @@ class _Tries(Generic[E]):
 
     def without(self) -> set[str]:
         """Engines to pass over: those that failed this call, as long as another one is in service."""
+        if not self._failed:
+            return set()
         others = {
             replica.name
             for replica in self._calls.router.replicas

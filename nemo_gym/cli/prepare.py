@@ -1,4 +1,6 @@
-"""``ng_prepare <environment> key=value…``: make once what an environment needs to serve (images, datasets)."""
+"""``ng_prepare <environment> key=value…``: make once what an environment needs to serve (images, datasets).
+
+``ng_prepare agents`` fetches the CLIs that agents run (`nemo_gym.cli.prepare_agents`)."""
 
 from __future__ import annotations
 
@@ -13,6 +15,8 @@ from nemo_gym.cli import command
 from nemo_gym.errors import ConfigError
 
 NAME = "ng_prepare"
+AGENTS = "agents"
+"""In place of an environment."""
 
 
 def main() -> None:
@@ -27,11 +31,16 @@ def prepare(argv: Sequence[str]) -> int:
         parser = command.parser(
             NAME,
             "Prepare an environment: whatever its prepare.py makes (sandbox images, datasets). Safe to repeat."
-            f" 'ng_prepare <environment> --help' shows its settings. Environments: {', '.join(preparable())}.",
+            f" 'ng_prepare <environment> --help' shows its settings; 'ng_prepare {AGENTS}' fetches the CLIs of agents,"
+            f" 'ng_prepare {AGENTS} agents=a,b' some of them. Environments: {', '.join(preparable())}.",
             words="environment key=value",
         )
         parser.parse_args(words)
         raise ConfigError(f"which environment? there are: {', '.join(preparable()) or 'none'}", key="environment")
+    if environment == AGENTS:
+        from nemo_gym.cli.prepare_agents import prepare_agents
+
+        return prepare_agents(words)
     from nemo_gym.configuration.keys import ENVIRONMENT_TYPE
     from nemo_gym.configuration.roots import find_plugin, plugin_roots
 

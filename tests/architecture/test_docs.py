@@ -24,6 +24,7 @@ from nemo_gym.base_resources_server import BaseResourcesServerConfig
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig
 from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig
 from nemo_gym.cli import export_trajectories
+from nemo_gym.cli.prepare_agents import chosen, cli_packages
 from nemo_gym.config_types import BaseRunServerInstanceConfig
 from nemo_gym.configuration.check import check_everything
 from nemo_gym.configuration.compose import compose
@@ -45,7 +46,9 @@ from resources_servers.swe_bench.config import SweBenchConfig
 from responses_api_agents.claude_code_agent.options import ClaudeCodeOptions
 from responses_api_agents.codex_agent.options import CodexOptions
 from responses_api_agents.mini_swe_agent.app import MiniSWEAgentConfig
+from responses_api_agents.opencode_agent.options import OpencodeOptions
 from responses_api_agents.oracle_agent.app import OracleAgentConfig
+from responses_api_agents.qwen_code_agent.options import QwenCodeOptions
 from responses_api_models.openai_model.app import SimpleModelServerConfig
 from responses_api_models.scripted_model.app import ScriptedModelConfig
 from tests.architecture.docs import (
@@ -139,6 +142,8 @@ def test_command_lines_use_keys_that_exist(line: CommandLine, place: Path) -> No
                 check_everything(compose(settings))
         case "ng_collect_rollouts":
             _keys_exist(settings)
+        case "ng_prepare" if settings[:1] == ["agents"]:
+            assert set(chosen(settings[1:], cli_packages())) <= set(cli_packages())
         case "ng_prepare":
             prepare.Options.parse(settings[1:])
         case "ng_export_trajectories":
@@ -202,6 +207,10 @@ SERVERS = ROOT / "responses_api_models", ROOT / "responses_api_agents"
         (SERVERS[1] / "claude_code_agent" / "README.md", "option", set(ClaudeCodeOptions.model_fields)),
         (SERVERS[1] / "codex_agent" / "README.md", "key", _own(CliAgentConfig, BaseResponsesAPIAgentConfig)),
         (SERVERS[1] / "codex_agent" / "README.md", "option", set(CodexOptions.model_fields)),
+        (SERVERS[1] / "opencode_agent" / "README.md", "key", _own(CliAgentConfig, BaseResponsesAPIAgentConfig)),
+        (SERVERS[1] / "opencode_agent" / "README.md", "option", set(OpencodeOptions.model_fields)),
+        (SERVERS[1] / "qwen_code_agent" / "README.md", "key", _own(CliAgentConfig, BaseResponsesAPIAgentConfig)),
+        (SERVERS[1] / "qwen_code_agent" / "README.md", "option", set(QwenCodeOptions.model_fields)),
         (
             SERVERS[0] / "openai_model" / "README.md",
             "key",

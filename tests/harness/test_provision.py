@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
+import os
+import re
+import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nemo_gym.errors import ConfigError
 from nemo_gym.harness.package import CliPackage, Runtime
 from nemo_gym.harness.provision import UNFIT_STATUS, fitness_check, installed
+from nemo_gym.harness.provision.fetch import fetch
+from tests.acceptance.clis import place
 
 PACKAGE = CliPackage(
     name="some-cli",
@@ -29,7 +39,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def install(cache: Path, integrity: str = "sha512-right") -> Path:
-    directory = cache / "clis" / PACKAGE.name / PACKAGE.version
+    directory = cache / "agents" / PACKAGE.name / PACKAGE.version
     (directory / "node_modules" / "some-build").mkdir(parents=True)
     (directory / PACKAGE.command).touch()
     record = {"packages": {"node_modules/some-build": {"integrity": integrity}}}
@@ -50,7 +60,7 @@ def test_missing_package_is_refused_with_the_command_that_installs_it(cache: Pat
         directory.rename(cache / "elsewhere")
     else:
         (directory / missing).unlink()
-    with pytest.raises(ConfigError, match=r"'some-cli' 1\.2\.3 is not in .*: scripts/install-clis some-cli"):
+    with pytest.raises(ConfigError, match=r"'some-cli' 1\.2\.3 is not in .*; run: ng_prepare agents"):
         installed(PACKAGE)
 
 
@@ -93,3 +103,57 @@ def test_box_without_glibc_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     done = checked("elf-glibc", "bin/env")
     assert (done.returncode, done.stdout) == (UNFIT_STATUS, "")
     assert "no glibc, which x needs" in done.stderr
+
+
+@pytest.fixture
+def source(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> CliPackage:
+    """A package that npm itself packs, from a directory of this machine; its checksum is of what npm makes."""
+    if shutil.which("npm") is None:
+        monkeypatch.setenv("PATH", f"{place.installed('node') / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    directory = tmp_path_factory.mktemp("source")
+    (directory / "package.json").write_text('{"name": "some-build", "version": "1.2.3", "files": ["some", "lib"]}')
+    (directory / "some").write_text("#!/bin/sh\necho it runs\n")
+    (directory / "lib").mkdir()
+    (directory / "lib" / "data").write_text("data")
+    subprocess.run(["npm", "pack", "--silent"], cwd=directory, check=True, capture_output=True)
+    (archive,) = directory.glob("*.tgz")
+    digest = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
+    archive.unlink()
+    return CliPackage(
+        name="some-cli",
+        version="1.2.3",
+        command="node_modules/some-build/some",
+        runtime="script",
+        npm={"some-build": f"npm:{directory}"},
+        integrity={"some-build": f"sha512-{digest}"},
+    )
+
+
+def test_fetched_package_runs_and_is_fetched_once(cache: Path, source: CliPackage) -> None:
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(fetch, [source, source])
+    assert first == second == installed(source)
+    assert subprocess.run([first / source.command], capture_output=True, text=True).stdout == "it runs\n"
+    assert (first / "node_modules" / "some-build" / "lib" / "data").read_text() == "data"
+    (first / "here").touch()
+    assert (fetch(source) / "here").exists()
+    assert sorted(path.name for path in first.parent.iterdir()) == [".lock", "1.2.3"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"integrity": {"some-build": "sha512-other"}}, "and sha512-other is pinned; it is not used"),
+        ({"integrity": {}}, "pins no checksum of 'some-build'"),
+        ({"command": "node_modules/some-build/none"}, "has no 'node_modules/some-build/none'"),
+        ({"npm": {"some-build": "npm:/no/such/directory"}}, "npm could not fetch '/no/such/directory'"),
+    ],
+)
+def test_package_that_is_not_the_pinned_one_is_never_installed(
+    cache: Path, source: CliPackage, fields: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        fetch(replace(source, **fields))
+    assert [path.name for path in (cache / "agents" / "some-cli").iterdir()] == [".lock"]
+    with pytest.raises(ConfigError, match="ng_prepare agents"):
+        installed(source)

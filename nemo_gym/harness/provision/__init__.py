@@ -13,7 +13,9 @@ import orjson
 from nemo_gym.errors import ConfigError
 from nemo_gym.harness.package import CliPackage
 
-INSTALL_COMMAND = "scripts/install-clis"
+INSTALL_COMMAND = "ng_prepare agents"
+RECORD = "node_modules/.package-lock.json"
+"""npm's record of what it unpacked where, with checksums."""
 MARKER = ".installed"
 """The last file of an installation; a directory without it is half made."""
 
@@ -23,11 +25,15 @@ UNFIT_STATUS = 97
 GLIBC_LOADERS = ("/lib64/ld-linux-x86-64.so.2", "/lib/ld-linux-aarch64.so.1")
 
 
-def cache_directory() -> Path:
-    """Where packages are, ``<name>/<version>`` each: ``clis`` in ``$NEMO_GYM_CACHE_DIR`` or ``~/.cache/nemo-gym``."""
-    cache = os.environ.get("NEMO_GYM_CACHE_DIR")
-    root = Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo-gym"
-    return root / "clis"
+def fetched_directory(package: CliPackage) -> Path:
+    """Where ``ng_prepare agents`` puts a package: ``agents/<name>/<version>`` in ``$NEMO_GYM_CACHE_DIR`` or
+    ``~/.cache/nemo-gym``."""
+    return cache_root() / "agents" / package.name / package.version
+
+
+def is_installed(package: CliPackage) -> bool:
+    """Whether a whole installation is there, whatever its checksums."""
+    return _found(package) is not None
 
 
 def installed(package: CliPackage) -> Path:
@@ -37,11 +43,10 @@ def installed(package: CliPackage) -> Path:
         ConfigError: it is not there, only half of it is, or its checksums are not the pinned ones; with the command
             that installs it.
     """
-    directory = cache_directory() / package.name / package.version
-    if not (directory / MARKER).is_file() or not (directory / package.command).is_file():
+    directory = _found(package)
+    if directory is None:
         raise ConfigError(
-            f"the agent CLI '{package.name}' {package.version} is not in {directory.parent.parent};"
-            f" install it: {INSTALL_COMMAND} {package.name}",
+            f"the agent CLI '{package.name}' {package.version} is not in {cache_root()}; run: {INSTALL_COMMAND}",
             key="agent",
         )
     recorded = _recorded(directory)
@@ -49,16 +54,30 @@ def installed(package: CliPackage) -> Path:
         if (found := recorded.get(f"node_modules/{name}", {}).get("integrity")) != pinned:
             raise ConfigError(
                 f"{directory} holds another '{name}' than the pinned one (its checksum is {found}, not {pinned});"
-                f" remove the directory and run: {INSTALL_COMMAND} {package.name}",
+                f" remove the directory and run: {INSTALL_COMMAND}",
                 key="agent",
             )
     return directory
 
 
+def _found(package: CliPackage) -> Path | None:
+    # What scripts/install-clis installed is the same package with npm's links around it.
+    for directory in (fetched_directory(package), cache_root() / "clis" / package.name / package.version):
+        if (directory / MARKER).is_file() and (directory / package.command).is_file():
+            return directory
+    return None
+
+
+def cache_root() -> Path:
+    """``$NEMO_GYM_CACHE_DIR`` or ``~/.cache/nemo-gym``."""
+    given = os.environ.get("NEMO_GYM_CACHE_DIR")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo-gym"
+
+
 def _recorded(directory: Path) -> Mapping[str, Any]:
     """npm's own record of what it unpacked, after it compared each archive with its checksum."""
     try:
-        packages = orjson.loads((directory / "node_modules" / ".package-lock.json").read_bytes())["packages"]
+        packages = orjson.loads((directory / RECORD).read_bytes())["packages"]
     except (OSError, orjson.JSONDecodeError, KeyError):
         return {}
     return packages if isinstance(packages, dict) else {}

@@ -1,0 +1,72 @@
+"""``ng_prepare agents [agents=a,b]``: fetch the CLIs that agents run, once per machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from nemo_gym.cli import command
+from nemo_gym.configuration.keys import AGENT_TYPE
+from nemo_gym.configuration.roots import plugin_roots
+from nemo_gym.configuration.suggest import nearest
+from nemo_gym.errors import ConfigError
+from nemo_gym.harness.agent import CliAgent
+from nemo_gym.harness.package import CliPackage
+
+
+def prepare_agents(settings: Sequence[str]) -> int:
+    """Fetch what is missing; ``agents`` names some of them. Raises `ConfigError`, also for an archive that is not the
+    pinned one."""
+    from nemo_gym.harness.provision.fetch import fetch
+
+    packages = cli_packages()
+    for name in chosen(settings, packages):
+        package = packages[name]
+        print(f"{name}: {package.name} {package.version} …", flush=True)
+        print(f"{name}: {fetch(package)}", flush=True)
+    return command.EXIT_OK
+
+
+def cli_packages() -> Mapping[str, CliPackage]:
+    """Agent → the package that has to be fetched for it, of every plugin root."""
+    found: dict[str, CliPackage] = {}
+    roots = plugin_roots()
+    sys.path[:0] = [str(root) for root in roots if str(root) not in sys.path]
+    for root in roots:
+        for path in sorted(root.glob(f"{AGENT_TYPE}/*/app.py")):
+            # An agent without a harness runs no CLI, and importing it may need what is not installed here.
+            if "harness_class" in path.read_text(encoding="utf-8") and (package := _package(path)) is not None:
+                found.setdefault(path.parent.name.removesuffix("_agent"), package)
+    return found
+
+
+def _package(path: Path) -> CliPackage | None:
+    name = f"{AGENT_TYPE}.{path.parent.name}.app"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for value in vars(module).values():
+        if isinstance(value, type) and issubclass(value, CliAgent) and "harness_class" in vars(value):
+            package = value.harness_class.package
+            return package if package.npm and package.directory is None else None
+    return None
+
+
+def chosen(settings: Sequence[str], packages: Mapping[str, CliPackage]) -> list[str]:
+    """The agents that ``agents=`` names, or all. Raises `ConfigError` for others."""
+    names = list(packages)
+    for word in settings:
+        key, sign, value = word.partition("=")
+        if key != "agents" or not sign:
+            raise ConfigError(f"'{word}' is no setting of ng_prepare agents; it takes agents=NAME,NAME", key=key)
+        names = [name.strip().removesuffix("_agent") for name in value.split(",")]
+    for name in names:
+        if name not in packages:
+            hint = nearest(name, packages)
+            raise ConfigError(
+                f"no agent '{name}' runs a CLI{hint}; those that do: {', '.join(packages)}", key="agents"
+            )
+    return names

@@ -49,6 +49,7 @@ from responses_api_agents.mini_swe_agent.app import MiniSWEAgentConfig
 from responses_api_agents.opencode_agent.options import OpencodeOptions
 from responses_api_agents.oracle_agent.app import OracleAgentConfig
 from responses_api_agents.qwen_code_agent.options import QwenCodeOptions
+from responses_api_agents.simple_agent.app import SimpleAgentConfig
 from responses_api_models.openai_model.app import SimpleModelServerConfig
 from responses_api_models.scripted_model.app import ScriptedModelConfig
 from tests.architecture.docs import (
@@ -203,6 +204,7 @@ SERVERS = ROOT / "responses_api_models", ROOT / "responses_api_agents"
             "key",
             _own(OracleAgentConfig, BaseResponsesAPIAgentConfig) | {"row_access"},
         ),
+        (SERVERS[1] / "simple_agent" / "README.md", "key", _own(SimpleAgentConfig, BaseResponsesAPIAgentConfig)),
         (SERVERS[1] / "claude_code_agent" / "README.md", "key", _own(CliAgentConfig, BaseResponsesAPIAgentConfig)),
         (SERVERS[1] / "claude_code_agent" / "README.md", "option", set(ClaudeCodeOptions.model_fields)),
         (SERVERS[1] / "codex_agent" / "README.md", "key", _own(CliAgentConfig, BaseResponsesAPIAgentConfig)),

@@ -8,16 +8,9 @@ had already taken the bytes from the kernel: that counts as delivered.
 
 from __future__ import annotations
 
-import asyncio
-import fcntl
-import sys
-import termios
 from collections.abc import Callable
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
 from nemo_gym.gateway.retries.hints import Connection
-from nemo_gym.serving.joined_writes import JoinedWrites
 
 
 class AnswerWatch:
@@ -83,33 +76,4 @@ class Deliveries:
 
 
 DELIVERIES = Deliveries()
-"""Of the one web server of this process, if it was started with `WatchedHttpProtocol`."""
-
-
-class WatchedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol, telling `DELIVERIES` how connections end: ``uvicorn.Config(app, http=...)``."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.transport = JoinedWrites(transport, self.loop)  # type: ignore[assignment]
-        DELIVERIES.began(self.client)
-
-    def eof_received(self) -> None:
-        # What is written from here on goes nowhere, and nobody is told.
-        DELIVERIES.ended(self.client, reset=_untaken(self.transport) > 0)
-        super().eof_received()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        DELIVERIES.ended(self.client, reset=exc is not None or _untaken(self.transport) > 0)
-        super().connection_lost(exc)
-
-
-def _untaken(transport: asyncio.BaseTransport | None) -> int:
-    """Bytes that were written and that the other end's kernel has not acknowledged. A client that leaves before they
-    come ends its connection in order: the reset comes behind its end, and nobody reads that far."""
-    sock = transport.get_extra_info("socket") if transport is not None else None
-    try:
-        waiting = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0" * 4) if sock is not None else b"\0" * 4
-    except OSError:  # no socket of the kernel's any more
-        return 0
-    return int.from_bytes(waiting, sys.byteorder)
+"""Of the one web server of this process, if it was started with `nemo_gym.serving.protocol.WatchedHttpProtocol`."""

@@ -16,9 +16,9 @@ from fastapi import FastAPI
 
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.errors import ConfigError
-from nemo_gym.gateway.delivery import WatchedHttpProtocol
 from nemo_gym.serving.client import is_loopback
 from nemo_gym.serving.launch import ServerLaunch, announce_ready, die_with_parent
+from nemo_gym.serving.protocol import WatchedHttpProtocol
 
 SERVER_KEEPALIVE_S = 75
 """Longer than the client's, so that the client always closes an idle connection first."""

@@ -17,8 +17,9 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from nemo_gym.gateway.delivery import DELIVERIES, WatchedHttpProtocol
+from nemo_gym.gateway.delivery import DELIVERIES
 from nemo_gym.gateway.retries import SessionAnswers
+from nemo_gym.serving.protocol import WatchedHttpProtocol
 
 ASK = b"POST /turn HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
 

@@ -169,10 +169,10 @@ def test_server_that_is_not_ready_in_time_ends_the_run(root: Path) -> None:
 
 def test_wait_for_a_server_says_what_is_missing(root: Path) -> None:
     waits = 'sums.resources_servers.sums.waits_for="the database is locked"'
-    with ng_run(root, SUMS, waits, "startup_timeout_s=5") as stack:
+    with ng_run(root, SUMS, waits, "startup_timeout_s=12") as stack:
         assert stack.wait_end() == 1
         assert "waiting for server 'sums': the database is locked" in stack.stderr
-        assert "not ready after 5 s: sums (the database is locked)" in stack.stderr
+        assert "not ready after 12 s: sums (the database is locked)" in stack.stderr
 
 
 def test_configured_port_is_used(root: Path) -> None:

@@ -29,4 +29,4 @@ class QwenCodeOptions(HarnessOptions):
     request_timeout_s: float = Field(600.0, gt=0)
     """Per model call."""
     max_retries: int = Field(3, ge=0)
-    """Of one model call."""
+    """Of one try of a model call; Qwen Code makes several."""

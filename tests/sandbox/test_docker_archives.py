@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import os
 import tarfile
@@ -181,3 +182,21 @@ async def test_docker_box_can_be_closed_while_an_archive_of_it_is_half_read(boxe
     await reading.aclose()
     async with asyncio.timeout(30):
         await boxes.provider.close(box)
+
+
+async def test_docker_get_archive_ends_as_cancelled_when_its_reader_is_while_a_read_runs(
+    boxes: Boxes, box: SandboxHandle
+) -> None:
+    await boxes.provider.exec(box, "head -c 30000000 /dev/zero > /zeros")
+
+    async def read() -> None:
+        async for _ in boxes.provider.get_archive(box, "/zeros"):
+            pass
+
+    for delay_ms in range(0, 40, 4):
+        task = asyncio.create_task(read())
+        await asyncio.sleep(delay_ms / 1000)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    assert (await boxes.provider.exec(box, "rm /zeros")).ok

@@ -332,11 +332,22 @@ class DockerProvider:
         chunks = archives.download(
             self._engine, box_of(handle).container_id, path, exclude=exclude, max_bytes=max_bytes
         )
+        reading: asyncio.Future[bytes | None] | None = None
+
+        async def close() -> None:
+            # A reader that was cancelled has left its read running on a thread, and what runs cannot be closed.
+            if reading is not None and not reading.done():
+                await asyncio.wait({reading})
+            await self._engine.call(chunks.close)
+
         try:
-            while (chunk := await self._engine.call(next, chunks, None)) is not None:
+            while True:
+                reading = asyncio.ensure_future(self._engine.call(next, chunks, None))
+                if (chunk := await asyncio.shield(reading)) is None:
+                    break
                 yield chunk
         finally:
-            await self._shielded(self._engine.call(chunks.close))
+            await self._shielded(close())
 
     async def upload_file(self, handle: SandboxHandle, source: Path, target: str) -> None:
         directory, _, name = archives.absolute(target).rpartition("/")

@@ -149,7 +149,9 @@ class Gateway(SimpleResponsesAPIModel):
 
     async def _complete_route(self, request: Request) -> Response:
         session_id, token = self._control(request)
-        _, info = reward_in(await parse_json_object(request))
+        reward, info = reward_in(await parse_json_object(request))
+        if reward is not None:
+            info = {**(info or {}), "reward": reward}
         return JsonResponse(await self._durable.complete(session_id, token, info))
 
     async def _inference_route(self, request: Request) -> Response:

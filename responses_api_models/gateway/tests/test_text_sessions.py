@@ -140,7 +140,12 @@ async def test_runner_gives_the_reward_only_where_no_environment_does(gateway: T
     assert (await own.post("/chat/completions", {"model": "m", "messages": own.messages})).status == 409
     row = (await own.finalize())["trajectories"][0]
     assert (row["reward"], row["reward_info"]) == (0.75, {"passed": 3})
+    bare = await gateway.open({"reward_source": "runner"}, rollout_id="bare")
+    await bare.chat()
+    assert (await bare.control("complete", {"reward": 0.5})).status == 200
+    assert (await bare.finalize())["trajectories"][0]["reward"] == 0.5
     graded = await gateway.open(rollout_id="graded")
+    assert (await graded.control("complete", {"reward": 1.0})).status == 409
     refused = await graded.control("complete", {"reward_info": {"reward": 1.0}})
     assert refused.status == 409
     assert "environment" in await refused.text()

@@ -18,6 +18,7 @@ from nemo_gym.errors import CredentialError, InvalidBodyError
 from nemo_gym.gateway.capture import CallCapture, make_capture
 from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
+from nemo_gym.gateway.refusals import dialect_of
 from nemo_gym.gateway.service.backend import Backend
 from nemo_gym.gateway.service.config import GatewayConfig
 from nemo_gym.gateway.service.engine_routes import engine_routes
@@ -110,13 +111,13 @@ class Gateway(SimpleResponsesAPIModel):
         add = app.router.routes.append
         add(Route(SESSION_PREFIX, self._state_route, methods=["GET"]))
         add(Route(f"{SESSION_PREFIX}/complete", self._complete_route, methods=["POST"]))
+        # The base has these without a session before them.
+        for path in PATHS:
+            add(Route(f"{SESSION_PREFIX}{path}", self._inference_route, methods=["POST"]))
+        add(Route(f"{SESSION_PREFIX}/v1/models", self._models_route, methods=["GET"]))
         for prefix in ("", SESSION_PREFIX):
-            if prefix:
-                for path in PATHS:
-                    add(Route(f"{prefix}{path}", self._inference_route, methods=["POST"]))
-                add(Route(f"{prefix}/v1/models", self._models_route, methods=["GET"]))
             add(Route(f"{prefix}{COUNT_TOKENS}", self._count_tokens_route, methods=["POST"]))
-            add(Route(f"{prefix}/v1/models/{{model:path}}", self._model_route, methods=["GET"]))
+            add(Route(f"{prefix}/v1/models/{{model:path}}", self._models_route, methods=["GET"]))
         app.router.routes.extend(engine_routes(self._pool, require_role))
         if self.config.path_tokens:
             app.add_middleware(PathTokenMiddleware)
@@ -156,7 +157,8 @@ class Gateway(SimpleResponsesAPIModel):
 
     async def _inference_route(self, request: Request) -> Response:
         live = self._session_of(request)
-        dialect = _dialect_of(request)
+        dialect = dialect_of(request.scope["path"])
+        assert dialect is not None  # only inference routes come here
         body = await parse_json_object(request, live.bodies.loads if live is not None else orjson.loads)
         try:
             return await self._inference.answer(dialect, body, request, live)
@@ -171,9 +173,6 @@ class Gateway(SimpleResponsesAPIModel):
             raise InvalidBodyError("count_tokens: nobody here knows the endpoint's tokenizer")
         return JsonResponse({"input_tokens": count})
 
-    async def _model_route(self, request: Request) -> Response:
-        return await self._models_route(request)
-
     def _session_of(self, request: Request) -> LiveSession[Any] | None:
         session = self._authorize(request)
         named = request.path_params.get("session_id")
@@ -184,11 +183,6 @@ class Gateway(SimpleResponsesAPIModel):
         if named is not None and named != session.session_id:
             raise CredentialError("the inference token is not this session's", session_id=named)
         return self._durable.live(session.session_id)
-
-
-def _dialect_of(request: Request) -> Dialect:
-    path: str = request.scope["path"]
-    return PATHS[path[path.index("/v1/") :]]
 
 
 if __name__ == "__main__":

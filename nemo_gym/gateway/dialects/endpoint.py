@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_gym.gateway.dialects.content import reasoning_of
+import orjson
+
 from nemo_gym.gateway.lowered import Answer, AnswerEnd, AnswerTokens, AnswerUsage, LoweredRequest
 
 _ENDS = {end.value: end for end in AnswerEnd} | {"function_call": AnswerEnd.TOOL_CALLS}
@@ -47,40 +48,56 @@ def answer_of_completion(
 def _answer(completion: Mapping[str, Any], answer_id: str, created_at: float, model: str | None) -> Answer:
     choice = completion["choices"][0]
     said = choice["message"]
-    message: dict[str, Any] = {"role": "assistant", "content": said.get("content")}
-    if message["content"] is None and said.get("refusal"):
-        message["content"] = said["refusal"]
-    if reasoning := reasoning_of(said, "message"):
-        message["reasoning_content"] = reasoning
-    if calls := said.get("tool_calls"):
-        message["tool_calls"] = [
-            {
-                "id": call.get("id") or "",
-                "type": "function",
-                "function": {
-                    "name": call["function"]["name"],
-                    "arguments": call["function"].get("arguments") or "",
-                },
-            }
-            for call in calls
-        ]
-    end = _ENDS.get(str(choice.get("finish_reason")), AnswerEnd.STOP)
-    if calls and end is AnswerEnd.STOP:
-        end = AnswerEnd.TOOL_CALLS
+    message = message_of(said, answer_id)
     stop = choice.get("stop_reason")
     return Answer(
         answer_id=answer_id,
         created_at=created_at,
         model=str(model or completion.get("model") or "policy"),
         message=message,
-        end=end,
-        usage=_usage(completion.get("usage")),
+        end=end_of(choice.get("finish_reason"), message),
+        usage=usage_of(completion.get("usage")),
         stop=stop if isinstance(stop, str) else None,
         tokens=_tokens(choice, said),
     )
 
 
-def _usage(reported: Any) -> AnswerUsage:
+def message_of(said: Mapping[str, Any], answer_id: str) -> dict[str, Any]:
+    """The parts of an endpoint's message that any harness can be told, in one spelling. Calls without an id get one
+    made of ``answer_id``."""
+    message: dict[str, Any] = {"role": "assistant", "content": said.get("content")}
+    if message["content"] is None and said.get("refusal"):
+        message["content"] = said["refusal"]
+    thoughts = (said.get(key) for key in ("reasoning_content", "reasoning"))
+    if reasoning := next((thought for thought in thoughts if isinstance(thought, str) and thought), None):
+        message["reasoning_content"] = reasoning
+    if calls := said.get("tool_calls"):
+        message["tool_calls"] = [
+            {
+                "id": call.get("id") or f"call_{answer_id[:20]}{number:02d}",
+                "type": "function",
+                "function": {
+                    "name": call["function"]["name"],
+                    "arguments": _arguments(call["function"].get("arguments")),
+                },
+            }
+            for number, call in enumerate(calls)
+        ]
+    return message
+
+
+def _arguments(given: Any) -> str:
+    return given if isinstance(given, str) else orjson.dumps(given).decode() if given else ""
+
+
+def end_of(finish_reason: Any, message: Mapping[str, Any]) -> AnswerEnd:
+    """Why the answer ended, in whichever words the endpoint has for it."""
+    end = _ENDS.get(str(finish_reason), AnswerEnd.STOP)
+    return AnswerEnd.TOOL_CALLS if message.get("tool_calls") and end is AnswerEnd.STOP else end
+
+
+def usage_of(reported: Any) -> AnswerUsage:
+    """Tokens as an endpoint counted them; none where it did not."""
     if not isinstance(reported, Mapping):
         return AnswerUsage()
     prompt = reported.get("prompt_tokens_details") or {}

@@ -14,9 +14,10 @@ from typing import Any, cast
 
 import orjson
 
+from nemo_gym.gateway.dialects.endpoint import chat_body, end_of, message_of, usage_of
 from nemo_gym.gateway.engines import EngineAnswerError, OpenAIEngine, TextReply
 from nemo_gym.gateway.engines.completions import Completion, completion_in, tokens_in
-from nemo_gym.gateway.lowered import Answer, AnswerEnd, AnswerTokens, AnswerUsage, LoweredRequest
+from nemo_gym.gateway.lowered import Answer, AnswerTokens, LoweredRequest
 from nemo_gym.gateway.relayed import JsonText
 from nemo_gym.gateway.service.backend import CallContext, TurnFacts
 from nemo_gym.gateway.service.message_json import MessagesJson
@@ -27,13 +28,6 @@ from nemo_gym.gateway.tokens.forest import Prepared
 from nemo_gym.gateway.tokens.records import record_of, restore
 
 ROUTE = "/chat/completions"
-_ENDS = {
-    "stop": AnswerEnd.STOP,
-    "length": AnswerEnd.LENGTH,
-    "tool_calls": AnswerEnd.TOOL_CALLS,
-    "function_call": AnswerEnd.TOOL_CALLS,
-    "content_filter": AnswerEnd.CONTENT_FILTER,
-}
 
 
 class _NoTokens:
@@ -162,9 +156,9 @@ class TextBackend:
         self, conversations: TextConversations, request: LoweredRequest, sampled: TextSample
     ) -> tuple[Answer, Mapping[str, Any], TurnFacts]:
         completion = sampled.completion
-        message = _message(completion.message, sampled.context.call_id)
+        message = message_of(completion.message, sampled.context.call_id)
         prepared, weights = sampled.prepared, sampled.reply.weights
-        end = _ENDS.get(str(completion.finish_reason), AnswerEnd.STOP)
+        end = end_of(completion.finish_reason, message)
         turn = conversations.forest.commit(
             prepared, Sampled((), None, str(end), weights.last or weights.first, _details(sampled)), message
         )
@@ -185,7 +179,7 @@ class TextBackend:
             self._model,
             message,
             end,
-            _usage(completion.usage),
+            usage_of(completion.usage),
         )
         facts = TurnFacts(turn.turn_id, (sampled.reply.engine,), turn.weights_version, turn.reason)
         return answer, {**record_of(turn), "said": said, "relayed": relayed}, facts
@@ -197,20 +191,12 @@ class TextBackend:
         self._pool.forget(session_id)
 
     def _body(self, request: LoweredRequest, context: CallContext) -> dict[str, Any]:
-        body: dict[str, Any] = {**self._extra_body, **request.extra, **request.asked}
+        body = {**self._extra_body, **chat_body(request)}
         pinned = {key: value for key, value in context.pinned.items() if value is not None}
         if (budget := pinned.pop("max_output_tokens", None)) is not None:
             pinned["max_tokens"] = min(budget, request.asked.get("max_tokens") or budget)
         body |= pinned
         body.setdefault("model", self._model)
-        if request.tools:
-            body["tools"] = request.tools
-            if request.tool_choice != "auto":
-                body["tool_choice"] = _chat_choice(request.tool_choice)
-        if request.response_format is not None:
-            body["response_format"] = request.response_format
-        if request.logprobs:
-            body["logprobs"] = True
         return body
 
 
@@ -224,44 +210,6 @@ async def _complete(engine: OpenAIEngine, body: Mapping[str, Any]) -> tuple[Text
             f" ({error}): {reply.body[:200].decode(errors='replace')}",
             engine=reply.engine,
         ) from error
-
-
-def _chat_choice(choice: str | Mapping[str, Any]) -> Any:
-    return choice if isinstance(choice, str) else {"type": "function", "function": {"name": choice["name"]}}
-
-
-def _message(given: Mapping[str, Any], call_id: str) -> dict[str, Any]:
-    """The parts of an endpoint's message that any harness can be told, in one spelling."""
-    message: dict[str, Any] = {"role": "assistant", "content": given.get("content") or given.get("refusal")}
-    reasoning = given.get("reasoning_content") or given.get("reasoning")
-    if isinstance(reasoning, str) and reasoning:
-        message["reasoning_content"] = reasoning
-    if calls := given.get("tool_calls"):
-        message["tool_calls"] = [
-            {
-                "id": call.get("id") or f"call_{call_id[:20]}{number:02d}",
-                "type": "function",
-                "function": {"name": call["function"]["name"], "arguments": _text(call["function"].get("arguments"))},
-            }
-            for number, call in enumerate(calls)
-        ]
-    return message
-
-
-def _text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else orjson.dumps(arguments or {}).decode()
-
-
-def _usage(usage: Any) -> AnswerUsage:
-    if not isinstance(usage, Mapping):
-        return AnswerUsage()
-    prompt, output = usage.get("prompt_tokens_details") or {}, usage.get("completion_tokens_details") or {}
-    return AnswerUsage(
-        int(usage.get("prompt_tokens") or 0),
-        int(usage.get("completion_tokens") or 0),
-        int(prompt.get("cached_tokens") or 0),
-        int(output.get("reasoning_tokens") or 0),
-    )
 
 
 def _details(sampled: TextSample) -> dict[str, Any]:

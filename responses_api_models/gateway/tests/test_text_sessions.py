@@ -150,3 +150,22 @@ async def test_runner_gives_the_reward_only_where_no_environment_does(gateway: T
     assert refused.status == 409
     assert "environment" in await refused.text()
     assert (await graded.control("complete")).status == 200
+
+
+async def test_tools_that_a_harness_defers_are_known_to_the_endpoint(gateway: TextStack) -> None:
+    session = await gateway.open()
+    tools = [
+        {"name": "Search", "description": "Find.", "input_schema": {"type": "object"}},
+        {"name": "Later", "description": "Wait.", "input_schema": {"type": "object"}, "defer_loading": True},
+    ]
+    body = {"model": "m", "max_tokens": 5, "messages": session.messages, "tools": tools}
+    assert (await session.post("/messages", body)).status == 200
+    sent = gateway.engine.calls[0].body
+    assert [tool["function"]["name"] for tool in sent["tools"]] == ["Search", "Later"]
+
+
+async def test_endpoint_is_asked_for_nothing_that_needs_what_was_not_asked(gateway: TextStack) -> None:
+    await gateway.restart(engines=[{"type": "openai", "base_url": gateway.engine.url}])
+    session = await gateway.open(rollout_id="bare")
+    await session.chat(parallel_tool_calls=True, top_logprobs=3)
+    assert not {"parallel_tool_calls", "top_logprobs"} & {*gateway.engine.calls[0].body}

@@ -1,0 +1,181 @@
+"""Errors on the wire: RFC 9457 problem bodies, and their way from and to the suite's errors.
+
+``started`` answers the one question a client must ask before it tries again: whether the request may have had an
+effect. ``no`` means surely not; ``yes`` that it has; ``unknown`` that nobody can say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from nemo_gym import errors
+from nemo_gym.errors import NemoGymError
+
+Started = Literal["no", "yes", "unknown"]
+
+
+@dataclass(frozen=True)
+class ProblemCode:
+    """What a code of the broker's own means."""
+
+    status: int
+    raises: type[NemoGymError]
+    """What a client of the broker sees."""
+    started: Started = "no"
+    retryable: bool = False
+
+
+CODES: dict[str, ProblemCode] = {
+    # who asks
+    "lease_expired": ProblemCode(401, errors.SandboxLostError),
+    "scope": ProblemCode(403, errors.ContractError),
+    # what is asked for
+    "sandbox_not_found": ProblemCode(404, errors.SandboxLostError),
+    "sandbox_gone": ProblemCode(410, errors.SandboxLostError),
+    "sandbox_not_ready": ProblemCode(409, errors.SandboxError, retryable=True),
+    "exec_not_found": ProblemCode(404, errors.SandboxError),
+    "lease_not_found": ProblemCode(404, errors.SandboxError),
+    "image_not_found": ProblemCode(404, errors.SandboxError),
+    "path_not_found": ProblemCode(404, errors.SandboxError),
+    "door_not_found": ProblemCode(404, errors.SandboxError),
+    "route_not_found": ProblemCode(404, errors.SandboxError),
+    "method_not_allowed": ProblemCode(405, errors.SandboxError),
+    "unsupported_media_type": ProblemCode(415, errors.SandboxError),
+    # how it is asked for
+    "idempotency_key_missing": ProblemCode(400, errors.InvalidBodyError),
+    "idempotency_key_reused": ProblemCode(422, errors.InvalidBodyError),
+    "create_in_progress": ProblemCode(409, errors.SandboxCreateError, started="yes", retryable=True),
+    "exec_conflict": ProblemCode(409, errors.SandboxError),
+    "door_exists": ProblemCode(409, errors.SandboxError),
+    "stdin_not_expected": ProblemCode(409, errors.SandboxError),
+    "offset_out_of_range": ProblemCode(416, errors.SandboxError),
+    "output_gone": ProblemCode(410, errors.SandboxLostError),
+    "ttl_too_long": ProblemCode(422, errors.InvalidBodyError),
+    "body_too_large": ProblemCode(413, errors.InvalidBodyError),
+    "archive_escapes": ProblemCode(422, errors.SandboxArchiveError),
+    "archive_too_large": ProblemCode(413, errors.SandboxArchiveError),
+    # whether there is room
+    "quota": ProblemCode(429, errors.SandboxCreateError, retryable=True),
+    "no_room": ProblemCode(503, errors.SandboxCreateError, retryable=True),
+    "draining": ProblemCode(503, errors.SandboxError, retryable=True),
+    # what went wrong inside
+    "backend_unreachable": ProblemCode(503, errors.SandboxError, started="unknown", retryable=True),
+    "broker_failed": ProblemCode(500, errors.SandboxError, started="unknown", retryable=True),
+}
+"""Beside the codes of `nemo_gym.errors`, which mean the same errors on both sides."""
+
+
+class Problem(BaseModel):
+    """The body. Further members are details: ids, limits, fields; never a secret."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    type: str = "about:blank"
+    title: str
+    status: int = Field(ge=400, le=599)
+    detail: str
+    code: str
+    retryable: bool = False
+    started: Started = "unknown"
+    request_id: str | None = None
+
+
+class BrokerError(NemoGymError):
+    """An error of the broker's own, by its code in `CODES`.
+
+    Args:
+        code: decides the status, and the defaults of ``started`` and ``retryable``.
+        retry_after_s: becomes the header ``Retry-After``, rounded up.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        started: Started | None = None,
+        retryable: bool | None = None,
+        retry_after_s: float | None = None,
+        **details: Any,
+    ) -> None:
+        meaning = CODES[code]
+        super().__init__(message, retryable=meaning.retryable if retryable is None else retryable, **details)
+        self.code = code  # type: ignore[misc]  # one class for all codes of the broker
+        self.status = meaning.status  # type: ignore[misc]
+        self.started: Started = started or meaning.started
+        self.retry_after_s = retry_after_s
+
+
+def problem_of(error: NemoGymError, *, request_id: str, started: Started = "unknown") -> Problem:
+    """The body of any of the suite's errors; ``started`` counts where the error does not know it itself."""
+    known = getattr(error, "started", None) or error.details.get("started") or _STARTED.get(error.code) or started
+    details = {key: value for key, value in error.details.items() if key not in Problem.model_fields}
+    return Problem(
+        title=_title(error.code),
+        status=error.status,
+        detail=error.message,
+        code=error.code,
+        retryable=error.retryable,
+        started=known,
+        request_id=request_id,
+        **{key: value for key, value in details.items() if value is not None},
+    )
+
+
+def error_of(problem: Problem) -> NemoGymError:
+    """The error that the other side raised, or what stands for it here; its details say all that the problem did."""
+    details = {**(problem.model_extra or {}), "started": problem.started, "request_id": problem.request_id}
+    details.pop("message", None)
+    if (known := _BY_CODE.get(problem.code)) is not None:
+        return known(problem.detail, retryable=problem.retryable, **details)
+    meaning = CODES.get(problem.code)
+    kind = meaning.raises if meaning is not None else errors.SandboxError
+    return kind(
+        problem.detail, retryable=problem.retryable, problem=problem.code, http_status=problem.status, **details
+    )
+
+
+def parse_problem(status: int, body: bytes) -> Problem:
+    """The problem in an answer; one that stands for it where the answer came from something else (a proxy)."""
+    try:
+        return Problem.model_validate_json(body)
+    except ValidationError:
+        said = body[:300].decode("utf-8", "replace").strip()
+        return Problem(
+            title="Not a problem body",
+            status=status,
+            detail=f"the broker answered {status} with something else than a problem: {said or 'nothing'}",
+            code="not_a_problem",
+            retryable=status in (429, 502, 503, 504),
+            started="unknown",
+        )
+
+
+def _title(code: str) -> str:
+    return re.sub(r"_", " ", code).capitalize()
+
+
+def _subclasses(root: type[NemoGymError]) -> Iterator[type[NemoGymError]]:
+    yield root
+    for child in root.__subclasses__():
+        if child.__module__ == errors.__name__:
+            yield from _subclasses(child)
+
+
+_BY_CODE: dict[str, type[NemoGymError]] = {kind.code: kind for kind in _subclasses(NemoGymError)}
+_STARTED: dict[str, Started] = {
+    "sandbox_capability": "no",
+    "sandbox_image_missing": "no",
+    "sandbox_create": "no",
+    "sandbox_create_verification": "no",
+    "body": "no",
+    "config": "no",
+    "credential": "no",
+    "fenced": "no",
+}
+"""Errors that say by themselves that nothing is left of the request."""

@@ -1,0 +1,128 @@
+"""Output survives any cutting of the stream, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_gym.sandbox.base import ExecOutcome
+from nemo_gym.sandbox.wire.execs import ExecEndModel
+from nemo_gym.sandbox.wire.frames import (
+    MAX_PAYLOAD_BYTES,
+    PING,
+    EventParser,
+    Frame,
+    FrameError,
+    FrameKind,
+    FrameParser,
+    encode,
+    encode_end,
+    encode_event,
+    encode_output,
+)
+
+END = ExecEndModel(outcome=ExecOutcome.EXITED, return_code=3, output_bytes=5, truncated=("stdout",))
+EXIT = Frame(FrameKind.EXIT, END.model_dump_json().encode())
+output = st.builds(Frame, st.sampled_from([FrameKind.STDOUT, FrameKind.STDERR]), st.binary(max_size=40))
+streams = st.lists(output | st.just(Frame(FrameKind.PING)), max_size=12).map(lambda frames: [*frames, EXIT])
+
+
+def cut(data: bytes, places: list[int]) -> list[bytes]:
+    stops = sorted(place % (len(data) + 1) for place in places)
+    return [data[start:stop] for start, stop in zip([0, *stops], [*stops, len(data)], strict=True)]
+
+
+@given(streams, st.lists(st.integers(0, 10**6), max_size=20))
+def test_frames_come_back_whole_however_the_bytes_are_cut(frames: list[Frame], places: list[int]) -> None:
+    parser, seen = FrameParser(), []
+    for piece in cut(b"".join(encode(frame.kind, frame.payload) for frame in frames), places):
+        seen += parser.feed(piece)
+    assert seen == frames
+    assert parser.ended
+    assert seen[-1].end == END
+
+
+@given(streams, st.lists(st.integers(0, 10**6), max_size=20))
+def test_events_come_back_whole_with_their_offsets(frames: list[Frame], places: list[int]) -> None:
+    offset, data, wanted = 0, b"", []
+    for frame in frames:
+        offset += len(frame.payload) if frame.output else 0
+        data += encode_event(frame, offset)
+        wanted.append((frame, offset))
+    parser, seen = EventParser(), []
+    for piece in cut(data, places):
+        seen += parser.feed(piece)
+    assert seen == wanted
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_are_frames_or_refused_and_never_hang(data: bytes) -> None:
+    parser, frames = FrameParser(), []
+    try:
+        frames += parser.feed(data)
+    except FrameError:
+        return
+    written = b"".join(encode(frame.kind, frame.payload) for frame in frames)
+    assert data.startswith(written)
+
+
+@given(streams, st.integers(0, 10**6))
+def test_stream_that_was_cut_off_never_seems_ended(frames: list[Frame], place: int) -> None:
+    data = b"".join(encode(frame.kind, frame.payload) for frame in frames)
+    parser = FrameParser()
+    list(parser.feed(data[: place % len(data)]))
+    assert not parser.ended
+
+
+def test_output_of_any_size_becomes_frames_of_bounded_size() -> None:
+    data = bytes(range(256)) * 10_000
+    pieces = list(encode_output("stderr", data))
+    assert len(pieces) == 3
+    assert max(map(len, pieces)) <= MAX_PAYLOAD_BYTES + 5
+    frames = [frame for piece in pieces for frame in FrameParser().feed(piece)]
+    assert b"".join(frame.payload for frame in frames) == data
+    assert {frame.output.stream for frame in frames if frame.output} == {"stderr"}
+    assert list(encode_output("stdout", b"")) == []
+    with pytest.raises(ValueError, match="encode_output"):
+        encode(FrameKind.STDOUT, data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x04\x00\x00\x00\x00",
+        b"\x01\xff\xff\xff\xff",
+        b"\x00\x00\x00\x00\x01x",
+        b'{"detail":"not found"}',
+        encode_end(END) + b"\x01",
+        encode_end(END) + PING,
+        encode_end(END) + encode_end(END),
+    ],
+)
+def test_what_is_no_stream_of_frames_is_refused_at_once(data: bytes) -> None:
+    with pytest.raises(FrameError):
+        list(FrameParser().feed(data))
+
+
+def test_anything_after_the_end_is_refused_later_too() -> None:
+    parser = FrameParser()
+    list(parser.feed(encode_end(END)))
+    with pytest.raises(FrameError):
+        list(parser.feed(PING))
+
+
+@pytest.mark.parametrize("payload", [b"", b"{}", b'{"outcome":"lost","return_code":0,"output_bytes":0}', b"\xff"])
+def test_end_that_cannot_be_read_is_an_error_and_no_code(payload: bytes) -> None:
+    (frame,) = FrameParser().feed(encode(FrameKind.EXIT, payload))
+    with pytest.raises(FrameError):
+        _ = frame.end
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"data: x\n\n", b"id: 1\nevent: stdout\ndata: ?\n\n", b"id: 1\nevent: a\ndata: \n\n"],
+)
+def test_foreign_events_are_refused(data: bytes) -> None:
+    with pytest.raises(FrameError):
+        list(EventParser().feed(data))

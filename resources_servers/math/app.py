@@ -1,0 +1,113 @@
+"""Mathematics without tools: a question, and an expected answer that math-verify compares with what was said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from fastapi import FastAPI
+from pydantic import Field, PrivateAttr
+
+from nemo_gym.base_resources_server import BaseResourcesServerConfig, SimpleResourcesServer
+from nemo_gym.environment.mcp.answers import answered_text
+from nemo_gym.errors import RowError, VerifierError
+from nemo_gym.session import Artifact, RolloutIdentity, SessionDescriptor, Topology
+from nemo_gym.verdict import FailureKind, Verdict
+from resources_servers.math.checker import Checker, Comparison, Ending
+
+ANSWER_CHARS = 20_000
+"""Of an answer, counted from its end; what is asked for stands there."""
+QUESTION = "{question}\n\nGive the answer inside \\boxed{{}}."
+
+
+class MathConfig(BaseResourcesServerConfig):
+    """Configuration."""
+
+    timeout_s: float = Field(10.0, gt=0)
+    """Per comparison. An answer that takes longer to compare is wrong, unless the expected answer does as well."""
+    workers: int = Field(2, gt=0)
+    """Comparisons at once; each has a process of its own, of about 80 MiB."""
+
+
+class MathEnvironment(SimpleResourcesServer):
+    """Rows hold ``expected_answer``, private, and ``question`` where they bring no prompt; a right answer is worth
+    1."""
+
+    config: MathConfig
+    topologies: ClassVar[tuple[Topology, ...]] = (Topology.NONE,)
+
+    _checker: Checker = PrivateAttr()
+    _checked: set[str] = PrivateAttr(default_factory=set)
+
+    def setup_webserver(self) -> FastAPI:
+        self._checker = Checker(workers=self.config.workers, timeout_s=self.config.timeout_s)
+        return super().setup_webserver()
+
+    def public_row(self, row: dict[str, Any]) -> dict[str, Any]:
+        public = super().public_row(row)
+        params = dict(public.get("responses_create_params") or {})
+        if not params.get("input") and isinstance(row.get("question"), str):
+            params["input"] = [{"role": "user", "content": QUESTION.format(question=row["question"])}]
+        return {**public, "responses_create_params": params}
+
+    async def open_session(self, row: dict[str, Any], rollout: RolloutIdentity) -> SessionDescriptor:
+        """Refuses a row whose expected answer would not be accepted itself."""
+        expected = _expected(row)
+        if expected not in self._checked:
+            if not await self._accepts_itself(expected):
+                raise RowError(
+                    "field 'expected_answer' is no answer that math-verify can compare; write it as a number, an"
+                    " expression or LaTeX",
+                    field="expected_answer",
+                )
+            self._checked.add(expected)
+        return await super().open_session(row, rollout)
+
+    async def grade(
+        self, row: dict[str, Any], response: dict[str, Any], artifacts: Sequence[Artifact], rollout: RolloutIdentity
+    ) -> Verdict:
+        expected, answer = _expected(row), answered_text(response)[-ANSWER_CHARS:]
+        comparison = await self._checker.compare(expected, answer)
+        if comparison.ending is not Ending.ANSWERED:
+            comparison = await self._blamed(expected, answer, comparison)
+        return Verdict.of(
+            float(comparison.right), details={"comparison": str(comparison.ending), "answer": comparison.read}
+        )
+
+    async def gold_solution(self, row: dict[str, Any]) -> dict[str, Any] | None:
+        return {"text": _boxed(_expected(row))}
+
+    async def shutdown(self) -> None:
+        await super().shutdown()
+        await self._checker.aclose()
+
+    async def _accepts_itself(self, expected: str) -> bool:
+        return (await self._checker.compare(expected, _boxed(expected))).right
+
+    async def _blamed(self, expected: str, answer: str, first: Comparison) -> Comparison:
+        """A comparison without an end is the answer's fault when the expected answer can still be compared, and, where
+        the process died, when it dies again."""
+        if not await self._accepts_itself(expected):
+            raise VerifierError(
+                f"no verdict: the comparison {first.ending.replace('_', ' ')}, and so does that of the expected answer"
+                " with itself; the machine is short of time or memory, or the row's answer is too hard to compare",
+                kind=FailureKind.CONTROL_RUN_FAILED,
+            )
+        return first if first.ending is Ending.TIMED_OUT else await self._checker.compare(expected, answer)
+
+
+def _expected(row: dict[str, Any]) -> str:
+    expected = row.get("expected_answer")
+    if isinstance(expected, int | float) and not isinstance(expected, bool):
+        return str(expected)
+    if not isinstance(expected, str) or not expected.strip():
+        raise RowError("field 'expected_answer' must be a number or text", field="expected_answer")
+    return expected.strip().removeprefix("$").removesuffix("$").strip()
+
+
+def _boxed(answer: str) -> str:
+    return f"\\boxed{{{answer}}}"
+
+
+if __name__ == "__main__":
+    MathEnvironment.run_webserver()

@@ -1,0 +1,181 @@
+"""Answers as policies write them, and what happens to those that symbolic algebra cannot finish."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from nemo_gym.credentials import Role
+from resources_servers.math import checker
+from resources_servers.math.app import MathEnvironment
+from tests.servers.stack import Stack, response, rollout, running_stack
+
+ENV = "math"
+ROWS = [json.loads(line) for line in (Path(__file__).parents[1] / "data" / "example.jsonl").read_text().splitlines()]
+ENDLESS = "\\boxed{9^{9^{9^{9}}}}"
+
+
+@pytest.fixture
+def stack() -> Iterator[Stack]:
+    with running_stack() as running:
+        running.add(ENV, MathEnvironment, Role.ENVIRONMENT, timeout_s=3, workers=1)
+        yield running
+
+
+async def seed(stack: Stack, row: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    body = {**row, "_ng_session": {"rollout": rollout().model_dump()}}
+    reply = await stack.client().post(ENV, "/seed_session", json=body)
+    return reply.status, await reply.json()
+
+
+async def verdict(stack: Stack, row: dict[str, Any], text: str) -> dict[str, Any]:
+    status, seeded = await seed(stack, row)
+    assert status == 200, seeded
+    body = {**row, "response": response(text), "_ng_session": {"rollout": rollout().model_dump()}}
+    headers = {"X-NeMo-Gym-Control-Token": seeded["control_token"]}
+    reply: dict[str, Any] = await (await stack.client().post(ENV, "/verify", json=body, headers=headers)).json()
+    return reply
+
+
+def row(expected: Any) -> dict[str, Any]:
+    return {"task_id": "t1", "question": "How much?", "expected_answer": expected}
+
+
+def workers() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if str(checker.WORKER) in child.cmdline()]
+
+
+@pytest.mark.parametrize(
+    ("expected", "answer", "reward"),
+    [
+        ("46", "so the fence is \\boxed{46} metres long", 1.0),
+        (46, "It is 46.", 1.0),
+        ("$46$", "\\boxed{46}", 1.0),
+        ("\\frac{1}{6}", "six of 36, that is \\boxed{6/36}", 1.0),
+        ("3\\sqrt{5}", "$\\sqrt{45}$", 1.0),
+        ("x^3+4x^2-3x-18", "\\boxed{(x-2)(x+3)^2}", 1.0),
+        ("\\{5,-2\\}", "\\boxed{\\{-2, 5\\}}", 1.0),
+        ("(-3,2)", "\\boxed{[-3,2)}", 0.0),
+        ("46", "\\boxed{45}, no: \\boxed{46}", 0.0),
+        ("46", "I first had 46, and then \\boxed{47}", 0.0),
+        ("46", "I do not know.", 0.0),
+        ("46", "", 0.0),
+        ("46", "\\boxed{", 0.0),
+    ],
+)
+async def test_answer_is_right_when_it_is_mathematically_equal(
+    stack: Stack, expected: Any, answer: str, reward: float
+) -> None:
+    judged = await verdict(stack, row(expected), answer)
+    assert (judged["valid"], judged["reward"]) == (True, reward), judged
+
+
+async def test_answer_that_never_ends_is_wrong_and_the_next_one_is_compared(stack: Stack) -> None:
+    judged = await verdict(stack, row("46"), ENDLESS)
+    assert (judged["valid"], judged["reward"], judged["details"]["comparison"]) == (True, 0.0, "timed_out")
+    assert len(workers()) == 1, "the process that computed without an end is gone"
+
+
+async def test_answer_is_compared_again_when_its_process_was_killed(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def first_dies(*asked: Any) -> bytes | None:
+        if asked[2] == "\\boxed{40+6}" and not killed:
+            killed.append(asked[0].pid)
+            os.kill(asked[0].pid, signal.SIGKILL)
+        return await exchange(*asked)
+
+    killed: list[int] = []
+    exchange = checker._exchange
+    monkeypatch.setattr(checker, "_exchange", first_dies)
+    judged = await verdict(stack, row("46"), "\\boxed{40+6}")
+    assert killed and (judged["valid"], judged["reward"]) == (True, 1.0), judged
+
+
+async def test_verdict_is_invalid_when_the_expected_answer_cannot_be_compared_any_more(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, seeded = await seed(stack, row("46"))
+    assert status == 200
+    monkeypatch.setattr(stack.servers[ENV]._checker, "_timeout_s", 1e-9)  # type: ignore[attr-defined]
+    body = {**row("46"), "response": response("46"), "_ng_session": {"rollout": rollout().model_dump()}}
+    headers = {"X-NeMo-Gym-Control-Token": seeded["control_token"]}
+    judged = await (await stack.client().post(ENV, "/verify", json=body, headers=headers)).json()
+    assert (judged["valid"], judged["reward"], judged["failure_kind"]) == (False, None, "control_run_failed"), judged
+
+
+async def test_verdict_is_no_reward_when_the_checker_cannot_start(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = tmp_path / "worker.py"
+    broken.write_text("import a_package_that_nobody_has\n")
+    monkeypatch.setattr(checker, "WORKER", broken)
+    status, answer = await seed(stack, row("46"))
+    assert status >= 500
+    assert "No module named 'a_package_that_nobody_has'" in answer["detail"]
+    assert "requirements.txt" in answer["detail"]
+
+
+@pytest.mark.parametrize("expected", [None, "", True, "}", "\\text{}"])
+async def test_row_is_refused_when_its_own_answer_would_not_be_accepted(stack: Stack, expected: Any) -> None:
+    status, answer = await seed(stack, row(expected))
+    assert (status, answer["code"]) == (422, "row"), answer
+    assert "'expected_answer'" in answer["detail"]
+    assert "text{" not in answer["detail"], "the answer is private"
+
+
+async def test_agent_sees_the_question_and_never_the_answer(stack: Stack) -> None:
+    status, seeded = await seed(stack, ROWS[0])
+    shown = json.dumps({key: value for key, value in seeded.items() if key != "control_token"})
+    assert status == 200
+    assert seeded["descriptor"]["placement"]["topology"] == "none"
+    assert seeded["descriptor"]["sandbox"] is None
+    assert "expected_answer" not in shown and "46" not in seeded["descriptor"]
+    public = stack.servers[ENV].public_row(ROWS[0])  # type: ignore[attr-defined]
+    assert ROWS[0]["question"] in json.dumps(public)
+    assert "expected_answer" not in json.dumps(public)
+
+
+async def test_own_prompt_of_a_row_is_left_as_it_is(stack: Stack) -> None:
+    own = {**ROWS[0], "responses_create_params": {"input": "Tell me."}}
+    public = stack.servers[ENV].public_row(own)  # type: ignore[attr-defined]
+    assert public["responses_create_params"]["input"] == "Tell me."
+
+
+async def test_worker_has_no_credential_and_ends_with_its_server(tmp_path: Path) -> None:
+    with running_stack() as stack:
+        stack.add(ENV, MathEnvironment, Role.ENVIRONMENT)
+        assert (await seed(stack, ROWS[0]))[0] == 200
+        (worker,) = workers()
+        assert set(worker.environ()) <= {"LANG", "LC_CTYPE"}
+    deadline = time.monotonic() + 20
+    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+def test_worker_says_what_it_read_and_nothing_else() -> None:
+    questions = "".join(
+        json.dumps({"expected": expected, "answer": answer}) + "\n"
+        for expected, answer in (("46", "\\boxed{40+6}"), ("46", "no idea"), ("1", "é \u2028 1"))
+    )
+    done = subprocess.run(
+        [sys.executable, str(checker.WORKER)], input=questions, capture_output=True, text=True, timeout=120
+    )
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+        {"right": True, "read": "40+6"},
+        {"right": False, "read": None},
+        {"right": True, "read": "1"},
+    ]

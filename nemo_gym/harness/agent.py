@@ -20,7 +20,8 @@ from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, Simpl
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
 from nemo_gym.errors import ConfigError
 from nemo_gym.harness.base import CliHarness, HarnessContext
-from nemo_gym.harness.run import STOP_TIMEOUT_S, RunSettings, run_in_box
+from nemo_gym.harness.process import STOP_TIMEOUT_S
+from nemo_gym.harness.run import RunSettings, run_in_box
 from nemo_gym.sandbox.base import Mount
 from nemo_gym.session import ActRequest, ActResponse, SandboxSpecModel, Topology
 from nemo_gym.topology.bindings import AgentBoxes
@@ -39,7 +40,11 @@ class CliAgentConfig(BaseResponsesAPIAgentConfig):
     harness: dict[str, Any] = Field(default_factory=dict)
     """Settings of the harness itself; its options class says which."""
     max_turns: int | None = Field(None, gt=0)
-    """Model answers per attempt, where the CLI can be told; a descriptor's ``limits.max_turns`` lowers it."""
+    """Model answers per attempt, of sub-agents and of side requests (titles, summaries) too: counted at the model's
+    door, which forwards no more. A descriptor's ``limits.max_turns`` lowers it."""
+    max_model_failures: int | None = Field(10, gt=0)
+    """Requests to the model that fail one after another (429, 5xx, no or half an answer), however often the CLI would
+    ask again, before the attempt ends as ``model_unreachable``. ``None`` leaves it to the CLI and the wall clock."""
     wall_clock_s: float = Field(3600.0, gt=0)
     """Per attempt, where the descriptor sets no limit."""
     scratch: SandboxSpecModel = Field(default_factory=SandboxSpecModel)
@@ -118,6 +123,7 @@ class CliAgent(SimpleResponsesAPIAgent):
                     mounts=(Mount(source=str(installed), target=package.install_dir),),
                     requires=tuple(config.requires),
                     model_in_box=True,
+                    max_model_answers=context.max_turns,
                 ),
                 boxes=AgentBoxes(scratch=config.scratch.to_spec(), outer=config.outer.to_spec()),
                 topologies=self.topologies,
@@ -158,6 +164,7 @@ class CliAgent(SimpleResponsesAPIAgent):
             mcp_servers=tuple(server.name for server in request.descriptor.mcp),
             harvest=request.descriptor.harvest,
             event_log_bytes=self.config.event_log_bytes,
+            max_model_failures=self.config.max_model_failures,
         )
 
     async def shutdown(self) -> None:

@@ -79,6 +79,10 @@ class HarnessCommand:
     stdin: bytes | None = None
 
 
+Judgement = tuple[AgentOutcome, str | None]
+"""An outcome, and one sentence about it when it is not ``completed``."""
+
+
 @dataclass(frozen=True)
 class HarnessEnded:
     """How the process ended, and what was seen of it."""
@@ -93,6 +97,8 @@ class HarnessEnded:
     model_door: DoorStatistics | None = None
     """``None`` where the provider does not count."""
     mcp_doors: Mapping[str, DoorStatistics] = field(default_factory=dict)
+    stopped: Judgement | None = None
+    """Why the process was stopped from outside, before its deadline and before it ended by itself."""
 
     @property
     def ok(self) -> bool:
@@ -108,10 +114,6 @@ class HarnessEnded:
             ended = f"signal {self.signal}" if self.signal else str(self.outcome).replace("_", " ")
         said = re.sub(r"\s+", " ", self.stderr).strip()
         return f"{ended}; stderr: {said[-300:]}" if said else ended
-
-
-Judgement = tuple[AgentOutcome, str | None]
-"""An outcome, and one sentence about it when it is not ``completed``."""
 
 
 class CliHarness(ABC):

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
-import structlog
-
-from nemo_gym.errors import AgentError, ConfigError, SandboxError, SandboxLostError
-from nemo_gym.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, McpEndpoint
+from nemo_gym.errors import AgentError, ConfigError, SandboxLostError
+from nemo_gym.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, Judgement, McpEndpoint
 from nemo_gym.harness.event_log import BoundedLog
-from nemo_gym.harness.events import EventReader, LineSplitter
+from nemo_gym.harness.events import EventReader
 from nemo_gym.harness.home import home_candidates, setup_script
+from nemo_gym.harness.process import Sinks, follow
 from nemo_gym.harness.provision import UNFIT_STATUS, fitness_check
 from nemo_gym.harness.transcript import InvocationStatus
 from nemo_gym.harness.verdict import judge, within_reach
+from nemo_gym.harness.watch import until_over
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest
 from nemo_gym.session import MODEL_DOOR, AgentOutcome, HarvestItem
 from nemo_gym.topology.world import HarnessRun, World
-
-log = structlog.get_logger(__name__)
 
 MAX_OUTPUT_BYTES = 512 * 1024 * 1024
 """Of each stream; it is read and thrown away beyond. Nothing near this much is ever held."""
 STDERR_BYTES = 16 * 1024
 SETUP_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 20.0
-"""How long a killed process may take to be gone; it is also the grace that `act_in_world` needs to be given."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +35,8 @@ class RunSettings:
     """Names of the doors behind which the attempt's MCP servers are."""
     harvest: tuple[HarvestItem, ...] = ()
     event_log_bytes: int = 64 * 1024
+    max_model_failures: int | None = None
+    """Requests to the model that fail one after another until the run is stopped; ``None`` leaves it to the CLI."""
 
 
 async def run_in_box(
@@ -61,8 +58,15 @@ async def run_in_box(
     setup_s = time.monotonic() - started
     timeout_s = None if context.wall_clock_s is None else max(context.wall_clock_s - setup_s, 1.0)
     try:
-        end = await _run(world, context, command, timeout_s, reader, output, errors)
-        ended = _ended(world, end, errors, reader, settings.mcp_servers)
+        process = await world.start_exec(_request(context, command, timeout_s))
+        watching = until_over(
+            world, reader, max_turns=context.max_turns, max_model_failures=settings.max_model_failures
+        )
+        end, stopped = await follow(process, Sinks(reader, output, errors), timeout_s, watching)
+        if end.outcome is ExecOutcome.LOST:
+            lost = f"box {world.handle.sandbox_id} was lost while the harness ran in it"
+            raise SandboxLostError(lost, retryable=True)
+        ended = _ended(world, end, stopped, errors, reader, settings.mcp_servers)
         run.outcome, run.detail = judge(harness, ended)
         run.within_reach = within_reach(run.outcome, ended)
     except asyncio.CancelledError:
@@ -103,66 +107,24 @@ async def _set_up(
     raise AgentError(f"the files of {harness.name} could not be written in the box: {said}")
 
 
-async def _run(
-    world: World,
-    context: HarnessContext,
-    command: HarnessCommand,
-    timeout_s: float | None,
-    reader: EventReader,
-    output: BoundedLog,
-    errors: BoundedLog,
-) -> ExecEnd:
-    process = await world.start_exec(
-        ExecRequest(
-            command=list(command.argv),
-            cwd=context.workdir,
-            env={"HOME": context.home, "TMPDIR": f"{context.home}/tmp", **command.env},
-            timeout_s=timeout_s,
-            stdin=command.stdin,
-            max_output_bytes=MAX_OUTPUT_BYTES,
-        )
+def _request(context: HarnessContext, command: HarnessCommand, timeout_s: float | None) -> ExecRequest:
+    return ExecRequest(
+        command=list(command.argv),
+        cwd=context.workdir,
+        env={"HOME": context.home, "TMPDIR": f"{context.home}/tmp", **command.env},
+        timeout_s=timeout_s,
+        stdin=command.stdin,
+        max_output_bytes=MAX_OUTPUT_BYTES,
     )
-    lines = LineSplitter(reader)
-    end: ExecEnd | None = None
-    try:
-        # The provider ends it at its deadline; a provider that does not is not waited for without end.
-        async with asyncio.timeout(None if timeout_s is None else timeout_s + STOP_TIMEOUT_S / 2):
-            async for event in process.events():
-                if isinstance(event, ExecEnd):
-                    end = event
-                elif event.stream == "stdout":
-                    output.write(event.data)
-                    lines.feed(event.data)
-                else:
-                    errors.write(event.data)
-    except TimeoutError:
-        end = ExecEnd(ExecOutcome.TIMED_OUT)
-    finally:
-        lines.finish()
-        if end is None or end.outcome is ExecOutcome.TIMED_OUT:
-            await _kill(process.kill())
-    if end is None or end.outcome is ExecOutcome.LOST:
-        raise SandboxLostError(f"box {world.handle.sandbox_id} was lost while the harness ran in it", retryable=True)
-    return end
-
-
-async def _kill(killing: Coroutine[Any, Any, None]) -> None:
-    """Kill for sure, also while being cancelled; the box's end is the end of whatever withstands."""
-    task = asyncio.create_task(killing)
-    try:
-        await asyncio.shield(asyncio.wait({task}, timeout=STOP_TIMEOUT_S / 2))
-    except asyncio.CancelledError:
-        await asyncio.wait({task}, timeout=STOP_TIMEOUT_S / 2)
-        raise
-    if not task.done():
-        task.cancel()
-        log.warning("harness_kill_timed_out")
-    elif not task.cancelled() and isinstance(error := task.exception(), SandboxError):
-        log.warning("harness_kill_failed", error=str(error))
 
 
 def _ended(
-    world: World, end: ExecEnd, errors: BoundedLog, reader: EventReader, mcp_servers: Iterable[str]
+    world: World,
+    end: ExecEnd,
+    stopped: Judgement | None,
+    errors: BoundedLog,
+    reader: EventReader,
+    mcp_servers: Iterable[str],
 ) -> HarnessEnded:
     doors = {name: statistics for name in mcp_servers if (statistics := world.door_statistics(name)) is not None}
     return HarnessEnded(
@@ -173,6 +135,7 @@ def _ended(
         reader=reader,
         model_door=world.door_statistics(MODEL_DOOR),
         mcp_doors=doors,
+        stopped=stopped,
     )
 
 

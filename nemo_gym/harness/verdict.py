@@ -19,7 +19,12 @@ CONTEXT_WORDS = re.compile(r"context.{0,3}(length|window)|too many tokens|prompt
 
 def judge(harness: CliHarness, ended: HarnessEnded) -> Judgement:
     """The outcome of a run whose process has ended, and one sentence when it is not ``completed``."""
-    said, model = _said(harness, ended), ended.model_door
+    model = ended.model_door
+    if model is not None and model.over_limit:
+        return AgentOutcome.MAX_TURNS, f"it asked the model for more than its {model.turns} answers"
+    if ended.stopped is not None and ended.stopped[0] is AgentOutcome.MAX_TURNS:
+        return ended.stopped
+    said = ended.stopped or _said(harness, ended)
     if model is not None and _model_failed(said[0], model):
         return AgentOutcome.MODEL_UNREACHABLE, _of_the_model(model, said)
     for name, door in ended.mcp_doors.items():
@@ -73,6 +78,8 @@ def _of_the_model(model: DoorStatistics, said: Judgement) -> str:
     unanswered = model.requests - model.answered
     which = f"the last {model.failures_since_answer}" if model.failing else str(unanswered)
     detail = f"{which} of {model.requests} requests to the model were not answered{_in(model)}"
+    if said[0] is AgentOutcome.MODEL_UNREACHABLE:
+        return f"{detail}; {said[1]}"
     return f"{detail}; by the harness it {said[0].replace('_', ' ')}" + (f": {said[1]}" if said[1] else "")
 
 

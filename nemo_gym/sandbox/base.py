@@ -101,6 +101,11 @@ class Door:
     """``METHOD /path`` patterns; ``*`` stands for one path segment, a final ``/**`` for any rest."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Headers set on every forwarded request, over what the box sent. Credentials belong here."""
+    counted: tuple[str, ...] = ()
+    """Patterns as in ``allow``: routes whose answers are counted (a model's answers). Where there are any, the door's
+    statistics judge by them alone whether the target serves."""
+    max_answers: int | None = None
+    """Answers of ``counted`` routes that it forwards; whoever asks for another gets 403. ``None``: any number."""
 
 
 @dataclass(frozen=True)

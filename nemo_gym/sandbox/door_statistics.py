@@ -43,8 +43,14 @@ class DoorStatistics:
     """Requests that the box hung up on."""
     forbidden: int = 0
     """Requests that the door did not forward: a route outside its allow-list."""
+    turns: int = 0
+    """Answers of the routes that the door counts (a model's answers), those included that the box hung up on after
+    they had begun."""
+    over_limit: int = 0
+    """Requests that were not forwarded because ``turns`` had reached the door's ``max_answers``."""
     failures_since_answer: int = 0
-    """Failed, unreachable and broken exchanges since the last answer that went through."""
+    """Failed, unreachable and broken exchanges since the last answer that went through; of counted routes alone where
+    the door counts any."""
     statuses: dict[int, int] = field(default_factory=dict)
     """HTTP status → answers that began with it."""
     last_error: str | None = None
@@ -64,9 +70,14 @@ class DoorStatistics:
         return self.failures_since_answer > 0
 
     @contextmanager
-    def exchange(self) -> Iterator[Exchange]:
-        """One forwarded request; an exchange that nobody ended was abandoned by the box."""
-        exchange = Exchange(self)
+    def exchange(self, *, counts: bool = False, tells: bool = True) -> Iterator[Exchange]:
+        """One forwarded request; an exchange that nobody ended was abandoned by the box.
+
+        Args:
+            counts: whether its answer is one of ``turns``.
+            tells: whether it says anything of whether the target serves.
+        """
+        exchange = Exchange(self, tells=tells)
         self.requests += 1
         self.open += 1
         started = time.monotonic()
@@ -77,6 +88,8 @@ class DoorStatistics:
             self.seconds += time.monotonic() - started
             if not exchange.ended:
                 self.abandoned += 1
+            exchange.is_turn = counts and exchange.has_answered
+            self.turns += exchange.is_turn
 
     def as_dict(self) -> dict[str, Any]:
         """As plain data, for observations; zeros are left out."""
@@ -89,12 +102,21 @@ class DoorStatistics:
 class Exchange:
     """One request through a door, as it goes on."""
 
-    def __init__(self, statistics: DoorStatistics) -> None:
+    def __init__(self, statistics: DoorStatistics, *, tells: bool = True) -> None:
         self.ended = False
+        self.is_turn = False
+        """Known once the exchange is over."""
+        self._failed = False
+        self._tells = tells
         self._statistics = statistics
         self._status = 0
         self._readable = self._stream = False
         self._seen = b""
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether the box got an answer, or hung up on one. The target's failures are none."""
+        return not self._failed and 0 < self._status < 400
 
     def unreachable(self, said: str) -> None:
         self._statistics.unreachable += 1
@@ -135,19 +157,20 @@ class Exchange:
             if any(words in self._seen for words in _OF_THE_REQUEST):
                 statistics.refused += 1
                 statistics.last_error = error
-                self.ended = True
+                self.ended = self._failed = True
             else:
                 statistics.failed += 1
                 self._fails(error)
         else:
             statistics.answered += 1
-            statistics.failures_since_answer = 0
+            if self._tells:
+                statistics.failures_since_answer = 0
             self.ended = True
 
     def _fails(self, said: str) -> None:
-        self._statistics.failures_since_answer += 1
+        self._statistics.failures_since_answer += self._tells
         self._statistics.last_error = said[:_SAID_BYTES]
-        self.ended = True
+        self.ended = self._failed = True
 
 
 def _error_at_the_end(tail: bytes) -> str | None:

@@ -23,12 +23,14 @@ from yarl import URL
 
 from nemo_gym.errors import ConfigError
 from nemo_gym.sandbox.base import Door
+from nemo_gym.sandbox.door_limit import AnswerLimit
 from nemo_gym.sandbox.door_statistics import DoorStatistics, Exchange
 
+GENERATION_ROUTES: tuple[str, ...] = ("POST /v1/responses", "POST /v1/chat/completions", "POST /v1/messages")
+"""Where a model answers: what a turn is, in each dialect."""
+
 INFERENCE_ROUTES: tuple[str, ...] = (
-    "POST /v1/responses",
-    "POST /v1/chat/completions",
-    "POST /v1/messages",
+    *GENERATION_ROUTES,
     "POST /v1/messages/count_tokens",
     "GET /v1/models",
     "GET /v1/models/*",
@@ -122,10 +124,13 @@ class DoorServer:
     def __init__(self, door: Door, sock: socket.socket) -> None:
         self.door = door
         self._socket = sock
-        self._routes = RouteMatcher(door.allow)
+        self._routes, self._counted = RouteMatcher(door.allow), RouteMatcher(door.counted)
+        self._limit = None if door.max_answers is None else AnswerLimit(door.max_answers)
         self._target = URL(door.target)
         if self._target.scheme not in ("http", "https") or not self._target.host:
             raise ConfigError(f"door '{door.name}': target '{door.target}' is not an http:// or https:// URL")
+        if door.max_answers is not None and (door.max_answers < 1 or not door.counted):
+            raise ConfigError(f"door '{door.name}': max_answers is 1 or more, and of the routes that are 'counted'")
         self._base = self._target.raw_path.rstrip("/")
         self._dropped = _HOP_BY_HOP | _CREDENTIALS | {name.lower() for name in door.headers}
         self._runner: web.ServerRunner | None = None
@@ -180,6 +185,22 @@ class DoorServer:
             )
         if self._runner is None:
             return self._problem(502, "door_closed", f"door '{self.door.name}' is closed", started="no")
+        counts = self._counted.allows(request.method, path)
+        limit = self._limit if counts else None
+        if limit is not None and not await limit.enter():
+            self.statistics.over_limit += 1
+            said = f"door '{self.door.name}' has forwarded all of the {self.door.max_answers} answers it may"
+            return self._problem(403, "door_limit", said, started="no")
+        try:
+            with self.statistics.exchange(counts=counts, tells=counts or not self.door.counted) as exchange:
+                return await self._forward(request, path, query, exchange)
+        finally:
+            if limit is not None:
+                limit.leave(answered=exchange.is_turn)
+
+    async def _forward(
+        self, request: web.BaseRequest, path: str, query: str, exchange: Exchange
+    ) -> web.StreamResponse:
         url = self._target.origin().join(URL(self._base + path + (f"?{query}" if query else ""), encoded=True))
         headers = self._request_headers(request.headers)
         body: aiohttp.StreamReader | bytes | None = None
@@ -187,19 +208,18 @@ class DoorServer:
             if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
                 request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             body = request.content
-        with self.statistics.exchange() as exchange:
-            try:
-                upstream = await self._session().request(
-                    request.method, url, headers=headers, data=body, allow_redirects=False
-                )
-            except aiohttp.ClientConnectorError as error:
-                exchange.unreachable(said := self._say("cannot be reached", error))
-                return self._problem(502, "door_unreachable", said, started="no")
-            except (aiohttp.ClientError, TimeoutError) as error:
-                exchange.unreachable(said := self._say("failed before it answered", error))
-                return self._problem(502, "door_failed", said, started="unknown")
-            async with upstream:
-                return await self._relay(request, upstream, exchange)
+        try:
+            upstream = await self._session().request(
+                request.method, url, headers=headers, data=body, allow_redirects=False
+            )
+        except aiohttp.ClientConnectorError as error:
+            exchange.unreachable(said := self._say("cannot be reached", error))
+            return self._problem(502, "door_unreachable", said, started="no")
+        except (aiohttp.ClientError, TimeoutError) as error:
+            exchange.unreachable(said := self._say("failed before it answered", error))
+            return self._problem(502, "door_failed", said, started="unknown")
+        async with upstream:
+            return await self._relay(request, upstream, exchange)
 
     async def _relay(
         self, request: web.BaseRequest, upstream: aiohttp.ClientResponse, exchange: Exchange

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nemo_gym.errors import ConfigError
 from nemo_gym.sandbox.base import Door
-from nemo_gym.sandbox.doors import INFERENCE_ROUTES, MCP_ROUTES
+from nemo_gym.sandbox.doors import GENERATION_ROUTES, INFERENCE_ROUTES, MCP_ROUTES
 from nemo_gym.session import (
     DEFAULT_MODEL_DOOR_PORT,
     MODEL_DOOR,
@@ -71,7 +71,7 @@ def world_doors(
     for request in egress.doors:
         if request.name == MODEL_DOOR:
             if wants_model and (needs.model_in_box or topology is not Topology.ENV_SANDBOXED):
-                doors.append(_model_door(request.port, inference))
+                doors.append(_model_door(request.port, inference, needs.max_model_answers))
         elif request.name in mcp:
             doors.append(_mcp_door(request.port, mcp[request.name]))
         else:
@@ -83,13 +83,15 @@ def world_doors(
     return tuple(doors)
 
 
-def _model_door(port: int, inference: InferenceEndpoint) -> Door:
+def _model_door(port: int, inference: InferenceEndpoint, max_answers: int | None = None) -> Door:
     return Door(
         name=MODEL_DOOR,
         port=port,
         target=inference.base_url.rstrip("/").removesuffix("/v1"),
         allow=INFERENCE_ROUTES,
         headers={"Authorization": f"Bearer {inference.token}"},
+        counted=GENERATION_ROUTES,
+        max_answers=max_answers,
     )
 
 

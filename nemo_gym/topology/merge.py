@@ -19,6 +19,8 @@ class HarnessNeeds:
     requires: tuple[str, ...] = ()
     model_in_box: bool = False
     """Whether the harness's own process is in the box, so that the model must be reachable there."""
+    max_model_answers: int | None = None
+    """What the model's door lets through, whoever in the box asks; ``None`` is no limit."""
 
 
 def merge_env(environment: Mapping[str, str], agent: Mapping[str, str], *, name: str) -> dict[str, str]:

@@ -14,6 +14,8 @@ from responses_api_agents.qwen_code_agent.options import PACKAGE, SCRIPT, QwenCo
 
 TURN_LIMIT_STATUS = 53
 """With which it exits after the last turn it is given."""
+LOOP_WORDS = "Loop detection halted the run"
+"""After the same call again and again; it cannot be told to let that pass."""
 
 
 class QwenCode(CliHarness):
@@ -67,6 +69,8 @@ class QwenCode(CliHarness):
         assert isinstance(reader, QwenReader)
         if ended.return_code == TURN_LIMIT_STATUS:
             return AgentOutcome.MAX_TURNS, "it used all of its turns"
+        if reader.error.startswith(LOOP_WORDS):
+            return AgentOutcome.MAX_TURNS, reader.error
         if reader.result is None or reader.error or not ended.ok:
             return AgentOutcome.CRASHED, "; ".join(word for word in (reader.error, ended.how) if word)
         return AgentOutcome.COMPLETED, None

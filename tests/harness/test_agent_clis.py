@@ -150,10 +150,9 @@ async def test_cli_killed_by_the_policy_has_crashed_within_its_reach(clis: Stack
     assert "+hello world" in answer.artifacts[0].content().decode()
 
 
-async def test_loop_ends_at_the_limit_of_turns_or_of_time(clis: Stack, tools: Tools) -> None:
-    answer = await act(clis, "never stop", descriptor(Topology.AGENT_IN_ENV), max_turns=4, wall_clock_s=15)
-    told = tools is CLAUDE  # Codex takes no limit of turns
-    assert answer.outcome is (AgentOutcome.MAX_TURNS if told else AgentOutcome.TIMED_OUT), answer.outcome_detail
+async def test_loop_ends_at_the_limit_of_turns(clis: Stack) -> None:
+    answer = await act(clis, "never stop", descriptor(Topology.AGENT_IN_ENV), max_turns=4, wall_clock_s=60)
+    assert answer.outcome is AgentOutcome.MAX_TURNS, answer.outcome_detail
     assert "+hello world" in answer.artifacts[0].content().decode()
 
 

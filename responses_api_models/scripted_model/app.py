@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -23,7 +22,7 @@ from nemo_gym.base_responses_api_model import (
     RateLimitedError,
     SimpleResponsesAPIModel,
 )
-from nemo_gym.errors import ModelError
+from nemo_gym.errors import ConfigError, ModelError
 from nemo_gym.gateway.dialects import Dialect, messages_chat, responses_chat
 from nemo_gym.gateway.dialects.adapters import adapter_of
 from nemo_gym.gateway.dialects.streams import stream_of
@@ -31,6 +30,7 @@ from nemo_gym.gateway.usage import Usage
 from nemo_gym.prompt import resolve_path
 from nemo_gym.serving.problems import JsonResponse
 from responses_api_models.scripted_model.script import Answer, Fault, Script
+from responses_api_models.scripted_model.tools import HarnessTools
 
 CHARS_PER_TOKEN = 4
 
@@ -40,6 +40,10 @@ class ScriptedModelConfig(BaseResponsesAPIModelConfig):
 
     script: str
     """A YAML or JSON file; see the README for its format."""
+    tools: str | None = None
+    """A file that says how the agent's harness spells what the script says; read when the script needs it."""
+    mcp_server: str | None = None
+    """What the environment's MCP server is called, where harnesses put that before the names of its tools."""
 
 
 class ScriptedFaultError(ModelError):
@@ -63,8 +67,19 @@ class ScriptedModel(SimpleResponsesAPIModel):
     @property
     def script(self) -> Script:
         if self._script is None:
-            self._script = Script.load(Path(resolve_path(self.config.script)))
+            self._script = self._played(Script.load(resolve_path(self.config.script)))
         return self._script
+
+    def _played(self, script: Script) -> Script:
+        if script.is_spelled:
+            return script
+        if self.config.tools is None:
+            raise ConfigError(
+                f"script '{self.config.script}' says what is done, not how a harness spells it; set 'tools' to the"
+                " agent's data/scripted_tools.yaml",
+                key="tools",
+            )
+        return script.spelled(HarnessTools.load(resolve_path(self.config.tools)), self.config.mcp_server)
 
     def model_name(self) -> str:
         return self.script.model

@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from nemo_gym.errors import ConfigError, ModelError
+from responses_api_models.scripted_model.tools import HarnessTools
 
 ChatMessage = Mapping[str, Any]
 PROMPT_CHARS_SHOWN = 120
@@ -49,8 +50,21 @@ class _Part(BaseModel):
 class ToolCall(_Part):
     """A function call; ``arguments`` are an object, or JSON text sent as it stands."""
 
-    name: str
+    name: str = ""
+    """As the harness spells it; or one of the two below, which `HarnessTools` spells."""
+    shell: str | None = None
+    """A command to run in the world."""
+    tool: str | None = None
+    """A tool of the environment, by the environment's own name."""
     arguments: dict[str, Any] | str = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Self:
+        if sum([bool(self.name), self.shell is not None, self.tool is not None]) != 1:
+            raise ValueError("a tool call has exactly one of: name, shell, tool")
+        if self.shell is not None and self.arguments:
+            raise ValueError("'shell' takes no arguments")
+        return self
 
 
 class Fault(_Part):
@@ -91,12 +105,27 @@ class Turn(_Part):
     fault: Fault | None = None
     then: tuple[Branch, ...] = ()
     """The first branch that matches; none: the next turn in the list."""
+    ends: bool = False
+    """The work is done; said with a tool call as well, where the harness wants one."""
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
         if not self.text and not self.tool_calls:
             raise ValueError("a turn needs 'text' or 'tool_calls'")
+        if self.ends and self.tool_calls:
+            raise ValueError("a turn that 'ends' has a 'text' and no 'tool_calls'")
         return self
+
+    @property
+    def is_spelled(self) -> bool:
+        """Whether any harness would understand it as it stands."""
+        return not self.ends and all(call.name for call in self.tool_calls)
+
+    def spelled(self, tools: HarnessTools, server: str | None) -> Turn:
+        calls = [tools.spelled(call, server) for call in self.tool_calls]
+        if self.ends and tools.end is not None:
+            calls = [ToolCall(name=tools.end.name, arguments=tools.end.arguments)]
+        return self.model_copy(update={"tool_calls": tuple(calls), "ends": False})
 
 
 class When(_Part):
@@ -152,6 +181,13 @@ class Task(_Part):
             groups |= {name: value for name, value in match.groupdict().items() if value is not None}
         return groups
 
+    def spelled(self, tools: HarnessTools, server: str | None) -> Task:
+        try:
+            turns = tuple(turn.spelled(tools, server) for turn in self.turns)
+        except ValueError as error:
+            raise ConfigError(f"task '{self.name}': {error}", key="tools") from None
+        return self.model_copy(update={"turns": turns})
+
     def turn_after(self, observations: Sequence[str]) -> tuple[int, Turn]:
         """The turn that follows on these observations: one per turn given so far."""
         position = 0
@@ -206,12 +242,28 @@ class Script(_Part):
             data = yaml.safe_load(path.read_text(encoding="utf-8"))
             return cls.model_validate(data)
         except OSError as error:
-            raise ConfigError(f"script '{path}' cannot be read: {error.strerror}", key="script") from error
+            raise ConfigError(
+                f"script '{path}' cannot be read: {error.strerror}; give another with script=", key="script"
+            ) from error
         except yaml.YAMLError as error:
             raise ConfigError(f"script '{path}' is no YAML: {error}", key="script") from error
         except ValidationError as error:
             wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
             raise ConfigError(f"script '{path}': {wrong}", key="script") from None
+
+    @property
+    def is_spelled(self) -> bool:
+        """Whether it needs no `HarnessTools`."""
+        return all(turn.is_spelled for task in self.tasks for turn in task.turns)
+
+    def spelled(self, tools: HarnessTools, server: str | None = None) -> Script:
+        """The script as one harness plays it, behind the harness's own tasks.
+
+        Args:
+            server: what the environment's MCP server is called.
+        """
+        own = [Task.model_validate(task) for task in tools.tasks]
+        return self.model_copy(update={"tasks": (*own, *(task.spelled(tools, server) for task in self.tasks))})
 
     def answer(self, messages: Sequence[ChatMessage], sample: int = 0) -> Answer:
         """The next answer in a conversation of chat messages; raises `ScriptError`.

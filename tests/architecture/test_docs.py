@@ -157,7 +157,8 @@ def test_command_lines_use_keys_that_exist(line: CommandLine, place: Path) -> No
 
 def _keys_exist(words: list[str]) -> None:
     given = parse_overrides([word for word in words if "=" in word])
-    extra = {"script", "oracle", "policy_path"}  # declared by the files of model=scripted, agent=oracle, model=vllm
+    # Declared by the files of model=scripted, agent=oracle and model=vllm.
+    extra = {"script", "script_tools", "oracle", "policy_path"}
     assert [override.key for override in given if override.path[0] not in known_keys() | extra] == []
 
 

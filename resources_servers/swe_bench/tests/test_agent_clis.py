@@ -34,13 +34,12 @@ def test_cli_solves_an_example_task_in_a_box_without_a_network(
     installed(PACKAGES[agent])
     ng("ng_prepare", "swe_bench", f"rows={EXAMPLE_ROWS}", f"sandbox={sandbox}")
     output = tmp_path / "rollouts.jsonl"
-    script = f"script=responses_api_agents/{agent}_agent/data/scripted_policy.yaml"
-    words = [f"agent={agent}", "environment=swe_bench", f"sandbox={sandbox}", "model=scripted", script]
+    words = [f"agent={agent}", "environment=swe_bench", f"sandbox={sandbox}", "model=scripted"]
     ng("ng_run", *words, f"input={EXAMPLE_ROWS}", f"output={output}", "limit=1")
     (result,) = (json.loads(line) for line in output.read_text(encoding="utf-8").splitlines())
     assert (result["reward"], result["outcome"], result["topology"]) == (1.0, "completed", "agent_in_env"), result
     assert result["official"]["resolved"] is True
     seen = result["ng_agent_observations"]
-    assert (seen["turns"], seen["tool_calls"], result["ng_model_session"]["turns"]) == (4, 3, 4)
-    assert seen["doors"]["model"]["statuses"] == {"200": 4}
+    assert (seen["turns"], seen["tool_calls"], result["ng_model_session"]["turns"]) == (5, 4, 5)
+    assert seen["doors"]["model"]["statuses"] == {"200": 5}
     assert set(seen["doors"]) == {"model"}

@@ -37,7 +37,7 @@ def policy_with_wrong_second_samples() -> dict[str, Any]:
     wrong = copy.deepcopy(right)
     for task in wrong:
         (edit,) = (turn for turn in task["turns"] if turn.get("id") == "edit")
-        edit["tool_calls"] = [{"name": "bash", "arguments": {"command": f"{WRONG_EDITS[task['name']]}; git diff"}}]
+        edit["tool_calls"] = [{"shell": f"{WRONG_EDITS[task['name']]}; git diff"}]
         task["name"] = f"{task['name']}, wrongly"
         task["when"]["sample"] = 1
     return {**policy, "tasks": [*wrong, *right]}

@@ -30,10 +30,9 @@ def test_example_task_is_solved_in_its_world(tmp_path: Path) -> None:
     run(
         "run",
         *(f"agent={AGENT}", "environment=swe_bench", "sandbox=local", "model=scripted", f"input={DATA}", "limit=1"),
-        f"script={ROOT / 'responses_api_agents' / f'{AGENT}_agent' / 'data' / 'scripted_policy.yaml'}",
         f"output={output}",
     )
     (row,) = [json.loads(line) for line in output.read_text().splitlines()]
     assert row["reward"] == 1.0
     items: list[dict[str, Any]] = row["response"]["output"]
-    assert sum(item["type"] == "function_call" for item in items) == 3
+    assert sum(item["type"] == "function_call" for item in items) == 4

@@ -1,0 +1,88 @@
+"""How a harness's tools are called, so that one script can be played through any harness.
+
+A script may say what is done instead of how a harness spells it: ``shell: <command>``, ``tool: <tool of the
+environment>`` and, on a turn, ``ends: true``. The agent's folder has the file that says how its harness spells them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from nemo_gym.errors import ConfigError
+
+if TYPE_CHECKING:
+    from responses_api_models.scripted_model.script import ToolCall
+
+COMMAND = "$command"
+
+
+class Spelling(BaseModel):
+    """A tool's name and arguments in a harness."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    """Of the environment's tools with ``$server`` and ``$tool``: the MCP server's name, and the environment's for the
+    tool."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Of a command, the value ``$command`` stands for it. Of the environment's tools, what their own are added to."""
+
+
+class HarnessTools(BaseModel):
+    """``scripted_tools.yaml`` of an agent's folder. What a harness does not have is left out."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    shell: Spelling | None = None
+    """Runs a command in the world."""
+    environment: Spelling | None = None
+    """A tool of the environment."""
+    end: Spelling | None = None
+    """The call that ends the work, where words alone do not."""
+    tasks: list[dict[str, Any]] = Field(default_factory=list)
+    """Tasks, as in a script, for conversations that the harness holds beside the work (a title, a plan); before the
+    script's own."""
+
+    @classmethod
+    def load(cls, path: Path) -> HarnessTools:
+        """Raises `ConfigError` naming the file and what is wrong in it."""
+        try:
+            return cls.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+        except OSError as error:
+            raise ConfigError(
+                f"the script says what is done, and '{path}', which would say how the agent's harness spells it,"
+                f" cannot be read: {error.strerror}; give another file with script_tools=",
+                key="tools",
+            ) from error
+        except yaml.YAMLError as error:
+            raise ConfigError(f"'{path}' is no YAML: {error}", key="tools") from error
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+            raise ConfigError(f"'{path}': {wrong}", key="tools") from None
+
+    def spelled(self, call: ToolCall, server: str | None) -> ToolCall:
+        """The call as the harness takes it. Raises ``ValueError`` where the harness has no such tool."""
+        if call.shell is not None:
+            spelling = self._has("shell", f"shell: {call.shell}")
+            arguments = {key: call.shell if value == COMMAND else value for key, value in spelling.arguments.items()}
+            return type(call)(name=spelling.name, arguments=arguments)
+        if call.tool is not None:
+            spelling = self._has("environment", f"tool: {call.tool}")
+            try:
+                name = Template(spelling.name).substitute(tool=call.tool, **({"server": server} if server else {}))
+            except KeyError:
+                raise ValueError(f"'tool: {call.tool}' needs the name of the MCP server; give mcp_server=") from None
+            own = call.arguments if isinstance(call.arguments, dict) else {}
+            return type(call)(name=name, arguments={**spelling.arguments, **own})
+        return call
+
+    def _has(self, name: str, what: str) -> Spelling:
+        spelling: Spelling | None = getattr(self, name)
+        if spelling is None:
+            raise ValueError(f"the script has '{what[:60]}', and the harness's tools have no '{name}'")
+        return spelling

@@ -38,6 +38,9 @@ LAYERS = {
     "nemo_gym.errors": 0,
     "nemo_gym.configuration.suggest": 0,
     "nemo_gym.sandbox": 1,
+    "nemo_gym.sandbox.wire": 2,
+    # It finds the stack's broker, and shows it the credential of this process's launch.
+    "nemo_gym.sandbox.providers.remote": 5,
     "nemo_gym.session": 2,
     "nemo_gym.verdict": 2,
     "nemo_gym.configuration": 3,

@@ -58,6 +58,11 @@ def archive(sandbox_id: str) -> str:
     return f"{sandbox(sandbox_id)}/archive"
 
 
+def archive_failure(sandbox_id: str) -> str:
+    """GET with ``?request_id=`` tells why an archive broke off after its answer had begun."""
+    return f"{archive(sandbox_id)}/failure"
+
+
 def doors(sandbox_id: str) -> str:
     """GET tells what went through the box's doors."""
     return f"{sandbox(sandbox_id)}/doors"

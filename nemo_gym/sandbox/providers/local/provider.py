@@ -15,21 +15,15 @@ from socket import socket
 from typing import Any
 
 from nemo_gym.errors import (
-    SandboxArchiveError,
     SandboxCapabilityError,
     SandboxCreateError,
     SandboxError,
     SandboxLostError,
 )
-from nemo_gym.sandbox.archive import ArchiveError, pack
-from nemo_gym.sandbox.archive_filters import single_file
 from nemo_gym.sandbox.base import (
     DEFAULT_MAX_OUTPUT_BYTES,
     DEFAULT_READY_TIMEOUT_S,
     Door,
-    ExecEnd,
-    ExecOutcome,
-    ExecOutput,
     ExecRequest,
     NetworkPolicy,
     SandboxExecResult,
@@ -41,20 +35,15 @@ from nemo_gym.sandbox.base import (
 from nemo_gym.sandbox.capabilities import SandboxCapabilities
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.doors import DoorServer
+from nemo_gym.sandbox.outputs import run_to_end
 from nemo_gym.sandbox.providers.local.client import SupervisorClient
 from nemo_gym.sandbox.providers.local.images import ImageError, ImageStore
 from nemo_gym.sandbox.providers.local.options import LocalOptions, find_bwrap
 from nemo_gym.sandbox.providers.local.process import LocalProcess
-from nemo_gym.sandbox.providers.local.requests import BASE_ENV, absolute, argv, create_request, filled, stdin_file
-from nemo_gym.sandbox.providers.local.streams import in_thread, read_stream, write_stream
+from nemo_gym.sandbox.providers.local.requests import BASE_ENV, argv, create_request, filled, stdin_file
+from nemo_gym.sandbox.providers.local.streams import read_stream, write_stream
+from nemo_gym.sandbox.transfer import absolute, download, upload
 
-_ERROR_TYPES = {
-    ExecOutcome.EXITED: None,
-    ExecOutcome.SIGNALED: "signal",
-    ExecOutcome.TIMED_OUT: "timeout",
-    ExecOutcome.OUT_OF_MEMORY: "oom",
-    ExecOutcome.LOST: "lost",
-}
 _LIMIT_NAMES = {"memory": "memory_limit", "pids": "pids_limit", "cpu": "cpu_limit"}
 
 
@@ -221,32 +210,7 @@ class LocalProvider:
         max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
     ) -> SandboxExecResult:
         request = ExecRequest(command, cwd, env or {}, timeout_s, user, stdin, merge_stderr, max_output_bytes)
-        output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
-        end = ExecEnd(ExecOutcome.LOST)
-        truncated: set[str] = set()
-        try:
-            process = await self.start_exec(handle, request)
-        except SandboxLostError:
-            pass
-        else:
-            async with contextlib.aclosing(process.events()) as events:
-                async for event in events:
-                    if isinstance(event, ExecOutput):
-                        output[event.stream] += event.data
-                    else:
-                        end = event
-            truncated = process.truncated
-        return SandboxExecResult(
-            stdout=output["stdout"].decode("utf-8", "surrogateescape"),
-            stderr=output["stderr"].decode("utf-8", "surrogateescape"),
-            return_code=end.return_code,
-            error_type=_ERROR_TYPES[end.outcome],
-            outcome=end.outcome,
-            signal=end.signal,
-            duration_s=end.duration_s,
-            stdout_truncated="stdout" in truncated,
-            stderr_truncated="stderr" in truncated,
-        )
+        return await run_to_end(self.start_exec(handle, request))
 
     async def start_exec(self, handle: SandboxHandle, request: ExecRequest) -> LocalProcess:
         box = _box_of(handle)
@@ -332,30 +296,10 @@ class LocalProvider:
                 packing.result()
 
     async def upload_file(self, handle: SandboxHandle, source: Path, target: str) -> None:
-        parent, _, name = absolute(target).rpartition("/")
-        if not name:
-            raise SandboxError(f"'{target}' does not name a file")
-        if not await asyncio.to_thread(source.is_file):
-            raise SandboxError(f"'{source}' is not a file of this host")
-        await self.put_archive(handle, parent or "/", in_thread(pack(source.resolve(), name=name)))
+        await upload(self, handle, source, target)
 
     async def download_file(self, handle: SandboxHandle, source: str, target: Path) -> None:
-        chunks = [chunk async for chunk in self.get_archive(handle, source)]
-        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
-
-        def write() -> None:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                with temporary.open("wb") as file:
-                    file.writelines(single_file(chunks))
-                temporary.replace(target)
-            finally:
-                temporary.unlink(missing_ok=True)
-
-        try:
-            await asyncio.to_thread(write)
-        except ArchiveError as error:
-            raise SandboxArchiveError(f"downloading {source}: {error}") from error
+        await download(self, handle, source, target)
 
     # ------------------------------------------------------------------------------------------------- doors
 

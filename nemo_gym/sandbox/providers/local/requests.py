@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from nemo_gym.errors import ConfigError, SandboxCreateError, SandboxError
 from nemo_gym.sandbox.base import DEFAULT_TTL_S, NetworkPolicy, SandboxResources, SandboxSpec
 from nemo_gym.sandbox.providers.local.options import LocalOptions, find_bwrap, hidden_paths
 from nemo_gym.sandbox.providers.local.protocol import Message, memory_file
+from nemo_gym.sandbox.transfer import absolute
 
 BASE_ENV = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -70,12 +70,6 @@ def create_request(spec: SandboxSpec, options: LocalOptions) -> Message:
 def filled(wanted: SandboxResources, defaults: SandboxResources) -> SandboxResources:
     values = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(wanted) if getattr(wanted, f.name) is None}
     return dataclasses.replace(wanted, **values)
-
-
-def absolute(path: str) -> str:
-    if not path.startswith("/") or "\0" in path:
-        raise SandboxError(f"'{path}' must be an absolute path in the box")
-    return re.sub(r"/+", "/", path.rstrip("/")) or "/"
 
 
 def argv(command: str | Sequence[str]) -> list[str]:

@@ -51,10 +51,3 @@ async def _ready(add: Any, remove: Any, descriptor: int) -> None:
         await ready
     finally:
         remove(descriptor)
-
-
-async def in_thread(chunks: Any) -> AsyncIterator[bytes]:
-    """A blocking iterator as an asynchronous one."""
-    iterator = iter(chunks)
-    while (chunk := await asyncio.to_thread(next, iterator, None)) is not None:
-        yield chunk

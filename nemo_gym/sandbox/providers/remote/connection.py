@@ -1,0 +1,236 @@
+"""HTTP to a broker: one session per event loop, bounded retries of what may be repeated, problems as errors.
+
+A request is sent again when it surely had no effect (no connection could be made, or the broker says ``started: no``
+with a retryable code), or when it is *repeatable*: repeating it changes nothing, because its effect is keyed by an id
+that this side chose. Everything else is sent once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import aiohttp
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticSerializationError
+from yarl import URL
+
+from nemo_gym.errors import InvalidBodyError, SandboxError
+from nemo_gym.sandbox.wire import routes
+from nemo_gym.sandbox.wire.problems import Problem, error_of, parse_problem
+
+CONNECT_TIMEOUT_S = 10.0
+KEEPALIVE_S = 3.0
+"""Below what servers keep an idle connection for (5 s and more), so that a request rarely meets one being closed."""
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 2.0
+_WAITS = frozenset({"quota", "no_room", "draining", "create_in_progress", "backend_unreachable", "not_a_problem"})
+"""Codes that say: later. Another retryable error is the caller's to judge."""
+
+
+class BrokerUnreachableError(SandboxError):
+    """The broker did not answer, for as long as it was tried. ``details['started']`` is ``no`` or ``unknown``."""
+
+    code = "broker_unreachable"
+
+
+class Pauses:
+    """Growing pauses between tries, until a deadline."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._deadline = time.monotonic() + patience_s
+        self._pause_s = _FIRST_PAUSE_S
+
+    @property
+    def left_s(self) -> float:
+        return self._deadline - time.monotonic()
+
+    async def again(self, at_least_s: float = 0.0) -> bool:
+        """Pause; ``False`` at once when no time is left for another try."""
+        pause_s = max(self._pause_s, at_least_s)
+        if pause_s >= self.left_s:
+            return False
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        await asyncio.sleep(pause_s)
+        return True
+
+
+class BrokerConnection:
+    """Requests to one or more brokers.
+
+    Args:
+        request_timeout_s: longest silence within a request.
+        patience_s: how long it is tried again.
+    """
+
+    def __init__(self, *, request_timeout_s: float, patience_s: float) -> None:
+        self.request_timeout_s, self.patience_s = request_timeout_s, patience_s
+        self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
+
+    async def aclose(self) -> None:
+        """Close the running loop's connections; those of loops that ended are gone with them."""
+        session = self._sessions.pop(asyncio.get_running_loop(), None)
+        if session is not None:
+            await session.close()
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self,
+        method: str,
+        url: str,
+        *,
+        headers: Mapping[str, str],
+        query: Mapping[str, Any] | list[tuple[str, str]] | None = None,
+        body: BaseModel | bytes | None = None,
+        stream: Callable[[], AsyncIterator[bytes]] | None = None,
+        repeatable: bool = False,
+        silence_s: float | None = None,
+        patience_s: float | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A successful answer whose body is still to be read. A body that breaks off raises aiohttp's errors.
+
+        Args:
+            stream: the request's body as it comes; it is asked for once, so such a request is repeated only while
+                nothing of it was taken.
+            silence_s: instead of ``request_timeout_s``.
+            patience_s: instead of the connection's; 0 tries once.
+
+        Raises:
+            BrokerUnreachableError: no answer.
+            NemoGymError: the error the broker answered with, see `nemo_gym.sandbox.wire.problems`.
+        """
+        pauses = Pauses(self.patience_s if patience_s is None else patience_s)
+        sent = _Sent(stream)
+        headers = {routes.REQUEST_ID_HEADER: uuid.uuid4().hex, **headers}
+        data: Any = None
+        if isinstance(body, BaseModel):
+            data, headers["Content-Type"] = encode(body), routes.JSON
+        elif body is not None:
+            data, headers["Content-Type"] = body, routes.OCTET_STREAM
+        elif stream is not None:
+            headers["Content-Type"] = routes.TAR
+        while True:
+            try:
+                response = await self._session().request(
+                    method,
+                    _url(url, query),
+                    headers=headers,
+                    data=data if stream is None else sent.chunks(),
+                    allow_redirects=False,
+                    timeout=aiohttp.ClientTimeout(
+                        total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s or self.request_timeout_s
+                    ),
+                )
+            except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+                sent.raise_its_own()
+                never_started = isinstance(error, aiohttp.ClientConnectorError) or (stream and not sent.taken)
+                if not (never_started or repeatable) or not await pauses.again():
+                    raise _unreachable(method, url, error, started="no" if never_started else "unknown") from error
+                continue
+            if response.status < 400:
+                break
+            problem, retry_after_s = await _problem(response)
+            sent.raise_its_own()
+            may_repeat = (repeatable or problem.started == "no") and not sent.taken
+            waits = problem.retryable and problem.code in _WAITS
+            if not (may_repeat and waits and await pauses.again(retry_after_s)):
+                raise error_of(problem)
+        try:
+            yield response
+        finally:
+            response.release() if response.content.at_eof() else response.close()
+
+    async def ask(self, method: str, url: str, **options: Any) -> bytes:
+        """The whole body of a successful answer; options as in `open`. A broken-off body is another try's reason."""
+        pauses = Pauses(self.patience_s if (given := options.pop("patience_s", None)) is None else given)
+        while True:
+            try:
+                async with self.open(method, url, **options, patience_s=max(pauses.left_s, 0)) as response:
+                    return await response.read()
+            except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+                if not options.get("repeatable") or not await pauses.again():
+                    raise _unreachable(method, url, error, started="unknown") from error
+
+    def _session(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        session = self._sessions.get(loop)
+        if session is None or session.closed:
+            self._sessions = {known: session for known, session in self._sessions.items() if not known.is_closed()}
+            session = self._sessions[loop] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+                read_bufsize=2**20,
+                skip_auto_headers=("User-Agent", "Accept-Encoding"),
+            )
+        return session
+
+
+class _Sent:
+    """A streamed request body: whether anything of it was taken, and what went wrong in it."""
+
+    def __init__(self, stream: Callable[[], AsyncIterator[bytes]] | None) -> None:
+        self._stream = stream
+        self._error: BaseException | None = None
+        self.taken = False
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        assert self._stream is not None
+        self.taken = True
+        try:
+            async for chunk in self._stream():
+                if chunk:  # an empty chunk would end a chunked body
+                    yield chunk
+        except Exception as error:  # not ours: whoever made the stream gets its own error back
+            self._error = error
+            raise
+
+    def raise_its_own(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def encode(body: BaseModel) -> bytes:
+    """JSON of a body; raises `InvalidBodyError` for text that is none (lone surrogates) and what has no JSON form."""
+    try:
+        return body.model_dump_json(exclude_defaults=True).encode()
+    except (PydanticSerializationError, UnicodeError) as error:
+        raise InvalidBodyError(f"{type(body).__name__} cannot be sent to the broker: {error}") from error
+
+
+@contextlib.contextmanager
+def refusals() -> Any:
+    """What a body's own bounds refuse, as the suite's error."""
+    try:
+        yield
+    except ValidationError as error:
+        said = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
+        raise InvalidBodyError(f"this cannot be asked of a broker: {said}", started="no") from error
+
+
+def _url(url: str, query: Mapping[str, Any] | list[tuple[str, str]] | None) -> URL:
+    return URL(url, encoded=True).with_query(query) if query else URL(url, encoded=True)
+
+
+async def _problem(response: aiohttp.ClientResponse) -> tuple[Problem, float]:
+    try:
+        body = await response.content.read(1024 * 1024)
+    except (aiohttp.ClientError, TimeoutError, ConnectionError):
+        body = b""
+    response.close()
+    after = response.headers.get("Retry-After", "")
+    return parse_problem(response.status, body), float(after) if after.isdecimal() else 0.0
+
+
+def _unreachable(method: str, url: str, error: BaseException, *, started: str) -> BrokerUnreachableError:
+    parts = URL(url)
+    said = "cannot be reached" if started == "no" else "did not answer"
+    return BrokerUnreachableError(
+        f"the broker at {parts.origin()} {said}: {method} {parts.path} ({type(error).__name__}: {error})",
+        retryable=True,
+        started=started,
+    )

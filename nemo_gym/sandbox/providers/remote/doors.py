@@ -1,0 +1,69 @@
+"""What the broker counted at the doors of its boxes, kept near enough to the truth on this side."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import structlog
+
+from nemo_gym.errors import NemoGymError
+from nemo_gym.sandbox.providers.remote.box import RemoteBox
+from nemo_gym.sandbox.providers.remote.connection import BrokerConnection
+from nemo_gym.sandbox.wire import routes
+from nemo_gym.sandbox.wire.doors import DoorsView
+
+log = structlog.get_logger(__name__)
+
+_POLL_S = 0.5
+_PATIENCE_S = 1.0
+
+
+class DoorCounts:
+    """Hears the counts when it is told to, and by itself for the boxes that somebody watches."""
+
+    def __init__(self, connection: BrokerConnection) -> None:
+        self._connection = connection
+        self._watching: dict[str, asyncio.Task[None]] = {}
+
+    async def hear(self, box: RemoteBox) -> None:
+        """Ask the broker now. Counts are evidence beside a result: without them the result still is one."""
+        if not box.doors:
+            return
+        try:
+            answer = await self._connection.ask(
+                "GET",
+                box.url(routes.doors(box.sandbox_id)),
+                headers=box.headers,
+                repeatable=True,
+                patience_s=_PATIENCE_S,
+            )
+            box.heard(DoorsView.model_validate_json(answer))
+        except NemoGymError as error:
+            log.info("remote_doors_not_heard", sandbox_id=box.sandbox_id, error=str(error))
+
+    def watch(self, box: RemoteBox) -> None:
+        """Ask from now on about twice a second, until `forget`."""
+        if box.doors and box.sandbox_id not in self._watching:
+            self._watching[box.sandbox_id] = asyncio.create_task(self._watch(box), name=f"doors {box.sandbox_id}")
+
+    async def forget(self, box: RemoteBox) -> None:
+        await self._end(self._watching.pop(box.sandbox_id, None))
+
+    async def aclose(self) -> None:
+        while self._watching:
+            await self._end(self._watching.popitem()[1])
+
+    async def _watch(self, box: RemoteBox) -> None:
+        while True:
+            await self.hear(box)
+            await asyncio.sleep(_POLL_S)
+
+    @staticmethod
+    async def _end(task: asyncio.Task[None] | None) -> None:
+        if task is None:
+            return
+        task.cancel()
+        if task.get_loop() is asyncio.get_running_loop():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({task})

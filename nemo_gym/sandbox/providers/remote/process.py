@@ -1,0 +1,202 @@
+"""A command behind a broker: submitted once, under an id of this side's choice; its output resumed where it broke."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
+
+import aiohttp
+import structlog
+
+from nemo_gym.errors import NemoGymError, SandboxError, SandboxLostError
+from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecRequest
+from nemo_gym.sandbox.providers.remote.box import RemoteBox
+from nemo_gym.sandbox.providers.remote.connection import BrokerConnection, BrokerUnreachableError, Pauses, refusals
+from nemo_gym.sandbox.wire import routes
+from nemo_gym.sandbox.wire.execs import ExecEndModel, ExecSubmission, SignalExec
+from nemo_gym.sandbox.wire.frames import PING_INTERVAL_S, FrameError, FrameParser
+
+log = structlog.get_logger(__name__)
+
+_SILENCE_S = 3 * PING_INTERVAL_S
+_KILL_PATIENCE_S = 10.0
+"""A command whose submission was broken off may still arrive at the broker for this long."""
+_FRAMES = {"Accept": routes.OCTET_STREAM}
+
+
+class RemoteProcess:
+    """A running command (`nemo_gym.sandbox.base.ExecProcess`).
+
+    Args:
+        before_end: awaited when the command has ended and nobody was told yet.
+        in_background: runs what must be done although nobody waits for it.
+    """
+
+    def __init__(
+        self,
+        connection: BrokerConnection,
+        box: RemoteBox,
+        request: ExecRequest,
+        *,
+        before_end: Callable[[], Awaitable[None]],
+        in_background: Callable[[Awaitable[None]], object],
+    ) -> None:
+        self.exec_id = f"e-{uuid.uuid4().hex}"
+        self.truncated: set[str] = set()
+        """Streams of which more was written than kept."""
+        with refusals():
+            self._submission = ExecSubmission.of(request)
+        self._stdin = request.stdin
+        self._connection, self._box = connection, box
+        self._before_end, self._in_background = before_end, in_background
+        self._offset = 0
+        self._end: ExecEnd | None = None
+        self._response: aiohttp.ClientResponse | None = None
+        self._opened = contextlib.AsyncExitStack()
+
+    async def start(self) -> None:
+        """Submit it. Raises `SandboxLostError` when the box or its broker is gone; nothing runs then, as far as we
+        know. Cancelled, it is killed if it started."""
+        try:
+            if self._stdin is not None:
+                await self._ask("PUT", self._path(), body=self._submission, headers={"Accept": routes.JSON})
+                await self._ask("PUT", routes.exec_stdin(self._box.sandbox_id, self.exec_id), body=self._stdin)
+            await self._open(self._connection.patience_s)
+        except BrokerUnreachableError as error:
+            self.abandon()
+            raise SandboxLostError(str(error), **error.details) from error
+        except BaseException as error:
+            if not (isinstance(error, NemoGymError) and error.details.get("started") == "no"):
+                self.abandon()
+            raise
+
+    async def events(self) -> AsyncGenerator[ExecOutput | ExecEnd, None]:
+        """Output in the order it came, then the end. Whoever stops listening early kills the command."""
+        try:
+            if self._end is None:
+                async with contextlib.aclosing(self._resumed()) as output:
+                    async for piece in output:
+                        yield piece
+                self._end = self._end or ExecEnd(ExecOutcome.LOST)
+                await self._before_end()
+            yield self._end
+        finally:
+            await self._opened.aclose()
+            if self._end is None:
+                self.abandon()
+
+    async def signal(self, number: int) -> None:
+        """Send a signal to the command's whole process tree."""
+        if self._end is None:
+            path = routes.exec_signal(self._box.sandbox_id, self.exec_id)
+            with refusals():
+                body = SignalExec(signal=int(number))
+            # Twice the same signal is not the same as once, but for the one that nothing survives.
+            await self._ask("POST", path, body=body, repeatable=number == signal.SIGKILL)
+
+    async def kill(self) -> None:
+        """Kill the whole process tree; idempotent."""
+        with contextlib.suppress(SandboxLostError):
+            await self.signal(signal.SIGKILL)
+
+    def abandon(self) -> None:
+        """Kill it without waiting, and listen no more."""
+        self._in_background(self._kill_wherever_it_is())
+
+    async def _kill_wherever_it_is(self) -> None:
+        pauses = Pauses(_KILL_PATIENCE_S)
+        while True:
+            try:
+                await self.kill()
+                return
+            except NemoGymError as error:
+                arrives_later = error.details.get("problem") == "exec_not_found"
+                if not arrives_later or not await pauses.again():
+                    log.info("remote_exec_not_killed", exec_id=self.exec_id, error=str(error))
+                    return
+
+    async def _resumed(self) -> AsyncGenerator[ExecOutput, None]:
+        """All output, over as many connections as it takes; then `_end` is known, or nobody knows it."""
+        pauses = Pauses(self._connection.patience_s)
+        while True:
+            before = self._offset
+            try:
+                if self._response is None:
+                    await self._open(max(pauses.left_s, 0))
+                async with contextlib.aclosing(self._one_connection()) as output:
+                    async for piece in output:
+                        yield piece
+                if self._end is not None:
+                    return
+            except (SandboxLostError, BrokerUnreachableError) as error:
+                log.warning("remote_exec_lost", exec_id=self.exec_id, error=str(error))
+                return
+            except (aiohttp.ClientError, TimeoutError, ConnectionError, FrameError) as error:
+                log.info("remote_output_resumed", exec_id=self.exec_id, offset=self._offset, error=str(error))
+            except SandboxError as error:
+                if not error.retryable:
+                    log.warning("remote_exec_lost", exec_id=self.exec_id, error=str(error))
+                    return
+            await self._opened.aclose()
+            self._response = None
+            if self._offset > before:
+                pauses = Pauses(self._connection.patience_s)
+            if not await pauses.again():
+                return
+
+    async def _one_connection(self) -> AsyncGenerator[ExecOutput, None]:
+        assert self._response is not None
+        parser = FrameParser()
+        async for data in self._response.content.iter_any():
+            for frame in parser.feed(data):
+                output = frame.output
+                if output is not None:
+                    self._offset += len(output.data)
+                    yield output
+                elif (end := frame.end) is not None:
+                    self._ended(end)
+        if self._end is None:
+            raise FrameError("an exec's output ended without its end")
+
+    def _ended(self, end: ExecEndModel) -> None:
+        if end.output_bytes != self._offset:
+            raise FrameError(f"an exec ended after {end.output_bytes} bytes of output, of which {self._offset} came")
+        self.truncated = set(end.truncated)
+        self._end = end.to_end()
+
+    async def _open(self, patience_s: float) -> None:
+        """Connect to the output from `_offset` on. Submitting again is how: it runs once, however often."""
+        has_stdin = self._stdin is not None
+        opening = self._connection.open(
+            "GET" if has_stdin else "PUT",
+            self._box.url(routes.exec_output(self._box.sandbox_id, self.exec_id) if has_stdin else self._path()),
+            headers={**self._box.headers, **_FRAMES},
+            query={"offset": str(self._offset)},
+            body=None if has_stdin else self._submission,
+            repeatable=True,
+            silence_s=_SILENCE_S,
+            patience_s=patience_s,
+        )
+        self._response = await self._opened.enter_async_context(opening)
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: ExecSubmission | SignalExec | bytes,
+        headers: dict[str, str] | None = None,
+        repeatable: bool = True,
+    ) -> None:
+        await self._connection.ask(
+            method,
+            self._box.url(path),
+            headers={**self._box.headers, **(headers or {})},
+            body=body,
+            repeatable=repeatable,
+        )
+
+    def _path(self) -> str:
+        return routes.run_exec(self._box.sandbox_id, self.exec_id)

@@ -1,0 +1,420 @@
+"""`RemoteProvider`: boxes that a broker holds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import urllib.error
+import urllib.request
+import uuid
+from builtins import list as List  # noqa: N812 - the contract has a method of the builtin's name
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+from pydantic import ValidationError
+
+from nemo_gym.errors import (
+    ConfigError,
+    NemoGymError,
+    SandboxCreateError,
+    SandboxError,
+    SandboxLostError,
+)
+from nemo_gym.sandbox.base import (
+    DEFAULT_MAX_OUTPUT_BYTES,
+    DEFAULT_READY_TIMEOUT_S,
+    Door,
+    ExecRequest,
+    SandboxExecResult,
+    SandboxHandle,
+    SandboxInfo,
+    SandboxSpec,
+    SandboxStatus,
+)
+from nemo_gym.sandbox.capabilities import SandboxCapabilities
+from nemo_gym.sandbox.door_statistics import DoorStatistics
+from nemo_gym.sandbox.outputs import run_to_end
+from nemo_gym.sandbox.providers.remote import archives
+from nemo_gym.sandbox.providers.remote.box import RemoteBox, box_of
+from nemo_gym.sandbox.providers.remote.connection import BrokerConnection, BrokerUnreachableError, refusals
+from nemo_gym.sandbox.providers.remote.doors import DoorCounts
+from nemo_gym.sandbox.providers.remote.options import Broker, RemoteOptions, find_broker
+from nemo_gym.sandbox.providers.remote.process import RemoteProcess
+from nemo_gym.sandbox.transfer import download, upload
+from nemo_gym.sandbox.wire import routes
+from nemo_gym.sandbox.wire.boxes import (
+    CommitImage,
+    CreatedSandbox,
+    CreateSandbox,
+    ImageView,
+    LeaseView,
+    MintLease,
+    ReapedView,
+    RenewLease,
+    SandboxPage,
+    SandboxView,
+)
+from nemo_gym.sandbox.wire.capabilities import CapabilitiesView
+from nemo_gym.sandbox.wire.doors import DoorModel
+from nemo_gym.sandbox.wire.problems import error_of, parse_problem
+from nemo_gym.session import LeaseScope, SandboxRef
+
+log = structlog.get_logger(__name__)
+
+_ADMISSION_S = 300.0
+"""What a broker may let a create wait for room, beyond the box's own ``ready_timeout_s``."""
+_COMMIT_TIMEOUT_S = 1800.0
+_CARRIED: Mapping[str, str | None] = {
+    "connect": None,
+    "idempotent_create": None,
+    "endpoint": "a port of a box is reached from the broker's host only; use exec, or a door for the way out",
+}
+"""Abilities that do not depend on the broker's backend: see `CapabilitiesView.to_capabilities`."""
+
+
+class RemoteProvider:
+    """Boxes behind a broker.
+
+    Args:
+        options: the fields of `RemoteOptions`. Unknown ones raise `ConfigError`.
+    """
+
+    name = "remote"
+
+    def __init__(self, **options: Any) -> None:
+        self.options = RemoteOptions.from_mapping(options)
+        self._connection = BrokerConnection(
+            request_timeout_s=self.options.request_timeout_s, patience_s=self.options.patience_s
+        )
+        self._broker: Broker | None = None
+        self._capabilities: SandboxCapabilities | None = None
+        self._background: set[asyncio.Future[None]] = set()
+        self._doors = DoorCounts(self._connection)
+
+    @property
+    def capabilities(self) -> SandboxCapabilities:
+        """What the broker's backend can and the wire carries. Asks the broker, once; blocks while it does."""
+        if self._capabilities is None:
+            broker = self._configured()
+            request = urllib.request.Request(broker.url + routes.CAPABILITIES, headers=dict(broker.headers))
+            try:
+                with urllib.request.urlopen(request, timeout=self.options.request_timeout_s) as answer:
+                    self._capabilities = _capabilities(answer.read())
+            except urllib.error.HTTPError as error:
+                raise error_of(parse_problem(error.code, error.read())) from error
+            except OSError as error:
+                raise BrokerUnreachableError(
+                    f"the broker at {broker.url} cannot be asked what it can do: {error}", retryable=True, started="no"
+                ) from error
+        return self._capabilities
+
+    # -------------------------------------------------------------------------------------------------- life
+
+    async def create(self, spec: SandboxSpec) -> SandboxHandle:
+        broker = self._configured()
+        (await self._ask_capabilities(broker)).check(spec, self.name)
+        key = spec.idempotency_key or uuid.uuid4().hex
+        with refusals():
+            body = CreateSandbox.of(spec)
+        ready_s = spec.ready_timeout_s or DEFAULT_READY_TIMEOUT_S
+        headers = {**broker.headers, routes.IDEMPOTENCY_KEY_HEADER: key}
+        try:
+            async with asyncio.timeout(ready_s + _ADMISSION_S):
+                answer = await self._connection.ask(
+                    "POST",
+                    broker.url + routes.SANDBOXES,
+                    headers=headers,
+                    body=body,
+                    repeatable=True,
+                    silence_s=ready_s + _ADMISSION_S,
+                )
+        except (TimeoutError, BrokerUnreachableError) as error:
+            self._in_background(self._discard(broker, key))
+            raise SandboxCreateError(
+                str(error) or f"the broker did not give a box within {ready_s + _ADMISSION_S:g} s",
+                retryable=True,
+                provider=self.name,
+            ) from error
+        except asyncio.CancelledError:
+            self._in_background(self._discard(broker, key))
+            raise
+        made = CreatedSandbox.model_validate_json(answer)
+        box = _box(broker.url, made.lease)
+        box.doors = {door.name: DoorStatistics() for door in spec.doors}
+        return SandboxHandle(box.sandbox_id, self.name, box)
+
+    async def status(self, handle: SandboxHandle) -> SandboxStatus:
+        try:
+            view = await self._view(box_of(handle))
+        except SandboxLostError:
+            return SandboxStatus.STOPPED
+        except BrokerUnreachableError:
+            return SandboxStatus.UNKNOWN
+        return view.state
+
+    async def renew(self, handle: SandboxHandle, ttl_s: float) -> None:
+        box = box_of(handle)
+        with refusals():
+            body = RenewLease(ttl_s=ttl_s)
+        answer = await self._on(box, "PUT", routes.lease(box.sandbox_id), body=body, repeatable=True)
+        box.expires_at = LeaseView.model_validate_json(answer).expires_at
+
+    async def close(self, handle: SandboxHandle) -> None:
+        """Destroy the box, with an owner's handle; let go of it, with a borrower's."""
+        box = box_of(handle)
+        await self._doors.forget(box)
+        box.doors.clear()
+        if box.scope is LeaseScope.OWNER:
+            with contextlib.suppress(SandboxLostError):
+                await self._on(box, "DELETE", routes.sandbox(box.sandbox_id), repeatable=True)
+
+    async def list(self, labels: Mapping[str, str] | None = None) -> List[SandboxInfo]:
+        broker = self._configured()
+        found: List[SandboxInfo] = []
+        cursor: str | None = None
+        while True:
+            query = _label_query(labels or {}) + ([("cursor", cursor)] if cursor else [])
+            page = SandboxPage.model_validate_json(
+                await self._connection.ask(
+                    "GET", broker.url + routes.SANDBOXES, headers=broker.headers, query=query, repeatable=True
+                )
+            )
+            found += (view.to_info() for view in page.sandboxes)
+            cursor = page.next_cursor
+            if cursor is None:
+                return found
+
+    async def reap(self, labels: Mapping[str, str]) -> List[str]:
+        if not labels:
+            raise SandboxError("reap needs at least one label, so that nobody destroys every box by accident")
+        broker = self._configured()
+        answer = await self._connection.ask(
+            "DELETE",
+            broker.url + routes.SANDBOXES,
+            headers=broker.headers,
+            query=_label_query(labels),
+            repeatable=True,
+            silence_s=_ADMISSION_S,
+        )
+        return [*ReapedView.model_validate_json(answer).reaped]
+
+    async def aclose(self) -> None:
+        """Close the connections, once what nobody waits for (kills of abandoned commands) is done."""
+        await self._doors.aclose()
+        while mine := {task for task in self._background if task.get_loop() is asyncio.get_running_loop()}:
+            await asyncio.wait(mine)
+        await self._connection.aclose()
+
+    # ---------------------------------------------------------------------------------------------- commands
+
+    async def exec(
+        self,
+        handle: SandboxHandle,
+        command: str | Sequence[str],
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        user: str | None = None,
+        stdin: bytes | None = None,
+        merge_stderr: bool = False,
+        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
+    ) -> SandboxExecResult:
+        request = ExecRequest(command, cwd, env or {}, timeout_s, user, stdin, merge_stderr, max_output_bytes)
+        return await run_to_end(self.start_exec(handle, request))
+
+    async def start_exec(self, handle: SandboxHandle, request: ExecRequest) -> RemoteProcess:
+        box = box_of(handle)
+
+        process = RemoteProcess(
+            self._connection,
+            box,
+            request,
+            before_end=lambda: self._doors.hear(box),
+            in_background=self._in_background,
+        )
+        await process.start()
+        return process
+
+    # ------------------------------------------------------------------------------------------------- files
+
+    async def put_archive(self, handle: SandboxHandle, path: str, tar: AsyncIterator[bytes]) -> None:
+        await archives.put(self._connection, box_of(handle), path, tar)
+
+    def get_archive(
+        self, handle: SandboxHandle, path: str, *, exclude: Sequence[str] = (), max_bytes: int | None = None
+    ) -> AsyncIterator[bytes]:
+        return archives.get(self._connection, box_of(handle), path, exclude=exclude, max_bytes=max_bytes)
+
+    async def upload_file(self, handle: SandboxHandle, source: Path, target: str) -> None:
+        await upload(self, handle, source, target)
+
+    async def download_file(self, handle: SandboxHandle, source: str, target: Path) -> None:
+        await download(self, handle, source, target)
+
+    # ------------------------------------------------------------------------------------------------- doors
+
+    async def open_door(self, handle: SandboxHandle, door: Door) -> None:
+        """The broker serves the door: it dials the target, so the target's address must mean the same there."""
+        box = box_of(handle)
+        with refusals():
+            body = DoorModel.of(door)
+        await self._on(box, "PUT", routes.door(box.sandbox_id, door.name), body=body, repeatable=True)
+        box.doors[door.name] = DoorStatistics()
+
+    async def close_door(self, handle: SandboxHandle, name: str) -> None:
+        box = box_of(handle)
+        await self._on(box, "DELETE", routes.door(box.sandbox_id, name), repeatable=True)
+        box.doors.pop(name, None)
+
+    def door_statistics(self, handle: SandboxHandle) -> Mapping[str, DoorStatistics]:
+        """What the broker counted: exact when a command has just ended, at most a second old otherwise."""
+        box = box_of(handle)
+        self._doors.watch(box)
+        return box.doors
+
+    # ---------------------------------------------------------------------------------- images and connecting
+
+    async def commit(self, handle: SandboxHandle, image: str, labels: Mapping[str, str]) -> None:
+        box = box_of(handle)
+        with refusals():
+            body = CommitImage(image=image, labels=dict(labels))
+        await self._on(
+            box, "POST", routes.sandbox_images(box.sandbox_id), body=body, silence_s=_COMMIT_TIMEOUT_S, repeatable=True
+        )
+
+    async def image_labels(self, image: str) -> Mapping[str, str] | None:
+        broker = self._configured()
+        try:
+            answer = await self._connection.ask(
+                "GET", broker.url + routes.image(image), headers=broker.headers, repeatable=True
+            )
+        except SandboxError as error:
+            if error.details.get("problem") == "image_not_found":
+                return None
+            raise
+        return ImageView.model_validate_json(answer).labels
+
+    async def remove_image(self, image: str) -> None:
+        broker = self._configured()
+        await self._connection.ask("DELETE", broker.url + routes.image(image), headers=broker.headers, repeatable=True)
+
+    async def serialize_handle(self, handle: SandboxHandle, *, scope: str) -> dict[str, Any]:
+        """A `SandboxRef`: with a lease minted for ``scope``, or with this handle's own where the scope is the same."""
+        box = box_of(handle)
+        try:
+            wanted = LeaseScope(scope)
+        except ValueError:
+            raise SandboxError(f"a box is lent with the scope {', '.join(LeaseScope)}, not with '{scope}'") from None
+        token, expires_at = box.token, box.expires_at
+        if wanted is not box.scope:
+            answer = await self._on(box, "POST", routes.leases(box.sandbox_id), body=MintLease(scope=wanted))
+            lease = LeaseView.model_validate_json(answer)
+            token, expires_at = _token(lease), lease.expires_at
+        ref = SandboxRef(
+            broker_url=box.broker_url,
+            sandbox_id=box.sandbox_id,
+            lease_token=token,
+            scope=wanted,
+            expires_at=expires_at,
+        )
+        return ref.model_dump(mode="json")
+
+    async def connect(self, descriptor: Mapping[str, Any]) -> SandboxHandle:
+        """A handle on a box that somebody else lends. The broker's address is this provider's own where it has one
+        (an address may differ between machines), else the reference's.
+
+        Raises:
+            SandboxError: this is no `SandboxRef`.
+            SandboxLostError: the box is gone, or the lease has ended or was replaced.
+        """
+        try:
+            ref = SandboxRef.model_validate(dict(descriptor))
+        except ValidationError as error:
+            fields = ", ".join(".".join(map(str, e["loc"])) for e in error.errors(include_url=False))
+            raise SandboxError(f"this is not a reference to a box of a broker; look at: {fields}") from None
+        broker = self._found()
+        url = ref.broker_url.rstrip("/") if broker is None else broker.url
+        box = RemoteBox(url, ref.sandbox_id, ref.lease_token, ref.scope, ref.expires_at)
+        try:
+            view = await self._view(box)
+        except BrokerUnreachableError as error:
+            raise SandboxLostError(str(error), **error.details) from error
+        if view.state in (SandboxStatus.STOPPED, SandboxStatus.ERROR):
+            raise SandboxLostError(f"sandbox {ref.sandbox_id} is gone ({view.termination_reason or view.state})")
+        return SandboxHandle(box.sandbox_id, self.name, box)
+
+    # ---------------------------------------------------------------------------------------------- internals
+
+    def _found(self) -> Broker | None:
+        if self._broker is None:
+            self._broker = find_broker(self.options)
+        return self._broker
+
+    def _configured(self) -> Broker:
+        broker = self._found()
+        if broker is None:
+            raise ConfigError(
+                "remote sandbox: no broker is configured, so boxes can be borrowed but not created or listed; set"
+                " 'url' or 'server'",
+                key="url",
+            )
+        return broker
+
+    async def _ask_capabilities(self, broker: Broker) -> SandboxCapabilities:
+        if self._capabilities is None:
+            try:
+                answer = await self._connection.ask(
+                    "GET", broker.url + routes.CAPABILITIES, headers=broker.headers, repeatable=True
+                )
+            except BrokerUnreachableError as error:
+                raise SandboxCreateError(str(error), retryable=True, provider=self.name) from error
+            self._capabilities = _capabilities(answer)
+        return self._capabilities
+
+    async def _on(self, box: RemoteBox, method: str, path: str, **options: Any) -> bytes:
+        return await self._connection.ask(method, box.url(path), headers=box.headers, **options)
+
+    async def _view(self, box: RemoteBox) -> SandboxView:
+        answer = await self._on(box, "GET", routes.sandbox(box.sandbox_id), repeatable=True)
+        return SandboxView.model_validate_json(answer)
+
+    async def _discard(self, broker: Broker, key: str) -> None:
+        """Take back a create that nobody waits for, whether it has arrived at the broker or is still to come."""
+        try:
+            await self._connection.ask(
+                "DELETE",
+                broker.url + routes.SANDBOXES,
+                headers=broker.headers,
+                query={"idempotency_key": key},
+                repeatable=True,
+                silence_s=_ADMISSION_S,
+            )
+        except NemoGymError as error:
+            log.warning("remote_create_not_taken_back", error=str(error))
+
+    def _in_background(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def _box(url: str, lease: LeaseView) -> RemoteBox:
+    return RemoteBox(url, lease.sandbox_id, _token(lease), lease.scope, lease.expires_at)
+
+
+def _token(lease: LeaseView) -> str:
+    if lease.token is None:
+        raise SandboxError("the broker made a lease and did not tell its token", sandbox_id=lease.sandbox_id)
+    return lease.token
+
+
+def _label_query(labels: Mapping[str, str]) -> List[tuple[str, str]]:
+    return [("label", f"{key}={value}") for key, value in labels.items()]
+
+
+def _capabilities(answer: bytes) -> SandboxCapabilities:
+    return CapabilitiesView.model_validate(json.loads(answer)).to_capabilities(carried=_CARRIED)

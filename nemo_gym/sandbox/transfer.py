@@ -1,0 +1,72 @@
+"""Single files into and out of a box, for providers that move trees as tar streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import tarfile
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from pathlib import Path
+
+from nemo_gym.errors import SandboxArchiveError, SandboxError
+from nemo_gym.sandbox.archive import pack
+from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider
+from nemo_gym.sandbox.tar_stream import ArchiveError, TarParser
+
+
+async def upload(provider: SandboxProvider, handle: SandboxHandle, source: Path, target: str) -> None:
+    """A file of this host (links are followed) as ``target`` in the box, with its mode, replacing what is there."""
+    parent, _, name = absolute(target).rpartition("/")
+    if not name:
+        raise SandboxError(f"'{target}' does not name a file")
+    if not await asyncio.to_thread(source.is_file):
+        raise SandboxError(f"'{source}' is not a file of this host")
+    await provider.put_archive(handle, parent or "/", in_thread(pack(source.resolve(), name=name)))
+
+
+async def download(provider: SandboxProvider, handle: SandboxHandle, source: str, target: Path) -> None:
+    """A regular file of the box as ``target`` on this host: whole, or not at all.
+
+    Raises:
+        SandboxArchiveError: it is no regular file, or its stream was damaged.
+        SandboxError: there is no such file.
+    """
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        async with contextlib.aclosing(_content(provider.get_archive(handle, source))) as pieces:
+            await asyncio.to_thread(target.parent.mkdir, parents=True, exist_ok=True)
+            with await asyncio.to_thread(partial.open, "wb") as file:
+                async for piece in pieces:
+                    await asyncio.to_thread(file.write, piece)
+        await asyncio.to_thread(partial.replace, target)
+    except ArchiveError as error:
+        raise SandboxArchiveError(f"downloading {source}: {error}") from error
+    finally:
+        await asyncio.to_thread(partial.unlink, missing_ok=True)
+
+
+async def _content(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    parser, done = TarParser(), False
+    async for chunk in chunks:
+        for event in parser.feed(chunk):
+            if isinstance(event, tarfile.TarInfo) and not done and not event.isreg():
+                raise ArchiveError(f"'{event.name}' is not a regular file")
+            if isinstance(event, bytes) and not done:
+                yield event
+            done = done or event is None
+    parser.close()
+
+
+async def in_thread(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """A blocking iterator as an asynchronous one."""
+    while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+        yield chunk
+
+
+def absolute(path: str) -> str:
+    """``path`` with single slashes and none at its end. Raises `SandboxError` unless it is an absolute one."""
+    if not path.startswith("/") or "\0" in path:
+        raise SandboxError(f"'{path}' must be an absolute path in the box")
+    return re.sub(r"/+", "/", path.rstrip("/")) or "/"

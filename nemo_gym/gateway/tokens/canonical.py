@@ -44,6 +44,7 @@ _REMINDER = re.compile(r"<system-reminder>(.*?)</system-reminder>", re.DOTALL)
 _THINKING = re.compile(r"\A\s*(?:<think>)?(?:(?!<think>).)*?</think>", re.DOTALL)
 _BILLING = re.compile(r"^x-anthropic-billing-header:[^\n]*(?:\n|\Z)", re.MULTILINE)
 _ESCAPED = re.compile(r"(?:\\u[0-9a-fA-F]{4})+")
+_SPACES = bytes(ord(char) for char in map(chr, range(128)) if char.isspace())
 _EXACT_INTEGER = 2**53
 NO_REMINDERS: frozenset[bytes] = frozenset()
 
@@ -129,7 +130,13 @@ def _answer(run: Sequence[Message]) -> Any:
         ):
             arguments = arguments["arguments"]
         calls.append([str((call.get("function") or {}).get("name")), _argument(arguments)])
-    return ["assistant", "".join(text.split()), calls]
+    return ["assistant", _without_spaces(text), calls]
+
+
+def _without_spaces(text: str) -> str:
+    # Those of ASCII first, and at once: a long answer has tens of thousands of words.
+    text = text.encode("utf-8", "surrogatepass").translate(None, _SPACES).decode("utf-8", "surrogatepass")
+    return text if text.isascii() else "".join(text.split())
 
 
 def _without_thinking(text: str) -> str:

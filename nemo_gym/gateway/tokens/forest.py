@@ -28,7 +28,7 @@ from nemo_gym.gateway.tokens.policy import PolicyTokenizer
 from nemo_gym.gateway.tokens.prompts import Prompt
 from nemo_gym.gateway.tokens.splits import SplitReason, continuation_reason, start_reason
 from nemo_gym.gateway.tokens.template import TemplateRefusedError
-from nemo_gym.gateway.tokens.turns import LARGE, Sampled, Turn, extended
+from nemo_gym.gateway.tokens.turns import LARGE, Sampled, Turn, extended, packed
 
 _COMPARED = 16
 """Conversations, newest first, that a new one is compared with to name its reason."""
@@ -230,15 +230,15 @@ class TokenForest:
     def _checked(self, sampled: Sampled) -> tuple[array[int], array[float] | None]:
         size = self._policy.vocabulary_size
         try:
-            ids = array("i", sampled.ids)
-            logprobs = array("f", sampled.logprobs) if sampled.logprobs is not None else None
+            ids: array[int] = packed("i", sampled.ids)
+            logprobs: array[float] | None = packed("f", sampled.logprobs) if sampled.logprobs is not None else None
         except (TypeError, OverflowError) as error:
             raise ModelError(f"the engine returned token ids or logprobs that are no numbers ({error})") from error
         if ids and not _within(ids, size):
             raise ModelError(f"the engine returned token ids outside the policy's vocabulary of {size}")
         if logprobs is not None and len(logprobs) != len(ids):
             raise ModelError(f"the engine returned {len(ids)} token ids and {len(logprobs)} logprobs")
-        if logprobs is not None and not math.isfinite(sum(logprobs)):  # no sum of float32 is too large for a float64
+        if logprobs is not None and not _finite(logprobs):
             raise ModelError("the engine returned a logprob that is no finite number")
         return ids, logprobs
 
@@ -250,6 +250,14 @@ def _within(ids: array[int], size: int) -> bool:
 
     numbers = np.frombuffer(ids, dtype=np.int32)
     return bool(numbers.min() >= 0 and numbers.max() < size)
+
+
+def _finite(values: array[float]) -> bool:
+    if len(values) < LARGE:
+        return math.isfinite(sum(values))  # no sum of float32 is too large for a float64
+    import numpy as np
+
+    return bool(np.isfinite(np.frombuffer(values, dtype=np.float32)).all())
 
 
 def _with_kept_ids(reading: Reading, shared: int, answer: Message) -> list[Message]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import orjson
 
 from nemo_gym.errors import ConfigError
+from nemo_gym.gateway.tokens.decoding import token_bytes
 from nemo_gym.gateway.tokens.messages import Message
 from nemo_gym.gateway.tokens.specials import MARK, SpecialText
 from nemo_gym.gateway.tokens.template import ChatTemplate, TemplateRefusedError
@@ -42,6 +43,7 @@ class PolicyTokenizer:
         Raises `ConfigError` for a template that cannot render an exchange, or an unknown stop token.
         """
         self._tokenizer = tokenizer
+        self._bytes = token_bytes(tokenizer)
         self.template = template
         self.traits: TemplateTraits = probe(template)
         self.vocabulary_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
@@ -120,6 +122,8 @@ class PolicyTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        if self._bytes is not None and not skip_special_tokens:
+            return self._bytes.text(ids)
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
@@ -119,6 +120,19 @@ def extended(parent: Turn | None, context: Sequence[int], sampled: Sequence[int]
     tokens.extend(context)
     tokens.extend(sampled)
     return Extended(tokens, start, start + len(context), len(tokens), text, len(text))
+
+
+def packed(typecode: Literal["i", "f"], values: Sequence[Any]) -> array[Any]:
+    """An array of int32 or float32. Raises `TypeError` and `OverflowError` for what does not fit."""
+    if len(values) < LARGE or isinstance(values, array):
+        return array(typecode, values)
+    made: array[Any] = array(typecode)
+    try:
+        # In one call, where an array converts each by itself.
+        made.frombytes(struct.pack(f"{len(values)}{typecode}", *values))
+    except struct.error as error:
+        raise TypeError(str(error)) from error
+    return made
 
 
 def numbers(ids: Sequence[int]) -> bytes:

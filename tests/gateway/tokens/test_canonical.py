@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym.gateway.dialects import messages_chat, responses_chat
-from nemo_gym.gateway.tokens.canonical import entries_of, tools_digest
+from nemo_gym.gateway.tokens.canonical import _without_spaces, entries_of, tools_digest
 from nemo_gym.gateway.tokens.history import HistoryReader
 from tests.gateway.tokens.conversations import TEXT, call, result, said, user
 
@@ -92,6 +92,15 @@ def test_results_of_parallel_calls_match_in_any_order_by_call() -> None:
 
 def test_moving_text_between_messages_is_another_conversation() -> None:
     assert key(user("ab"), user("c")) != key(user("a"), user("bc"))
+
+
+@given(
+    st.text(
+        st.characters(codec=None) | st.sampled_from(" \t\n\x0b\x0c\r\x1c\x1f\x85\xa0\u2003\u2028\u3000\ufeff\ud800")
+    )
+)
+def test_all_white_space_of_an_answer_is_left_out(text: str) -> None:
+    assert _without_spaces(text) == "".join(text.split())
 
 
 def test_lone_surrogates_have_a_digest() -> None:

@@ -1,0 +1,82 @@
+"""Token ids to text for byte-level vocabularies: bytes of each token looked up and joined.
+
+In such a vocabulary every token is a string of bytes, written in an alphabet of 256 printable characters, and a text
+is those bytes one after the other. The tokenizer makes a string of each token anew; a token's bytes never change.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from nemo_gym.gateway.tokens.turns import LARGE, packed
+
+if TYPE_CHECKING:
+    import numpy as np
+    from tokenizers import Tokenizer
+
+_PRINTABLE = [*chain(range(ord("!"), ord("~") + 1), range(ord("¡"), ord("¬") + 1), range(ord("®"), ord("ÿ") + 1))]
+_OTHERS = [byte for byte in range(256) if byte not in {*_PRINTABLE}]
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
+"""Byte-level vocabularies' character for each byte: its own where it is printable in Latin-1, else one further on."""
+
+
+class TokenBytes:
+    """What each token of a byte-level vocabulary is, found out when it is first asked for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        self._known: dict[int, bytes] = {}
+        self._table: np.ndarray[Any, Any] | None = None
+        """The same by place, for answers that are long."""
+
+    def text(self, ids: Sequence[int]) -> str:
+        """As ``tokenizer.decode(ids, skip_special_tokens=False)``: ids that are no token's are nothing, and bytes that
+        are no UTF-8 are replaced. Raises `OverflowError` for what cannot be an id."""
+        if len(ids) < LARGE or (found := self._looked_up(ids)) is None:
+            known = self._known
+            found = b"".join([known[one] if one in known else self._found(one) for one in ids])
+        return found.decode(errors="replace")
+
+    def _looked_up(self, ids: Sequence[int]) -> bytes | None:
+        """Nothing where one of them is beyond the vocabulary."""
+        import numpy as np
+
+        try:
+            places = np.frombuffer(packed("i", ids), dtype=np.int32)
+        except (TypeError, OverflowError):
+            return None
+        if places.min() < 0 or places.max() >= self._size:
+            return None
+        if self._table is None:
+            self._table = np.full(self._size, None, dtype=object)
+        try:
+            return b"".join(self._table[places].tolist())
+        except TypeError:  # some have not been asked for before
+            for one in np.unique(places).tolist():
+                self._table[one] = self._found(one)
+            return b"".join(self._table[places].tolist())
+
+    def _found(self, token_id: int) -> bytes:
+        if (found := self._known.get(token_id)) is not None:
+            return found
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        try:
+            found = bytes([_BYTES[char] for char in token])
+        except KeyError:  # an added token, written as it is
+            found = token.encode()
+        self._known[token_id] = found
+        return found
+
+
+def token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
+    """Nothing for a tokenizer whose tokens are not bytes, or whose texts are more than their tokens joined."""
+    if tokenizer.decoder is None:
+        return None
+    settings = json.loads(tokenizer.decoder.__getstate__())
+    return TokenBytes(tokenizer) if settings.get("type") == "ByteLevel" else None

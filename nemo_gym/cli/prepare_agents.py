@@ -51,7 +51,7 @@ def _package(path: Path) -> CliPackage | None:
     for value in vars(module).values():
         if isinstance(value, type) and issubclass(value, CliAgent) and "harness_class" in vars(value):
             package = value.harness_class.package
-            return package if package.npm and package.directory is None else None
+            return package if package.is_fetched else None
     return None
 
 

@@ -28,8 +28,20 @@ class CliPackage:
     """npm package name → exact version, all unpacked side by side below ``node_modules``."""
     integrity: Mapping[str, str] = field(default_factory=dict)
     """npm package name → Subresource Integrity of its tarball (``sha512-…``); every package in ``npm`` has one."""
+    requirements: Path | None = None
+    """A pip requirements file with the exact version and the checksums of every PyPI package, installed beside a
+    CPython that is taken along from this host. Its ``command`` is ``bin/python`` and its runtime ``script``."""
+    pythons: tuple[str, ...] = ()
+    """Python versions that ``requirements`` has checksums for, the preferred one first: ``("3.12", "3.13")``."""
+    box_commands: tuple[str, ...] = ()
+    """Commands that the image has to have for it."""
     directory: Path | None = None
     """A directory of this host that is the package already (beside the plugin, say): nothing is fetched."""
+
+    @property
+    def is_fetched(self) -> bool:
+        """Whether there is something to fetch before it can be mounted."""
+        return self.directory is None and bool(self.npm or self.requirements)
 
     @property
     def install_dir(self) -> str:

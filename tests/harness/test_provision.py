@@ -99,7 +99,7 @@ def test_unfit_box_says_what_it_lacks(runtime: Runtime, command: str, said: str)
 
 
 def test_box_without_glibc_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_gym.harness.provision.GLIBC_LOADERS", ("/lib/ld-musl-x86_64.so.1.not-here",))
+    monkeypatch.setattr("nemo_gym.harness.provision.LOADERS", ("/lib/ld-musl-x86_64.so.1.not-here",))
     done = checked("elf-glibc", "bin/env")
     assert (done.returncode, done.stdout) == (UNFIT_STATUS, "")
     assert "no glibc, which x needs" in done.stderr

@@ -1,4 +1,4 @@
-"""Fetching CLI packages into the cache: npm archives of exact versions, compared with pinned checksums."""
+"""Fetching CLI packages into the cache: npm archives and wheels of exact versions, compared with pinned checksums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,19 @@ import orjson
 
 from nemo_gym.errors import ConfigError
 from nemo_gym.harness.package import CliPackage
-from nemo_gym.harness.provision import MARKER, RECORD, cache_root, fetched_directory, installed, is_installed
+from nemo_gym.harness.provision import (
+    GLIBC,
+    MARKER,
+    PYTHON_RECORD,
+    RECORD,
+    cache_root,
+    fetched_directory,
+    installed,
+    is_installed,
+    requirements_checksum,
+)
+from nemo_gym.harness.provision.libraries import take_along
+from nemo_gym.harness.provision.python_tree import make_python_tree
 
 FETCH_TIMEOUT_S = 1800.0
 
@@ -28,9 +40,10 @@ def fetch(package: CliPackage) -> Path:
     ever seen under its name.
 
     Raises:
-        ConfigError: there is no npm, it could not fetch an archive, or an archive is not the pinned one.
+        ConfigError: there is no npm or no fitting Python, an archive could not be fetched, or one is not the pinned
+            one.
     """
-    if is_installed(package):
+    if _is_whole(package):
         return installed(package)
     target = fetched_directory(package)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -40,11 +53,35 @@ def fetch(package: CliPackage) -> Path:
                 _make(package, Path(making))
                 shutil.rmtree(target, ignore_errors=True)
                 Path(making, "package").rename(target)
-    return installed(package)
+        directory = installed(package)
+        if not _is_whole(package):  # installed before there was a glibc to take along
+            with tempfile.TemporaryDirectory(dir=directory, prefix=f"{GLIBC}.") as making:
+                _take_glibc_along(package, directory, Path(making) / GLIBC)
+                Path(making, GLIBC).rename(directory / GLIBC)
+    return directory
+
+
+def _is_whole(package: CliPackage) -> bool:
+    return is_installed(package) and (package.runtime != "elf-glibc" or (installed(package) / GLIBC).is_dir())
+
+
+def _take_glibc_along(package: CliPackage, directory: Path, target: Path) -> None:
+    take_along([directory / package.command], target)
 
 
 def _make(package: CliPackage, making: Path) -> None:
-    root, record = making / "package", {}
+    root = making / "package"
+    if package.requirements is not None:
+        version = make_python_tree(package, root)
+        record = {"python": version, "requirements": requirements_checksum(package)}
+        (root / PYTHON_RECORD).write_bytes(orjson.dumps(record))
+    else:
+        _make_of_npm(package, making, root)
+    (root / MARKER).touch()
+
+
+def _make_of_npm(package: CliPackage, making: Path, root: Path) -> None:
+    record = {}
     for name, version in package.npm.items():
         pinned = package.integrity.get(name)
         if pinned is None:
@@ -62,7 +99,6 @@ def _make(package: CliPackage, making: Path) -> None:
         raise ConfigError(f"the CLI package '{package.name}' has no '{package.command}'", key="command")
     (root / package.command).chmod(0o755)
     (root / RECORD).write_bytes(orjson.dumps({"packages": record}))
-    (root / MARKER).touch()
 
 
 def _pack(name: str, version: str, directory: Path) -> Path:

@@ -11,7 +11,9 @@ from pydantic import Field, PrivateAttr
 
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
-from nemo_gym.session import ActRequest, ActResponse, Topology
+from nemo_gym.session import ActRequest, ActResponse, SandboxSpecModel, Topology
+from nemo_gym.topology.bindings import AgentBoxes
+from nemo_gym.topology.merge import HarnessNeeds
 from nemo_gym.topology.provider import SandboxOwner
 from nemo_gym.topology.transcript import prompt_text
 from nemo_gym.topology.world import DEFAULT_LEASE_TTL_S, HarnessRun, World, act_in_world
@@ -39,16 +41,33 @@ class MiniSWEAgentConfig(BaseResponsesAPIAgentConfig):
     model_max_tries: int = 4
     max_concurrency: int = 64
     """Attempts that run at once; each holds a thread."""
+    scratch: SandboxSpecModel = Field(default_factory=SandboxSpecModel)
+    """The box its commands run in where the task has no world (topology A)."""
+    outer: SandboxSpecModel = Field(default_factory=SandboxSpecModel)
+    """What the episode's box needs beyond the environment's world (topology D)."""
+    requires: list[str] = Field(default_factory=list)
+    """Sandbox capabilities this agent needs in every box."""
     max_output_tokens: int | None = None
     sandbox_lease_s: float = DEFAULT_LEASE_TTL_S
     """Seconds a box outlives this server when it is killed."""
 
 
 class MiniSWEAgent(SimpleResponsesAPIAgent):
-    """Topologies B and C: the loop runs in this server and acts on the world by exec."""
+    """The loop runs in this server, in every topology; its commands, and nothing else, run in the attempt's box."""
 
     config: MiniSWEAgentConfig
-    topologies = (Topology.AGENT_IN_ENV, Topology.ENV_SANDBOXED)
+    topologies: ClassVar[tuple[Topology, ...]] = (
+        Topology.AGENT_IN_ENV,
+        Topology.ENV_SANDBOXED,
+        Topology.NONE,
+        Topology.WHOLE_INTERACTION,
+    )
+    box_topologies: ClassVar[tuple[Topology, ...]] = (
+        Topology.AGENT_IN_ENV,
+        Topology.ENV_SANDBOXED,
+        Topology.NONE,
+        Topology.WHOLE_INTERACTION,
+    )
     tool_access: ClassVar[tuple[str, ...]] = ("exec",)
 
     _executor: ThreadPoolExecutor | None = PrivateAttr(default=None)
@@ -101,6 +120,8 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
                 request,
                 owner.provider(),
                 harness,
+                needs=HarnessNeeds(requires=tuple(config.requires)),
+                boxes=AgentBoxes(scratch=config.scratch.to_spec(), outer=config.outer.to_spec()),
                 topologies=self.topologies,
                 default_wall_clock_s=config.wall_clock_s,
                 lease_ttl_s=config.sandbox_lease_s,
@@ -114,6 +135,15 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
             self._slots = asyncio.Semaphore(self.config.max_concurrency)
             self._owner = SandboxOwner(self.config.sandbox_provider, self.server_client)
         return self._executor, self._http, self._slots, self._owner
+
+    async def shutdown(self) -> None:
+        await super().shutdown()
+        if self._owner is not None:
+            await self._owner.aclose()
+        if self._http is not None:
+            await self._http.close()
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _sampling(params: dict[str, Any], max_output_tokens: int | None) -> dict[str, Any]:

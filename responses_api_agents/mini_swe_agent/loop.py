@@ -121,7 +121,7 @@ class BoxEnvironment:
         return output
 
     def get_template_vars(self, **kwargs: Any) -> dict[str, Any]:
-        return {**self.config.model_dump(), **kwargs}
+        return {**self.config.model_dump(), "topology": str(self._world.topology), **kwargs}
 
     def serialize(self) -> dict[str, Any]:
         return {"info": {"config": {"environment": self.config.model_dump(mode="json")}}}

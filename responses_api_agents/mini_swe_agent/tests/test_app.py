@@ -18,6 +18,7 @@ from nemo_gym.session import (
     ActRequest,
     ActResponse,
     AgentOutcome,
+    FilesHarvest,
     GitDiffHarvest,
     InferenceEndpoint,
     Limits,
@@ -52,7 +53,11 @@ SCRIPT = {
         {
             "name": "fix",
             "when": {"user": "fix the greeting"},
-            "turns": [bash("cat greeting.txt"), bash("sed -i s/wrld/world/ greeting.txt"), bash(SUBMIT)],
+            "turns": [
+                bash("cat greeting.txt; echo ${ADDED:-}"),
+                bash("sed -i s/wrld/world/ greeting.txt"),
+                bash(SUBMIT),
+            ],
         },
         {"name": "loop", "when": {"user": "never stop"}, "turns": [bash("pwd")], "repeat_last": True},
         {
@@ -82,6 +87,14 @@ SCRIPT = {
                 {"tool_calls": [{"name": "python", "arguments": {"command": "1"}}]},
                 bash("echo " + "x" * 200_000 + " | wc -c"),
                 bash(SUBMIT),
+            ],
+        },
+        {
+            "name": "answer",
+            "when": {"user": "what is six times seven", "system": "engineer"},
+            "turns": [
+                bash("echo $((6 * 7)) | tee answer.txt; pwd; cat /proc/net/tcp"),
+                bash(SUBMIT, text="It is \\boxed{42}."),
             ],
         },
         {
@@ -120,6 +133,7 @@ def stack(tmp_path: Path, provider: dict[str, Any]) -> Iterator[Stack]:
         "sandbox_provider": {"local": provider},
         "command_timeout_s": 4,
         "model_max_tries": 2,
+        "outer": {"env": {"ADDED": "by-the-agent"}},
     }
     settings.pop("entrypoint")
     with running_stack() as running:
@@ -128,7 +142,18 @@ def stack(tmp_path: Path, provider: dict[str, Any]) -> Iterator[Stack]:
         yield running
 
 
-async def act(stack: Stack, task: str, *, harvest: bool = True, **limits: Any) -> ActResponse:
+async def act(
+    stack: Stack,
+    task: str,
+    *,
+    harvest: bool = True,
+    topology: Topology = Topology.AGENT_IN_ENV,
+    image: str = IMAGE,
+    **limits: Any,
+) -> ActResponse:
+    """In a world with a repository; in topology A, which has none, what is left in the agent's box is harvested."""
+    has_world = topology is not Topology.NONE
+    collected = GitDiffHarvest(path="/repo") if has_world else FilesHarvest(paths=("/tmp/answer.txt",))
     rollout = RolloutIdentity(rollout_id="r", task_id="t", group_id="g")
     client = stack.client()
     opened = await (await client.post("policy", "/sessions", json={"rollout": rollout.model_dump()})).json()
@@ -138,9 +163,9 @@ async def act(stack: Stack, task: str, *, harvest: bool = True, **limits: Any) -
             environment="env",
             task_id="t",
             rollout=rollout,
-            placement=Placement(topology=Topology.AGENT_IN_ENV),
-            sandbox=SandboxClause(spec=SandboxSpecModel(image=IMAGE, workdir="/repo")),
-            harvest=(GitDiffHarvest(path="/repo"),) if harvest else (),
+            placement=Placement(topology=topology),
+            sandbox=SandboxClause(spec=SandboxSpecModel(image=image, workdir="/repo")) if has_world else None,
+            harvest=(collected,) if harvest else (),
             limits=Limits(**limits),
         ),
         inference=InferenceEndpoint(
@@ -161,6 +186,26 @@ async def test_loop_works_in_the_box_and_its_edit_is_harvested(stack: Stack) -> 
     assert kinds.count("function_call") == 3
     outputs = [item["output"] for item in answer.response["output"] if item["type"] == "function_call_output"]
     assert "hello wrld" in outputs[0]
+
+
+async def test_loop_acts_on_the_outer_box_with_the_world_and_what_the_agent_adds(stack: Stack) -> None:
+    answer = await act(stack, "Please fix the greeting", topology=Topology.WHOLE_INTERACTION)
+    assert (answer.outcome, answer.observations["turns"]) == (AgentOutcome.COMPLETED, 3), answer.outcome_detail
+    assert "+hello world" in answer.artifacts[0].content().decode()
+    outputs = [item["output"] for item in answer.response["output"] if item["type"] == "function_call_output"]
+    assert "by-the-agent" in outputs[0]
+
+
+async def test_commands_run_in_a_scratch_box_without_doors_where_there_is_no_world(stack: Stack) -> None:
+    answer = await act(stack, "what is six times seven", topology=Topology.NONE)
+    assert answer.outcome is AgentOutcome.COMPLETED, answer.outcome_detail
+    (output, *_) = [item["output"] for item in answer.response["output"] if item["type"] == "function_call_output"]
+    assert "/tmp" in output
+    listening = [line for line in output.splitlines() if " 0A " in line]
+    assert listening == [], "a door"
+    assert answer.artifacts[0].content()
+    texts = [part["text"] for item in answer.response["output"] for part in item.get("content") or ()]
+    assert texts[-1] == "It is \\boxed{42}."
 
 
 async def test_turn_limit_of_the_descriptor_ends_the_attempt(stack: Stack) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 import os
 import subprocess
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from nemo_gym.sandbox import labels
 
 NAMESPACES = ("net", "pid", "mnt", "ipc", "uts", "user")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
-KINDS = ("processes", "mounts", "cgroups", "namespaces", "containers")
+KINDS = ("processes", "mounts", "cgroups", "namespaces", "containers", "files")
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ def leftovers(scope: Scope) -> dict[str, list[str]]:
     own = {name: _namespace("self", name) for name in NAMESPACES}
     found: dict[str, set[str]] = {kind: set() for kind in KINDS}
     found["containers"] |= set(_containers(scope))
-    cgroups = _cgroups(scope, found["containers"])
-    found["cgroups"] |= cgroups
+    found["cgroups"] |= _cgroups(scope, found["containers"])
+    found["files"] |= {str(path) for path in scope.state_dir.glob("*/boxes/*")}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -49,6 +49,23 @@ def leftovers(scope: Scope) -> dict[str, list[str]]:
     return {kind: sorted(things) for kind, things in found.items() if things}
 
 
+def foreign_sockets() -> list[str]:
+    """Sockets this process holds in other network namespaces: doors of boxes."""
+    own: set[str] = set()
+    for table, column in (("tcp", 9), ("tcp6", 9), ("udp", 9), ("udp6", 9), ("unix", 6), ("netlink", 9)):
+        lines = Path("/proc/self/net", table).read_text().splitlines()[1:]
+        own |= {fields[column] for fields in map(str.split, lines) if len(fields) > column}
+    found = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(descriptor.readlink())
+        except OSError:
+            continue  # closed meanwhile
+        if target.startswith("net:[") or (target.startswith("socket:[") and target[8:-1] not in own):
+            found.append(f"{descriptor.name}: {target}")
+    return found
+
+
 def _ours(mount: str, scope: Scope) -> bool:
     return str(scope.state_dir) in mount
 
@@ -58,8 +75,15 @@ def _namespace(pid: str, name: str) -> str:
 
 
 def _cgroups(scope: Scope, containers: set[str]) -> set[str]:
-    marks = {*containers, f"nemo-gym-{hashlib.sha256(str(scope.state_dir).encode()).hexdigest()[:12]}"}
-    return {directory for directory, _, _ in os.walk(CGROUP_ROOT) if any(mark in directory for mark in marks)}
+    """Groups of boxes: below a supervisor's own, which are there as long as it is, or named like a container."""
+    found = set()
+    for record in scope.state_dir.glob("*/supervisor.json"):
+        for base in json.loads(record.read_bytes())["cgroups"]:
+            found |= {str(path) for path in Path(base).glob("*/")}
+    for directory, _, _ in os.walk(CGROUP_ROOT):
+        if any(container in directory for container in containers):
+            found.add(directory)
+    return found
 
 
 def _containers(scope: Scope) -> list[str]:

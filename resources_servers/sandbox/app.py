@@ -1,0 +1,89 @@
+"""The sandbox broker: holds boxes for others, durably, and lends them by lease."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fastapi import FastAPI
+from pydantic import PrivateAttr
+
+from nemo_gym.credentials import Role
+from nemo_gym.errors import ConfigError
+from nemo_gym.serving.problems import shape_errors
+from nemo_gym.serving.server import SimpleServer
+from nemo_gym.topology.provider import SandboxOwner
+from resources_servers.sandbox.assembly import assemble
+from resources_servers.sandbox.config import BrokerConfig
+from resources_servers.sandbox.routes.request_ids import RequestIdMiddleware, problem_reply
+from resources_servers.sandbox.routes.service import not_ready
+from resources_servers.sandbox.routes.table import install_routes
+from resources_servers.sandbox.service import BrokerService
+
+
+class SandboxBroker(SimpleServer):
+    """Serves ``/v1/sandboxes`` over one sandbox provider. See README.md for the API and its rules."""
+
+    config: BrokerConfig
+    ROLE: ClassVar[Role] = Role.OPERATOR
+
+    _app: FastAPI = PrivateAttr()
+    _broker: BrokerService | None = PrivateAttr(default=None)
+
+    def setup_webserver(self) -> FastAPI:
+        # The routes check their callers themselves: a lease is as good as a credential for some of them.
+        app = self.base_app(authenticates_itself=lambda path: True)
+        shape_errors(app, problem_reply)
+        app.add_middleware(RequestIdMiddleware)
+        self._app = app
+        return app
+
+    @property
+    def broker(self) -> BrokerService:
+        """Raises `RuntimeError` before `startup`."""
+        if self._broker is None:
+            raise RuntimeError("the broker is not started")
+        return self._broker
+
+    @property
+    def state_dir(self) -> Path:
+        directory = self.config.state_dir or (self._launch.state_dir if self._launch is not None else None)
+        if directory is None:
+            raise ConfigError(
+                f"server '{self.config.name}' needs a directory for its registry; set state_dir", key="state_dir"
+            )
+        return Path(directory).expanduser().resolve()
+
+    async def startup(self) -> None:
+        provider = SandboxOwner(self.config.sandbox_provider, self.server_client).provider()
+        if provider.name == "remote":
+            raise ConfigError(
+                f"server '{self.config.name}': the broker's own sandbox_provider is 'remote'; name a backend",
+                key="sandbox_provider",
+            )
+        state_dir = await asyncio.to_thread(lambda: self.state_dir)
+        self._broker = assemble(self.config, state_dir, provider, self._credentials)
+        await self._broker.upkeep.start()
+        install_routes(self._app, self._broker)
+
+    async def ready(self) -> dict[str, Any] | None:
+        return await not_ready(self.broker)
+
+    def facts(self) -> dict[str, Any]:
+        return {"provider": self.broker.backend.name, "identity": self.broker.backend.identity}
+
+    async def stopping(self) -> None:
+        self.broker.draining.set()
+        for box in self.broker.boxes.live.values():
+            for run in box.execs.values():
+                run.notify()  # readers of output look up and see that it is time to leave
+
+    async def shutdown(self) -> None:
+        if self._broker is not None:
+            broker, self._broker = self._broker, None
+            await broker.aclose()
+
+
+if __name__ == "__main__":
+    SandboxBroker.run_webserver()

@@ -1,0 +1,126 @@
+"""How many boxes there may be: a bound on all, one per owner, and a queue with a deadline that is fair across owners.
+
+A place that falls free goes to the waiting owner who holds the fewest, and among equals to the one who was served
+longest ago; so an owner who asks for five hundred boxes does not keep another from its first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter, deque
+
+from nemo_gym.sandbox.wire.problems import BrokerError
+
+
+class Admission:
+    """Places for boxes, held from before a create until the box is gone.
+
+    Args:
+        max_boxes: of all owners together; ``None`` is without a bound.
+        max_per_owner: of one owner; ``None`` is without a bound.
+        max_waiting: requests in the queue; one more is refused at once.
+        timeout_s: seconds in the queue until a request is refused.
+    """
+
+    def __init__(
+        self, *, max_boxes: int | None, max_per_owner: int | None, max_waiting: int, timeout_s: float
+    ) -> None:
+        self._max_boxes, self._max_per_owner = max_boxes, max_per_owner
+        self._max_waiting, self._timeout_s = max_waiting, timeout_s
+        self.held: Counter[str] = Counter()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._served: dict[str, int] = {}
+        self._turns = itertools.count()
+
+    @property
+    def total(self) -> int:
+        return self.held.total()
+
+    @property
+    def waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def has_room(self, owner: str) -> bool:
+        return (self._max_boxes is None or self.total < self._max_boxes) and self._may_have_more(owner)
+
+    def _may_have_more(self, owner: str) -> bool:
+        return self._max_per_owner is None or self.held[owner] < self._max_per_owner
+
+    def occupy(self, owner: str) -> None:
+        """Count a box that is there already (adopted after a restart), whatever the bounds say."""
+        self.held[owner] += 1
+
+    async def enter(self, owner: str) -> None:
+        """Wait for a place. Raises `BrokerError` ``quota`` (the owner's own boxes fill its bound), or ``no_room``."""
+        if not self._waiting.get(owner) and self.has_room(owner) and not self._someone_goes_first(owner):
+            self._take(owner)
+            return
+        if self.waiting >= self._max_waiting:
+            raise self._refused(owner, "the queue for a box is full")
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(place)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await place
+        except TimeoutError:
+            if place.done() and not place.cancelled():
+                return
+            raise self._refused(owner, f"no box fell free within {self._timeout_s:g} s") from None
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self.leave(owner)
+            raise
+        finally:
+            self._forget(owner, place)
+
+    def leave(self, owner: str) -> None:
+        """Give a place back."""
+        self.held[owner] -= 1
+        if self.held[owner] <= 0:
+            del self.held[owner]
+        self._hand_on()
+
+    def _take(self, owner: str) -> None:
+        self.held[owner] += 1
+        self._served[owner] = next(self._turns)
+
+    def _someone_goes_first(self, owner: str) -> bool:
+        return any(queue and self._may_have_more(other) for other, queue in self._waiting.items() if other != owner)
+
+    def _hand_on(self) -> None:
+        while self._max_boxes is None or self.total < self._max_boxes:
+            ready = [owner for owner, queue in self._waiting.items() if queue and self._may_have_more(owner)]
+            if not ready:
+                return
+            owner = min(ready, key=lambda name: (self.held[name], self._served.get(name, -1)))
+            place = self._waiting[owner].popleft()
+            if not place.done():
+                self._take(owner)
+                place.set_result(None)
+
+    def _forget(self, owner: str, place: asyncio.Future[None]) -> None:
+        queue = self._waiting.get(owner)
+        if queue is not None:
+            if place in queue:
+                queue.remove(place)
+            if not queue:
+                del self._waiting[owner]
+        if owner not in self.held and owner not in self._waiting:
+            self._served.pop(owner, None)
+
+    def _refused(self, owner: str, why: str) -> BrokerError:
+        retry_after_s = max(1.0, min(self._timeout_s, 10.0))
+        if not self._may_have_more(owner):
+            return BrokerError(
+                "quota",
+                f"{why}: '{owner}' has {self.held[owner]} boxes of at most {self._max_per_owner}; close some, or raise"
+                " the broker's max_boxes_per_owner",
+                retry_after_s=retry_after_s,
+            )
+        return BrokerError(
+            "no_room",
+            f"{why}: {self.total} boxes of at most {self._max_boxes}, {self.waiting} requests wait; try again, or"
+            " raise the broker's max_boxes",
+            retry_after_s=retry_after_s,
+        )

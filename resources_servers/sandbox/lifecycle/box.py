@@ -1,0 +1,144 @@
+"""A live box as this process holds it, and as callers see it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+from nemo_gym.sandbox.base import SandboxHandle, SandboxStatus
+from nemo_gym.sandbox.wire.boxes import LeaseView, SandboxView, TerminationReason
+from nemo_gym.session import LeaseScope
+from resources_servers.sandbox.registry.records import BoxRecord, BoxState, LeaseRecord
+
+if TYPE_CHECKING:
+    from resources_servers.sandbox.execs.run import ExecRun
+
+_STATUS = {
+    BoxState.CREATING: SandboxStatus.STARTING,
+    BoxState.RUNNING: SandboxStatus.RUNNING,
+    BoxState.CLOSING: SandboxStatus.STOPPED,
+    BoxState.GONE: SandboxStatus.STOPPED,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Box:
+    """A box that is not gone. The registry has all of it that must survive this process."""
+
+    sandbox_id: str
+    creator: str
+    """Name of the caller that asked for it."""
+    owner: str
+    """Whose quota it counts against."""
+    idempotency_key: str | None
+    body_digest: bytes
+    state: BoxState
+    created_at: float
+    ttl_s: float
+    deadline: float
+    """When its lease ends, on the monotonic clock: the wall clock may jump."""
+    labels: Mapping[str, str]
+    epoch: int
+    image: str | None
+    leases: dict[str, LeaseRecord]
+    reason: str | None = None
+    handle: SandboxHandle | None = None
+    backend_id: str | None = None
+    creating: asyncio.Task[None] | None = None
+    closing: asyncio.Task[None] | None = None
+    adopting: bool = False
+    """Known to the registry and, after a restart, not looked for in the backend yet."""
+    execs: dict[str, ExecRun] = field(default_factory=dict)
+    doors: dict[str, bytes] = field(default_factory=dict)
+    """Digests of the doors that are open, by name."""
+    doors_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Given to each exec: a box of the warm pool was made before it was known for what."""
+
+    @classmethod
+    def of(cls, record: BoxRecord, leases: list[LeaseRecord]) -> Box:
+        """From the registry; what is left of its lease is counted from now, and is never more than its whole length,
+        should the clock have jumped back."""
+        left_s = min(record.expires_at - time.time(), record.ttl_s)
+        return cls(
+            sandbox_id=record.sandbox_id,
+            creator=record.creator,
+            owner=record.owner,
+            idempotency_key=record.idempotency_key,
+            body_digest=record.body_digest,
+            state=record.state,
+            created_at=record.created_at,
+            ttl_s=record.ttl_s,
+            deadline=time.monotonic() + left_s,
+            labels=record.labels,
+            epoch=record.epoch,
+            image=record.image,
+            leases={lease.lease_id: lease for lease in leases},
+            reason=record.reason,
+            backend_id=record.backend_id,
+        )
+
+    @property
+    def ready(self) -> bool:
+        return self.state is BoxState.RUNNING and self.handle is not None
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until its lease ends."""
+        return self.deadline - time.monotonic()
+
+    @property
+    def expires_at(self) -> float:
+        return time.time() + self.left_s
+
+    @property
+    def owner_lease(self) -> LeaseRecord:
+        return next(lease for lease in self.leases.values() if lease.scope is LeaseScope.OWNER)
+
+    def has_labels(self, wanted: Mapping[str, str]) -> bool:
+        return wanted.items() <= self.labels.items()
+
+    def view(self, provider: str) -> SandboxView:
+        return SandboxView(
+            sandbox_id=self.sandbox_id,
+            state=_STATUS[self.state],
+            ready=self.ready,
+            termination_reason=cast("TerminationReason | None", self.reason),
+            labels=dict(self.labels),
+            provider=provider,
+            image=self.image,
+            epoch=self.epoch,
+            created_at=self.created_at,
+            expires_at=self.expires_at,
+        )
+
+    def lease_view(self, lease: LeaseRecord, token: str | None = None) -> LeaseView:
+        expires_at = min(self.expires_at, lease.expires_at or self.expires_at)
+        return LeaseView(
+            lease_id=lease.lease_id,
+            sandbox_id=self.sandbox_id,
+            scope=lease.scope,
+            epoch=lease.epoch,
+            expires_at=expires_at,
+            ttl_s=max(0.0, expires_at - time.time()),
+            token=token,
+        )
+
+
+def gone_view(record: BoxRecord, provider: str) -> SandboxView:
+    """A box of which only the record is left."""
+    return SandboxView(
+        sandbox_id=record.sandbox_id,
+        state=SandboxStatus.ERROR if record.reason == "create_failed" else SandboxStatus.STOPPED,
+        ready=False,
+        termination_reason=cast("TerminationReason | None", record.reason),
+        labels=dict(record.labels),
+        provider=provider,
+        image=record.image,
+        epoch=record.epoch,
+        created_at=record.created_at,
+        expires_at=record.expires_at,
+    )

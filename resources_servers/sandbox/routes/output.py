@@ -1,0 +1,89 @@
+"""The output of an exec as a stream, resumed from any offset; it ends with exactly one terminal frame."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from starlette.responses import Response, StreamingResponse
+
+from nemo_gym.sandbox.wire.frames import (
+    MAX_PAYLOAD_BYTES,
+    PING,
+    PING_INTERVAL_S,
+    Frame,
+    FrameKind,
+    encode_end,
+    encode_event,
+    encode_output,
+)
+from nemo_gym.sandbox.wire.problems import BrokerError
+from nemo_gym.sandbox.wire.routes import EVENT_STREAM, OCTET_STREAM
+from resources_servers.sandbox.execs.run import ExecRun
+from resources_servers.sandbox.execs.spool import Stream
+from resources_servers.sandbox.service import BrokerService
+
+OUTPUT_TYPES = (EVENT_STREAM, OCTET_STREAM)
+_KINDS: dict[Stream, FrameKind] = {"stdout": FrameKind.STDOUT, "stderr": FrameKind.STDERR}
+_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+def output_reply(broker: BrokerService, run: ExecRun, accept: str, offset: int, status: int = 200) -> Response:
+    """Raises `BrokerError` ``offset_out_of_range`` or ``output_gone``."""
+    if offset > run.size or (run.end is not None and offset > run.end.output_bytes):
+        raise BrokerError(
+            "offset_out_of_range", f"offset {offset} lies beyond the output of {run.size} bytes", size_bytes=run.size
+        )
+    if run.end is not None and offset < run.end.output_bytes:
+        _require_kept(run, offset)
+    if OCTET_STREAM in accept:
+        return StreamingResponse(_frames(broker, run, offset), status, _HEADERS, OCTET_STREAM)
+    return StreamingResponse(_events(broker, run, offset), status, _HEADERS, EVENT_STREAM)
+
+
+def _require_kept(run: ExecRun, offset: int) -> None:
+    try:
+        kept = bool(run.spool.read(offset, 1))
+    except OSError:
+        kept = False
+    if not kept:
+        raise BrokerError("output_gone", f"the output of exec '{run.exec_id}' was dropped to make room")
+
+
+async def _frames(broker: BrokerService, run: ExecRun, offset: int) -> AsyncIterator[bytes]:
+    async for piece in _pieces(broker, run, offset):
+        if piece is None:
+            yield PING
+        else:
+            yield b"".join(frame for stream, data in piece for frame in encode_output(stream, data))
+    if run.end is not None:
+        yield encode_end(run.end)
+
+
+async def _events(broker: BrokerService, run: ExecRun, offset: int) -> AsyncIterator[bytes]:
+    async for piece in _pieces(broker, run, offset):
+        if piece is None:
+            yield encode_event(Frame(FrameKind.PING), offset)
+            continue
+        for stream, data in piece:
+            offset += len(data)
+            yield encode_event(Frame(_KINDS[stream], data), offset)
+    if run.end is not None:
+        yield encode_event(Frame(FrameKind.EXIT, run.end.model_dump_json().encode()), offset)
+
+
+async def _pieces(
+    broker: BrokerService, run: ExecRun, offset: int
+) -> AsyncIterator[list[tuple[Stream, bytes]] | None]:
+    """Output from ``offset`` to the end, ``None`` where a while passes without any. Where the broker is stopping it
+    ends early, without a terminal frame: the reader comes back when the broker does."""
+    while not broker.draining.is_set():
+        if offset < run.size:
+            pieces = run.spool.read(offset, MAX_PAYLOAD_BYTES)
+            offset += sum(len(data) for _, data in pieces)
+            yield [*pieces]
+        elif run.end is not None:
+            return
+        elif not await run.changed(PING_INTERVAL_S):
+            yield None
+    if offset < run.size or run.end is None:
+        raise ConnectionAbortedError("the broker is stopping")

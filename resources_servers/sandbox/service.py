@@ -1,0 +1,43 @@
+"""Everything of one broker that its routes use, made at start and ended with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+
+from resources_servers.sandbox.config import BrokerConfig
+from resources_servers.sandbox.execs.manager import Execs
+from resources_servers.sandbox.leases.access import Access
+from resources_servers.sandbox.lifecycle.backend import Backend
+from resources_servers.sandbox.lifecycle.boxes import Boxes
+from resources_servers.sandbox.lifecycle.creation import Creations
+from resources_servers.sandbox.lifecycle.upkeep import Upkeep
+from resources_servers.sandbox.metrics import Metrics
+from resources_servers.sandbox.registry.writer import GroupCommitWriter
+
+
+@dataclass
+class BrokerService:
+    config: BrokerConfig
+    writer: GroupCommitWriter
+    backend: Backend
+    boxes: Boxes
+    execs: Execs
+    creations: Creations
+    access: Access
+    upkeep: Upkeep
+    metrics: Metrics
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
+    """What this process alone may have: the lock of the state directory."""
+    draining: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the broker is told to stop: no more creates, and streams end so that clients come back later."""
+
+    async def aclose(self) -> None:
+        await self.upkeep.aclose()
+        if self.config.on_stop == "destroy":
+            await self.upkeep.destroy_all()
+        await self.boxes.aclose()
+        await self.backend.aclose()
+        await self.writer.aclose()
+        self.held.close()

@@ -1,0 +1,45 @@
+"""Shared by the broker's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resources_servers.sandbox.tests.broker_process import BrokerProcess
+from tests.docker_engine import docker_engine
+
+__all__ = ["docker_engine"]
+
+StartBroker = Callable[..., BrokerProcess]
+
+
+@pytest.fixture
+def local_backend(tmp_path: Path) -> dict[str, Any]:
+    """The local provider with a supervisor of this test's own."""
+    return {"local": {"state_dir": str(tmp_path / "boxes"), "linger_s": 1}}
+
+
+@pytest.fixture
+def start_broker(tmp_path: Path, local_backend: dict[str, Any]) -> Iterator[StartBroker]:
+    """Starts brokers, over the local provider unless another is given; they end with the test, boxes included."""
+    started: list[BrokerProcess] = []
+
+    def start(provider: dict[str, Any] | None = None, **settings: Any) -> BrokerProcess:
+        state_dir = tmp_path / f"broker-{len(started)}"
+        settings.setdefault("on_stop", "destroy")
+        broker = BrokerProcess(state_dir, provider or local_backend, **settings)
+        started.append(broker)
+        broker.start()
+        return broker
+
+    yield start
+    for broker in started:
+        broker.close()
+
+
+@pytest.fixture
+def broker(start_broker: StartBroker) -> BrokerProcess:
+    return start_broker()

@@ -98,8 +98,8 @@ class WeightsSpan:
 class TokenDelta:
     """Newly sampled tokens, each with the logprob the engine sampled it with."""
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +113,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A complete answer. ``logprobs[i]`` belongs to ``token_ids[i]``; there are always as many of both."""
+    """A complete answer. ``logprobs[i]`` belongs to ``token_ids[i]``; there are always as many of both. Long ones may
+    be arrays."""
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
     finish_reason: FinishReason
     engine: str
     """The name of the engine that sampled it."""

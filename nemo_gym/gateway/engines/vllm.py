@@ -14,6 +14,7 @@ from nemo_gym.gateway.engines.constraints import vllm_fields
 from nemo_gym.gateway.engines.echo import without_echo
 from nemo_gym.gateway.engines.errors import EngineLostError, EngineRefusedError
 from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
+from nemo_gym.gateway.engines.long_completions import LongCompletion, long_completion
 from nemo_gym.gateway.engines.types import FinishReason, Generation, TokenDelta, TokenRequest, prompt_of
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
@@ -42,9 +43,9 @@ class _Choice(msgspec.Struct):
     def logprobs(self) -> tuple[float, ...]:
         if self.told is None:
             return ()
-        if self.told.content is not None:
-            return tuple(entry.logprob for entry in self.told.content)
-        return self.told.token_logprobs or ()
+        if self.told.token_logprobs is not None:
+            return self.told.token_logprobs
+        return tuple(entry.logprob for entry in self.told.content or ())
 
 
 class _Completion(msgspec.Struct):
@@ -98,24 +99,32 @@ class VllmEngine(HttpEngine):
         with self.reading():
             echo = request.prompt_json or b""
             # Skipping numbers costs as much as reading them; leaving them out costs a copy of the others.
-            found = _COMPLETIONS.decode(without_echo(raw, echo) if 2 * len(echo) > len(raw) else raw)
+            raw = without_echo(raw, echo) if 2 * len(echo) > len(raw) else raw
+            if (long := long_completion(raw)) is not None:
+                return self._generation(request, long, long.usage, first)
+            found = _COMPLETIONS.decode(raw)
             if len(found.choices) != 1:
                 raise ValueError(f"{len(found.choices)} choices instead of one")
-            choice = found.choices[0]
-            prompt = bytes(choice.prompt_token_ids)
-            if prompt and prompt != request.prompt_json:
-                self._check_prompt(request, {"prompt_token_ids": orjson.loads(prompt)})
-            if len(choice.token_ids or ()) != len(choice.logprobs):
-                raise _unequal(len(choice.token_ids or ()), len(choice.logprobs))
-            return Generation(
-                choice.token_ids or (),
-                choice.logprobs,
-                _FINISH[choice.finish_reason],
-                self.name,
-                choice.stop_reason,
-                self.span(first),
-                _cached(found.usage or {}),
-            )
+            return self._generation(request, found.choices[0], found.usage, first)
+
+    def _generation(
+        self, request: TokenRequest, choice: _Choice | LongCompletion, usage: dict[str, Any] | None, first: str | None
+    ) -> Generation:
+        prompt = bytes(choice.prompt_token_ids)
+        if prompt and prompt != request.prompt_json:
+            self._check_prompt(request, {"prompt_token_ids": orjson.loads(prompt)})
+        token_ids, logprobs = choice.token_ids or (), choice.logprobs
+        if len(token_ids) != len(logprobs):
+            raise _unequal(len(token_ids), len(logprobs))
+        return Generation(
+            token_ids,
+            logprobs,
+            _FINISH[choice.finish_reason],
+            self.name,
+            choice.stop_reason,
+            self.span(first),
+            _cached(usage or {}),
+        )
 
     async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenDelta | Generation, None]:
         if self._route == "generate":

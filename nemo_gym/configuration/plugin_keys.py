@@ -93,10 +93,17 @@ def _module(path: Path) -> ast.Module:
         raise _UnknownSource(str(error)) from error
 
 
+@lru_cache(maxsize=256)
 def _classes(path: Path) -> dict[str, ast.ClassDef]:
     return {node.name: node for node in ast.walk(_module(path)) if isinstance(node, ast.ClassDef)}
 
 
+@lru_cache(maxsize=256)
+def _imports(path: Path) -> tuple[ast.ImportFrom, ...]:
+    return tuple(node for node in ast.walk(_module(path)) if isinstance(node, ast.ImportFrom))
+
+
+@lru_cache(maxsize=256)
 def _running_class(path: Path) -> ast.ClassDef | None:
     """The class whose ``run_webserver()`` the file calls."""
     for node in ast.walk(_module(path)):
@@ -114,11 +121,10 @@ def _find(name: str, path: Path, roots: Sequence[Path]) -> _Class:
     """The class a name means in a file: defined there, or imported from a file below a root or beside it."""
     if node := _classes(path).get(name):
         return _Class(path, node)
-    for statement in ast.walk(_module(path)):
-        if isinstance(statement, ast.ImportFrom):
-            for alias in statement.names:
-                if (alias.asname or alias.name) == name:
-                    return _find(alias.name, _module_file(statement, path, roots), roots)
+    for statement in _imports(path):
+        for alias in statement.names:
+            if (alias.asname or alias.name) == name:
+                return _find(alias.name, _module_file(statement, path, roots), roots)
     raise _UnknownSource(name)
 
 

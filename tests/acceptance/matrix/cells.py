@@ -1,0 +1,152 @@
+"""Every agent × environment × sandbox there is, and what composing says about each.
+
+Nothing is listed here: agents, environments and sandboxes are the files of ``configs/``, and what a plugin needs
+beside its name is data of its own folder:
+
+- an environment: ``data/example.jsonl``, whose first row is asked, and ``data/scripted_policy.yaml``, which solves it;
+- an agent: ``data/scripted_tools.yaml``, how its harness spells what the script says, where it asks a model; and
+  ``data/matrix.yaml`` with ``words``, where it wants more on the command line than its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import yaml
+
+from nemo_gym.configuration.check import check_everything
+from nemo_gym.configuration.compose import Composition, compose
+from nemo_gym.configuration.groups import Choice, choose_instance, load_group
+from nemo_gym.configuration.keys import GROUPS, MODEL_TYPE
+from nemo_gym.configuration.roots import find_plugin
+from nemo_gym.configuration.sandbox_check import check_sandbox
+from nemo_gym.configuration.servers import references
+from nemo_gym.errors import ConfigError
+from nemo_gym.session import Topology
+
+ROOT = Path(__file__).resolve().parents[3]
+MODEL = "scripted"
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """One agent in one environment with one sandbox. Without a topology, the one that the suite chooses."""
+
+    agent: str
+    environment: str
+    sandbox: str
+    topology: Topology | None = None
+
+    def __str__(self) -> str:
+        return "-".join((self.agent, self.environment, self.sandbox, *([str(self.topology)] if self.topology else [])))
+
+    def words(self, roots: Sequence[Path]) -> list[str]:
+        """What is said to ``ng_run`` beside the model, the input and the output."""
+        chosen = [f"agent={self.agent}", f"environment={self.environment}", f"sandbox={self.sandbox}"]
+        if self.topology is not None:
+            chosen.append(f"topology={self.topology}")
+        return [*chosen, *_words_of(folder("agent", self.agent, roots))]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What composing a cell says: the topologies it can run in, or why there is none."""
+
+    cell: Cell
+    default: Topology | None = None
+    topologies: tuple[Topology, ...] = ()
+    """Those that can be chosen, in the order of their letters."""
+    reason: str | None = None
+    data: tuple[str, ...] = ()
+    """The files that the scripted model reads when the cell is run; paths below a plugin root."""
+
+    @property
+    def is_refused(self) -> bool:
+        return self.reason is not None
+
+    def cells(self) -> list[Cell]:
+        """One per topology that works."""
+        cell = self.cell
+        return [Cell(cell.agent, cell.environment, cell.sandbox, topology) for topology in self.topologies]
+
+
+def names(group: str, roots: Iterable[Path]) -> list[str]:
+    """The files of a group, of every root."""
+    return sorted({path.stem for root in roots for path in (root / "configs" / group).glob("*.yaml")})
+
+
+def all_cells(roots: Sequence[Path] = (ROOT,)) -> Iterator[Cell]:
+    for agent, environment, sandbox in product(*(names(g, roots) for g in ("agent", "environment", "sandbox"))):
+        yield Cell(agent, environment, sandbox)
+
+
+def folder(group: str, name: str, roots: Sequence[Path]) -> Path:
+    """The plugin that a group's file composes."""
+    server_type = GROUPS[group]
+    assert server_type is not None
+    loaded = load_group(Choice(group, name, "the matrix"), roots)
+    assert loaded is not None, f"{group}={name}: there is no such file"
+    servers = {
+        instance: next(iter(value[server_type]))
+        for layer in loaded.layers
+        for instance, value in layer.values.items()
+        if isinstance(value, Mapping) and server_type in value
+    }
+    instance = choose_instance(group, loaded, servers)
+    assert instance is not None, f"{group}={name} composes no server"
+    return find_plugin(server_type, servers[instance], roots)
+
+
+def rows_of(environment: str, roots: Sequence[Path] = (ROOT,)) -> Path:
+    return folder("environment", environment, roots) / "data" / "example.jsonl"
+
+
+def asks_a_model(composition: Composition) -> bool:
+    """Whether the chosen agent has a model server."""
+    agent = composition.servers[composition.chosen["agent"]]
+    return any(reference.server_type == MODEL_TYPE for reference in references(agent.values))
+
+
+def composed(cell: Cell, roots: Sequence[Path] = (ROOT,)) -> tuple[Composition, Topology | None]:
+    """What ``ng_run`` would start, after everything that it checks first. Raises `ConfigError`."""
+    composition = compose([*cell.words(roots), f"model={MODEL}"], roots=roots)
+    topology = check_everything(composition)
+    check_sandbox(composition, topology)
+    return composition, topology
+
+
+def verdict(cell: Cell, roots: Sequence[Path] = (ROOT,)) -> Verdict:
+    """Compose a cell as it is and in every topology."""
+    default, reason = None, None
+    data: tuple[str, ...] = ()
+    try:
+        composition, default = composed(cell, roots)
+        data = _data(composition)
+    except ConfigError as error:
+        reason = error.message
+    working = []
+    for topology in Topology:
+        if topology is default:
+            working.append(topology)
+            continue
+        try:
+            composed(Cell(cell.agent, cell.environment, cell.sandbox, topology), roots)
+        except ConfigError:
+            continue
+        working.append(topology)
+    return Verdict(cell, default, tuple(working), reason, data)
+
+
+def _data(composition: Composition) -> tuple[str, ...]:
+    if not asks_a_model(composition):
+        return ()
+    model = composition.servers[composition.chosen["model"]].values
+    return (str(model["script"]), str(model["tools"]))
+
+
+def _words_of(plugin: Path) -> list[str]:
+    path = plugin / "data" / "matrix.yaml"
+    return [str(word) for word in yaml.safe_load(path.read_text())["words"]] if path.is_file() else []

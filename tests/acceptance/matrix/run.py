@@ -1,0 +1,125 @@
+"""One cell for real: servers, boxes, the agent itself and a scripted policy, by ``ng_run`` as a person types it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_gym.cli.prepare_agents import cli_packages
+from nemo_gym.configuration.compatibility import SANDBOX_BLOCK
+from nemo_gym.sandbox import labels
+from nemo_gym.sandbox.config import resolve_provider_config
+from nemo_gym.sandbox.registry import create_provider
+from tests.acceptance.matrix.cells import MODEL, ROOT, Cell, asks_a_model, composed, folder, rows_of
+
+PREPARE_TIMEOUT_S = 900.0
+RUN_TIMEOUT_S = 240.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the one row, and of the boxes."""
+
+    cell: Cell
+    rows: tuple[dict[str, Any], ...]
+    boxes_left: tuple[str, ...]
+    seconds: float
+    log: str
+    """What ``ng_run`` printed."""
+
+    @property
+    def row(self) -> dict[str, Any]:
+        (row,) = self.rows
+        return row
+
+    def failures(self) -> list[str]:
+        """What keeps the cell from working; empty where it works."""
+        if len(self.rows) != 1:
+            return [f"{len(self.rows)} results instead of one: {self.log[-1500:]}"]
+        row, found = self.row, []
+        if row.get("valid") is not True:
+            found.append(f"no valid verdict: {row.get('failure_kind')}: {row.get('failure_reason')}")
+        elif row.get("reward") != 1.0:
+            found.append(f"reward {row.get('reward')} for a right answer, details {row.get('details')}")
+        if row.get("outcome") != "completed":
+            found.append(f"outcome {row.get('outcome')}: {row.get('outcome_detail')}")
+        if self.cell.topology is not None and row.get("topology") != str(self.cell.topology):
+            found.append(f"ran in topology {row.get('topology')}")
+        if self.boxes_left:
+            found.append(f"boxes left: {', '.join(self.boxes_left)}")
+        return found
+
+
+class CellError(Exception):
+    """A cell could not be run at all: a command failed. Holds what it printed."""
+
+
+def prepare(cell: Cell, directory: Path) -> None:
+    """What has to be there once: the CLI that the agent runs, and the images of the environment's first row."""
+    agent = folder("agent", cell.agent, (ROOT,)).name.removesuffix("_agent")
+    if agent in cli_packages():
+        _ng("ng_prepare", ["agents", f"agents={agent}"], PREPARE_TIMEOUT_S)
+    environment = folder("environment", cell.environment, (ROOT,))
+    if (environment / "prepare.py").is_file():
+        rows = first_row(cell.environment, directory)
+        _ng("ng_prepare", [environment.name, f"rows={rows}", f"sandbox={cell.sandbox}"], PREPARE_TIMEOUT_S)
+
+
+def first_row(environment: str, directory: Path) -> Path:
+    rows = directory / f"{environment}.jsonl"
+    rows.write_text(rows_of(environment).read_text(encoding="utf-8").splitlines()[0] + "\n", encoding="utf-8")
+    return rows
+
+
+def run(cell: Cell, directory: Path) -> Outcome:
+    """Run the environment's first row. Raises `CellError` where ``ng_run`` fails."""
+    composition, _ = composed(cell)
+    run_id = f"matrix-{uuid.uuid4().hex[:12]}"
+    output = directory / "rollouts.jsonl"
+    words = [*cell.words((ROOT,)), f"input={first_row(cell.environment, directory)}", f"output={output}"]
+    if asks_a_model(composition):
+        words.append(f"model={MODEL}")
+    began = time.monotonic()
+    log = _ng("ng_run", [*words, f"run_id={run_id}", f"run_dir={directory / 'run'}"], RUN_TIMEOUT_S)
+    seconds = time.monotonic() - began
+    rows = tuple(json.loads(line) for line in output.read_text(encoding="utf-8").splitlines())
+    block = resolve_provider_config(SANDBOX_BLOCK, composition.values)
+    return Outcome(cell, rows, asyncio.run(boxes_of(block, run_id)), seconds, log)
+
+
+async def boxes_of(sandbox: dict[str, Any], run_id: str) -> tuple[str, ...]:
+    """The boxes of a run that there are now, as their provider says."""
+    provider = create_provider(sandbox)
+    try:
+        return tuple(box.sandbox_id for box in await provider.list({labels.RUN: run_id}))
+    finally:
+        await provider.aclose()
+
+
+def _ng(command: str, words: Sequence[str], timeout_s: float) -> str:
+    path = Path(sys.executable).parent / command
+    try:
+        done = subprocess.run(
+            [str(path), *words],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+            env={**os.environ, "COLUMNS": "200"},
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CellError(f"{command} {' '.join(words)} did not end within {timeout_s:g} s: {error.output!r}") from None
+    if done.returncode != 0:
+        raise CellError(f"{command} {' '.join(words)} ended with {done.returncode}:\n{done.stdout[-3000:]}")
+    return done.stdout

@@ -1,0 +1,177 @@
+"""Every agent in every environment with every sandbox: composed here, and run for real."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_gym.sandbox import labels
+from nemo_gym.sandbox.base import SandboxSpec
+from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.session import Topology
+from tests.acceptance.matrix.cells import ROOT, Cell, Verdict, all_cells, composed, names, verdict
+from tests.acceptance.matrix.page import PAGE, render
+from tests.acceptance.matrix.run import Outcome, boxes_of, prepare, run
+from tests.architecture.docs import write_examples
+from tests.docker_engine import docker_engine
+
+__all__ = ["docker_engine"]
+CELLS = list(all_cells())
+CLIS = ("claude_code", "codex")
+SANDBOXES = ("local", "docker")
+
+
+@pytest.fixture(scope="module")
+def verdicts(docker_engine: str) -> dict[Cell, Verdict]:
+    return {cell: verdict(cell) for cell in CELLS}
+
+
+@pytest.fixture
+def works(tmp_path: Path, docker_engine: str) -> Iterator[Callable[[Cell], Outcome]]:
+    """Runs a cell; fails where it does not work."""
+
+    def proven(cell: Cell) -> Outcome:
+        prepare(cell, tmp_path)
+        outcome = run(cell, tmp_path)
+        assert outcome.failures() == [], outcome.log[-3000:]
+        return outcome
+
+    yield proven
+
+
+# --------------------------------------------------------------------------------------------------- what composes
+
+
+def test_matrix_holds_every_file_of_the_groups() -> None:
+    assert {cell.agent for cell in CELLS} == {path.stem for path in (ROOT / "configs/agent").glob("*.yaml")}
+    assert len(CELLS) == len(set(CELLS)) >= 7 * 3 * 2
+    assert {"swe_bench", "example_mcp_weather", "math"} <= {cell.environment for cell in CELLS}
+
+
+def test_cell_works_somewhere_or_is_refused_with_a_way_out(verdicts: dict[Cell, Verdict]) -> None:
+    for found in verdicts.values():
+        if found.reason is None:
+            assert found.default in found.topologies
+        else:
+            assert found.default is None
+            assert any(way in found.reason for way in ("choose", "use ", "add ", "install", "set ", "Others:")), found
+
+
+def test_page_is_what_composing_says_now(verdicts: dict[Cell, Verdict]) -> None:
+    assert PAGE.read_text(encoding="utf-8") == render(list(verdicts.values())), (
+        "make the page anew: python -m tests.acceptance.matrix --write"
+    )
+
+
+def test_agent_that_asks_a_model_says_how_its_tools_are_called(verdicts: dict[Cell, Verdict]) -> None:
+    needed = {path for found in verdicts.values() for path in found.data}
+    assert {path.split("/")[0] for path in needed} == {"responses_api_agents", "resources_servers"}
+    assert [path for path in sorted(needed) if not (ROOT / path).is_file()] == []
+
+
+def test_agent_and_environment_of_another_folder_join_by_themselves(tmp_path: Path, docker_engine: str) -> None:
+    write_examples("add-an-agent.md", tmp_path)
+    write_examples("add-an-environment.md", tmp_path)
+    for group, folder, name in (
+        ("agent", "responses_api_agents", "tiny_agent"),
+        ("environment", "resources_servers", "sums"),
+    ):
+        (tmp_path / "configs" / group).mkdir(parents=True)
+        config = f"config_paths: [{folder}/{name}/configs/{name}.yaml]\n"
+        (tmp_path / "configs" / group / f"{name}.yaml").write_text(config)
+    roots = (tmp_path, ROOT)
+    assert {*names("agent", roots)} - {*names("agent", (ROOT,))} == {"tiny_agent"}
+    assert Cell("tiny_agent", "sums", "local") in all_cells(roots)
+    assert verdict(Cell("tiny_agent", "sums", "local"), roots).default is Topology.AGENT_IN_ENV
+    assert verdict(Cell("tiny_agent", "math", "local"), roots).topologies == (Topology.NONE,)
+    assert "can only use mcp or http" in (verdict(Cell("simple_agent", "swe_bench", "local"), roots).reason or "")
+
+
+# ---------------------------------------------------------------------------------------------------- what is wrong
+
+
+def outcome(**row: Any) -> Outcome:
+    right = {"valid": True, "reward": 1.0, "outcome": "completed", "topology": "none"}
+    return Outcome(Cell("a", "e", "s", Topology.NONE), ({**right, **row},), (), 1.0, "")
+
+
+@pytest.mark.parametrize(
+    ("row", "wrong"),
+    [
+        ({"valid": False, "reward": None, "failure_kind": "sandbox_lost"}, "no valid verdict: sandbox_lost"),
+        ({"reward": 0.0}, "reward 0.0 for a right answer"),
+        ({"outcome": "crashed", "outcome_detail": "exit status 3"}, "outcome crashed: exit status 3"),
+        ({"topology": "env_sandboxed"}, "ran in topology env_sandboxed"),
+    ],
+)
+def test_cell_does_not_work_when_its_row_says_so(row: dict[str, Any], wrong: str) -> None:
+    assert outcome().failures() == []
+    (said,) = outcome(**row).failures()
+    assert wrong in said
+
+
+@pytest.mark.parametrize("sandbox", SANDBOXES)
+async def test_box_that_a_run_left_behind_is_found(sandbox: str, tmp_path: Path, docker_engine: str) -> None:
+    composition, _ = composed(Cell("oracle", "swe_bench", sandbox))
+    block, run_id = composition.values["sandbox"], f"left-by-{tmp_path.name}-{sandbox}"
+    provider = create_provider(block)
+    box = await provider.create(SandboxSpec(image="host", ttl_s=60, metadata={labels.RUN: run_id}))
+    assert len(await boxes_of(block, run_id)) == 1
+    await provider.close(box)
+    await provider.aclose()
+    assert await boxes_of(block, run_id) == ()
+
+
+# --------------------------------------------------------------------------------------------------------- what runs
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("sandbox", SANDBOXES)
+@pytest.mark.parametrize("agent", CLIS)
+def test_cli_solves_an_example_task_from_within_a_box_without_a_network(
+    agent: str, sandbox: str, works: Callable[[Cell], Outcome]
+) -> None:
+    row = works(Cell(agent, "swe_bench", sandbox)).row
+    assert (row["topology"], row["official"]["resolved"]) == ("agent_in_env", True)
+    seen = row["ng_agent_observations"]
+    assert (seen["turns"], seen["tool_calls"], row["ng_model_session"]["turns"]) == (5, 4, 5)
+    assert seen["doors"]["model"]["statuses"] == {"200": 5}
+    assert set(seen["doors"]) == {"model"}, "the box's only way out is the model's door"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("sandbox", SANDBOXES)
+@pytest.mark.parametrize("agent", CLIS)
+def test_cli_uses_the_environments_mcp_tool_from_a_box_without_a_network(
+    agent: str, sandbox: str, works: Callable[[Cell], Outcome]
+) -> None:
+    row = works(Cell(agent, "example_mcp_weather", sandbox)).row
+    assert row["topology"] == "env_sandboxed"
+    assert row["details"]["tool_calls"] == ["get_weather"] * 3
+    assert set(row["ng_agent_observations"]["doors"]) == {"model", "example_mcp_weather"}
+
+
+def test_only_the_environments_name_differs_between_the_cells_of_an_agent() -> None:
+    for agent in CLIS:
+        first, second = (Cell(agent, e, "local").words((ROOT,)) for e in ("swe_bench", "example_mcp_weather"))
+        assert {*first} ^ {*second} == {"environment=swe_bench", "environment=example_mcp_weather"}
+
+
+def test_right_answer_without_a_world_is_rewarded(works: Callable[[Cell], Outcome]) -> None:
+    row = works(Cell("simple_agent", "math", "local")).row
+    assert (row["topology"], row["details"]["answer"]) == ("none", "46")
+    assert json.loads(json.dumps(row)) == row
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_cell_works_in_every_topology_that_is_not_refused(
+    cell: Cell, verdicts: dict[Cell, Verdict], works: Callable[[Cell], Outcome]
+) -> None:
+    for runnable in verdicts[cell].cells():
+        works(runnable)

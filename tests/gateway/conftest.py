@@ -4,13 +4,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 
-import aiohttp
 import pytest
+
+from nemo_gym.gateway.engines import EngineConnections
 
 
 @pytest.fixture
-async def http() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as session:
+async def http() -> AsyncIterator[EngineConnections]:
+    async with EngineConnections() as session:
         yield session
 
 

@@ -10,11 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-import aiohttp
 import orjson
 from aiohttp import web
 
-from nemo_gym.gateway.engines import EngineEndpoint, Generation, Sampling, TokenRequest, VllmEngine
+from nemo_gym.gateway.engines import EngineConnections, EngineEndpoint, Generation, Sampling, TokenRequest, VllmEngine
 from nemo_gym.gateway.journal import SessionJournal, SessionRecord
 from nemo_gym.gateway.retries import EngineCalls, SessionAnswers, request_fingerprint
 from nemo_gym.gateway.routing import Router
@@ -28,7 +27,7 @@ async def main(directory: Path, engine_url: str) -> None:
         for turn in session.turns:
             known.restore(turn.fingerprint, turn.key, turn.body, sent=turn.sent)
 
-    async with aiohttp.ClientSession() as http:
+    async with EngineConnections() as http:
         router: Router[VllmEngine] = Router()
         router.add(VllmEngine(EngineEndpoint("e0", engine_url), http))
         calls = EngineCalls(router)

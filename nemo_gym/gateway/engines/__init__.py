@@ -7,6 +7,7 @@ from nemo_gym.gateway.engines.config import (
     SglangEngineConfig,
     VllmEngineConfig,
 )
+from nemo_gym.gateway.engines.connections import EngineConnections
 from nemo_gym.gateway.engines.errors import (
     EngineAnswerError,
     EngineCredentialError,
@@ -38,6 +39,7 @@ __all__ = [
     "Engine",
     "EngineAnswerError",
     "EngineConfig",
+    "EngineConnections",
     "EngineCredentialError",
     "EngineEndpoint",
     "EngineError",

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Annotated, Literal
 from urllib.parse import SplitResult, urlsplit
 
-import aiohttp
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from nemo_gym.gateway.engines.connections import EngineConnections
 from nemo_gym.gateway.engines.http import EngineEndpoint
 from nemo_gym.gateway.engines.openai import OpenAIEngine
 from nemo_gym.gateway.engines.sglang import STREAM_INTERVAL as SGLANG_STREAM_INTERVAL
@@ -93,7 +93,7 @@ class VllmEngineConfig(_EngineConfig):
     """Tokens per streamed event that the server is asked for. An answer that breaks off goes on elsewhere after the
     last event."""
 
-    def make(self, http: aiohttp.ClientSession) -> VllmEngine:
+    def make(self, http: EngineConnections) -> VllmEngine:
         engine = VllmEngine(self.endpoint(), http, route=self.route, stream_interval=self.stream_interval)
         engine.weights_version = self.weights_version
         return engine
@@ -107,7 +107,7 @@ class SglangEngineConfig(_EngineConfig):
     """Tokens per streamed event that the server is asked for. An answer that breaks off goes on elsewhere after the
     last event."""
 
-    def make(self, http: aiohttp.ClientSession) -> SglangEngine:
+    def make(self, http: EngineConnections) -> SglangEngine:
         engine = SglangEngine(self.endpoint(), http, stream_interval=self.stream_interval)
         engine.weights_version = self.weights_version
         return engine
@@ -121,7 +121,7 @@ class OpenAIEngineConfig(_EngineConfig):
     logprobs: bool = False
     """Ask for the logprobs of sampled tokens."""
 
-    def make(self, http: aiohttp.ClientSession) -> OpenAIEngine:
+    def make(self, http: EngineConnections) -> OpenAIEngine:
         endpoint = self.endpoint()
         if endpoint.api_key is None:
             endpoint = replace(endpoint, api_key=os.environ.get(API_KEY_ENV) or None)

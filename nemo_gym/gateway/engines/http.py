@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-import aiohttp
 import msgspec
 import orjson
 
 from nemo_gym.errors import ConfigError
+from nemo_gym.gateway.engines.connections import BROKEN, EngineConnections, NotConnectedError, Patience
 from nemo_gym.gateway.engines.echo import without_echo
 from nemo_gym.gateway.engines.errors import (
     EngineAnswerError,
@@ -28,6 +28,8 @@ from nemo_gym.gateway.engines.errors import (
     EngineUnreachableError,
 )
 from nemo_gym.gateway.engines.events import DONE, EventReader
+from nemo_gym.gateway.engines.exchange import NoHttpError, Reply
+from nemo_gym.gateway.engines.heads import RequestHeads
 from nemo_gym.gateway.engines.types import WeightsSpan
 
 READ_OUT_S = 0.05
@@ -67,18 +69,15 @@ class HttpEngine:
 
     health_route = "/health"
 
-    def __init__(self, endpoint: EngineEndpoint, http: aiohttp.ClientSession) -> None:
+    def __init__(self, endpoint: EngineEndpoint, http: EngineConnections) -> None:
+        """Raises `ConfigError` for headers that cannot be sent."""
         self.endpoint = endpoint
         self.weights_version: str | None = None
         self._http = http
-        self._headers = {"Content-Type": "application/json", **endpoint.headers}
-        if endpoint.api_key:
-            self._headers["Authorization"] = f"Bearer {endpoint.api_key}"
-        self._timeout = aiohttp.ClientTimeout(
-            total=endpoint.request_timeout_s,
-            sock_connect=endpoint.connect_timeout_s,
-            sock_read=endpoint.idle_timeout_s,
-        )
+        key = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
+        self._heads = RequestHeads(endpoint.base_url, {**endpoint.headers, **key})
+        self._patience = Patience(endpoint.connect_timeout_s, endpoint.request_timeout_s, endpoint.idle_timeout_s)
+        self._probe_patience = Patience(endpoint.connect_timeout_s, endpoint.probe_timeout_s)
 
     @property
     def name(self) -> str:
@@ -88,14 +87,11 @@ class HttpEngine:
         return f"{type(self).__name__}({self.name!r}, {self.endpoint.base_url!r})"
 
     async def probe(self) -> None:
-        timeout = aiohttp.ClientTimeout(total=self.endpoint.probe_timeout_s)
-        async with self._reply("GET", self.health_route, None, timeout) as reply:
-            await reply.read()
+        await self._whole("GET", self.health_route, b"", self._probe_patience)
 
     async def post(self, route: str, body: Mapping[str, Any]) -> tuple[bytes, Mapping[str, str]]:
-        """The body and the headers of a 200; raises `EngineError` for everything else."""
-        async with self._reply("POST", route, body, self._timeout) as reply:
-            return await reply.read(), reply.headers
+        """The body of a 200 and its headers by their names in lower case; raises `EngineError` for everything else."""
+        return await self._whole("POST", route, orjson.dumps(body), self._patience)
 
     async def post_json(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
         raw, _ = await self.post(route, body)
@@ -103,9 +99,20 @@ class HttpEngine:
 
     async def post_stream(self, route: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
         """The bytes of a 200 as they arrive. Closing the iterator closes the connection."""
-        async with self._reply("POST", route, body, self._timeout) as reply:
-            async for chunk in reply.content.iter_any():
-                yield chunk
+        data = orjson.dumps(body)
+        head = self._heads.of("POST", route, len(data))
+        try:
+            reply = await self._http.send(self._heads.origin, head, data, self._patience)
+            try:
+                if reply.status != 200:
+                    raise self._status_error(reply, await reply.read())
+                self._check_encoding(reply)
+                async for chunk in reply:
+                    yield chunk
+            finally:
+                reply.close()
+        except BROKEN as error:
+            raise self._broken(error) from error
 
     async def post_events(
         self, route: str, body: Mapping[str, Any], *, echo: bytes | None = None
@@ -165,59 +172,52 @@ class HttpEngine:
 
     # -- one call ------------------------------------------------------------------------------------------------
 
-    @contextlib.asynccontextmanager
-    async def _reply(
-        self, method: str, route: str, body: Mapping[str, Any] | None, timeout: aiohttp.ClientTimeout
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        data = None if body is None else orjson.dumps(body)
-        with self._classified():
-            reply = await self._http.request(
-                method,
-                self.endpoint.base_url + route,
-                data=data,
-                headers=self._headers,
-                timeout=timeout,
-                allow_redirects=False,
-                middlewares=(_once(),) if body is None else None,
-            )
-            try:
-                if reply.status != 200:
-                    raise self._status_error(reply, await reply.read())
-                yield reply
-            finally:
-                # A reply that was read to its end has already given its connection back; any other is cut off, which
-                # is what makes the engine stop.
-                reply.close()
-
-    @contextlib.contextmanager
-    def _classified(self) -> Iterator[None]:
-        where = f"engine '{self.name}' at {self.endpoint.base_url}"
+    async def _whole(
+        self, method: str, route: str, body: bytes, patience: Patience
+    ) -> tuple[bytes, Mapping[str, str]]:
+        head = self._heads.of(method, route, len(body))
         try:
-            yield
-        except EngineError:
-            raise
-        except aiohttp.ConnectionTimeoutError as error:
-            raise EngineUnreachableError(
-                f"{where} took no connection within {self.endpoint.connect_timeout_s} s",
-                retryable=True,
-                engine=self.name,
-            ) from error
-        except TimeoutError as error:
-            raise EngineTimeoutError(f"{where} did not answer in time", retryable=True, engine=self.name) from error
-        except aiohttp.ClientConnectorError as error:
-            raise EngineUnreachableError(
-                f"{where} cannot be reached: {error.os_error.strerror or error.os_error}; is it running?",
-                retryable=True,
-                engine=self.name,
-            ) from error
-        except UnicodeError as error:  # a host that cannot be a name
-            raise EngineUnreachableError(f"{where} cannot be reached: {error}; is its base URL right?") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise EngineLostError(
-                f"the connection to {where} broke: {type(error).__name__}", retryable=True, engine=self.name
-            ) from error
+            reply = await self._http.send(self._heads.origin, head, body, patience)
+            try:
+                whole = await reply.read()
+            finally:
+                # A reply that was read to its end gives its connection back; any other is cut off, which is what makes
+                # the engine stop.
+                reply.close()
+        except BROKEN as error:
+            raise self._broken(error) from error
+        if reply.status != 200:
+            raise self._status_error(reply, whole, probe=method == "GET")
+        self._check_encoding(reply)
+        return whole, reply.headers
 
-    def _status_error(self, reply: aiohttp.ClientResponse, body: bytes) -> EngineError:
+    def _check_encoding(self, reply: Reply) -> None:
+        encoding = reply.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            raise self.malformed(f"a body in the encoding '{encoding}', which it was not asked for")
+
+    def _broken(self, error: Exception) -> EngineError:
+        """What one of `BROKEN` is to the caller."""
+        where = f"engine '{self.name}' at {self.endpoint.base_url}"
+        if isinstance(error, NotConnectedError):
+            why = error.__cause__
+            if isinstance(why, UnicodeError):  # a host that cannot be a name
+                text = f"{where} cannot be reached: {why}; is its base URL right?"
+            elif isinstance(why, TimeoutError):
+                text = f"{where} took no connection within {self.endpoint.connect_timeout_s} s"
+            else:
+                said = getattr(why, "strerror", None) or why
+                text = f"{where} cannot be reached: {said}; is it running?"
+            return EngineUnreachableError(text, retryable=True, engine=self.name)
+        if isinstance(error, TimeoutError):
+            return EngineTimeoutError(f"{where} did not answer in time", retryable=True, engine=self.name)
+        if isinstance(error, NoHttpError):
+            return self.malformed(str(error))
+        return EngineLostError(
+            f"the connection to {where} broke: {type(error).__name__}", retryable=True, engine=self.name
+        )
+
+    def _status_error(self, reply: Reply, body: bytes, *, probe: bool = False) -> EngineError:
         status = reply.status
         known: dict[str, Any] = {"engine": self.name, "upstream_status": status}
         if status in (401, 403):
@@ -226,8 +226,8 @@ class HttpEngine:
                 f"engine '{self.name}' refused its API key ({status}); set the engine's 'api_key'", **known
             )
         said = self._quoted(body)
-        if status == 429 or (status == 503 and "Retry-After" in reply.headers):
-            seconds = retry_after_s(reply.headers.get("Retry-After"))
+        if status == 429 or (status == 503 and "retry-after" in reply.headers):
+            seconds = retry_after_s(reply.headers.get("retry-after"))
             return EngineRateLimitedError(f"engine '{self.name}' asks to wait: {said}", retry_after_s=seconds, **known)
         if status == 408:
             return EngineTimeoutError(f"engine '{self.name}' answered {status}: {said}", retryable=True, **known)
@@ -255,20 +255,6 @@ class HttpEngine:
         if self.endpoint.api_key:
             text = text.replace(self.endpoint.api_key, "***")
         return text[:QUOTED_CHARS]
-
-
-def _once() -> aiohttp.ClientMiddlewareType:
-    """For one probe, which is one request: aiohttp sends a GET again by itself when its connection breaks."""
-    sent = False
-
-    async def once(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
-        nonlocal sent
-        if sent:
-            raise aiohttp.ServerDisconnectedError
-        sent = True
-        return await send(request)
-
-    return once
 
 
 async def _read_out(chunks: AsyncGenerator[bytes, None]) -> None:

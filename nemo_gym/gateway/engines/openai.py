@@ -6,8 +6,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
-
+from nemo_gym.gateway.engines.connections import EngineConnections
 from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
 from nemo_gym.gateway.engines.types import TextReply
 
@@ -18,7 +17,7 @@ class OpenAIEngine(HttpEngine):
 
     health_route = "/models"
 
-    def __init__(self, endpoint: EngineEndpoint, http: aiohttp.ClientSession, *, logprobs: bool = False) -> None:
+    def __init__(self, endpoint: EngineEndpoint, http: EngineConnections, *, logprobs: bool = False) -> None:
         super().__init__(endpoint, http)
         self._logprobs = logprobs
 

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import aiohttp
 import msgspec
 
+from nemo_gym.gateway.engines.connections import EngineConnections
 from nemo_gym.gateway.engines.constraints import sglang_fields
 from nemo_gym.gateway.engines.errors import (
     EngineError,
@@ -17,6 +17,7 @@ from nemo_gym.gateway.engines.errors import (
     EngineRateLimitedError,
     EngineRefusedError,
 )
+from nemo_gym.gateway.engines.exchange import Reply
 from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
 from nemo_gym.gateway.engines.types import (
     FinishReason,
@@ -64,7 +65,7 @@ class SglangEngine(HttpEngine):
     after the first."""
 
     def __init__(
-        self, endpoint: EngineEndpoint, http: aiohttp.ClientSession, *, stream_interval: int = STREAM_INTERVAL
+        self, endpoint: EngineEndpoint, http: EngineConnections, *, stream_interval: int = STREAM_INTERVAL
     ) -> None:
         super().__init__(endpoint, http)
         self._stream_interval = stream_interval
@@ -180,10 +181,10 @@ class SglangEngine(HttpEngine):
             f"engine '{self.name}' asks to wait: {message}", engine=self.name, upstream_status=503
         )
 
-    def _status_error(self, reply: aiohttp.ClientResponse, body: bytes) -> EngineError:
-        if reply.status == 503 and reply.method == "POST":
+    def _status_error(self, reply: Reply, body: bytes, *, probe: bool = False) -> EngineError:
+        if reply.status == 503 and not probe:
             return self._overloaded(self._quoted(body))
-        return super()._status_error(reply, body)
+        return super()._status_error(reply, body, probe=probe)
 
     def _check(self, output_ids: list[int] | None, pairs: list[tuple[int, float]], meta: dict[str, Any]) -> None:
         if output_ids is not None and output_ids != [token for token, _ in pairs]:

@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Literal
 
-import aiohttp
 import msgspec
 import orjson
 
+from nemo_gym.gateway.engines.connections import EngineConnections
 from nemo_gym.gateway.engines.constraints import vllm_fields
 from nemo_gym.gateway.engines.echo import without_echo
 from nemo_gym.gateway.engines.errors import EngineLostError, EngineRefusedError
@@ -66,7 +66,7 @@ class VllmEngine(HttpEngine):
     def __init__(
         self,
         endpoint: EngineEndpoint,
-        http: aiohttp.ClientSession,
+        http: EngineConnections,
         *,
         route: VllmRoute = "completions",
         stream_interval: int = STREAM_INTERVAL,

@@ -10,22 +10,16 @@ from dataclasses import asdict
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-import aiohttp
 import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym.errors import ConfigError
-from nemo_gym.gateway.engines import EngineConfig, HttpEngine, OpenAIEngine, TokenEngine
+from nemo_gym.gateway.engines import EngineConfig, EngineConnections, HttpEngine, OpenAIEngine, TokenEngine
 from nemo_gym.gateway.retries import EngineCalls, RetryBudget, RetryOptions, TokenCalls
 from nemo_gym.gateway.retries.resuming import MAX_RESUMES
 from nemo_gym.gateway.routing import PROBE_INTERVAL_S, Prober, Router, RouterOptions
 
 EngineKind = Literal["token", "text"]
-KEEPALIVE_S = 4.0
-"""Seconds that an unused connection is kept: less than the five after which vLLM and SGLang close theirs, so that no
-request is sent into a connection that is just ending."""
-_READ_BUFFER_BYTES = 2**20
-"""Bodies with logprobs are large; with aiohttp's default the transport would pause several times in each."""
 _ROUTING, _RETRIES = RouterOptions(), RetryOptions()
 log = structlog.get_logger(__name__)
 
@@ -112,7 +106,7 @@ class EnginePool:
             self._calls, max_resumes=retries.max_resumes, keep_partial_answers=retries.keep_partial_answers
         )
         self._facts: dict[str, dict[str, Any]] = {}
-        self._http: aiohttp.ClientSession | None = None
+        self._http: EngineConnections | None = None
         self._prober = Prober(self.router, interval_s=self._routing.probe_interval_s)
         self._probing: asyncio.Task[None] | None = None
 
@@ -122,12 +116,7 @@ class EnginePool:
         """Open for calls, with the configured engines. Does not wait for them: see `ready`."""
         if self._http is not None:
             return
-        self._http = aiohttp.ClientSession(
-            # No bound here: the router's are the ones that count, and a second one would queue calls unseen.
-            connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=KEEPALIVE_S),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            read_bufsize=_READ_BUFFER_BYTES,
-        )
+        self._http = EngineConnections()  # no bound here: the router has those that count
         for config in self._configs:
             self._put(config)
         self._probing = asyncio.create_task(self._prober.run(), name="engine probes")
@@ -140,7 +129,7 @@ class EnginePool:
                 await self._probing
             self._probing = None
         if self._http is not None:
-            await self._http.close()
+            await self._http.aclose()
 
     async def __aenter__(self) -> EnginePool:
         await self.start()

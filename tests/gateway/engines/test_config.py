@@ -2,24 +2,31 @@ from __future__ import annotations
 
 from typing import Any
 
-import aiohttp
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from nemo_gym.gateway.engines import EngineConfig, OpenAIEngine, Sampling, SglangEngine, TokenRequest, VllmEngine
+from nemo_gym.gateway.engines import (
+    EngineConfig,
+    EngineConnections,
+    OpenAIEngine,
+    Sampling,
+    SglangEngine,
+    TokenRequest,
+    VllmEngine,
+)
 from nemo_gym.gateway.testing import FakeVllmEngine
 
 CONFIG: TypeAdapter[Any] = TypeAdapter(EngineConfig)
 
 
 @pytest.mark.parametrize(("kind", "made"), [("vllm", VllmEngine), ("sglang", SglangEngine), ("openai", OpenAIEngine)])
-async def test_type_decides_the_adapter(kind: str, made: type, http: aiohttp.ClientSession) -> None:
+async def test_type_decides_the_adapter(kind: str, made: type, http: EngineConnections) -> None:
     config = CONFIG.validate_python({"type": kind, "base_url": "http://10.0.0.1:8000/", "weights_version": "w"})
     engine = config.make(http)
     assert type(engine) is made and engine.name == "10.0.0.1:8000" and engine.weights_version == "w"
 
 
-async def test_configured_engine_samples(http: aiohttp.ClientSession) -> None:
+async def test_configured_engine_samples(http: EngineConnections) -> None:
     async with FakeVllmEngine() as fake:
         engine = CONFIG.validate_python(
             {"type": "vllm", "base_url": fake.url, "name": "a", "model": "m", "route": "generate"}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import aiohttp
 import pytest
 
 from nemo_gym.errors import InvalidBodyError
+from nemo_gym.gateway.engines import EngineConnections
 from nemo_gym.gateway.engines.constraints import schema_of
 from nemo_gym.gateway.retries import resuming
 from tests.gateway.engines.test_token_engines import STREAMING, WIRES, engine_on, request
@@ -23,7 +23,7 @@ def sent(wire: str, body: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_engine_is_sent_the_schema_when_an_answer_is_held_to_one(wire: str, http: aiohttp.ClientSession) -> None:
+async def test_engine_is_sent_the_schema_when_an_answer_is_held_to_one(wire: str, http: EngineConnections) -> None:
     async with engine_on(wire, http) as (fake, engine):
         await engine.generate(request(json_schema=TEXT))
         await engine.generate(request())

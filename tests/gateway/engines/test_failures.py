@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import socket
 
-import aiohttp
 import pytest
 
 from nemo_gym.errors import ConfigError
 from nemo_gym.gateway.engines import (
     EngineAnswerError,
+    EngineConnections,
     EngineCredentialError,
     EngineEndpoint,
     EngineError,
@@ -32,7 +32,7 @@ from nemo_gym.gateway.testing import CutOff, FakeVllmEngine, Fault, Hang, Status
 REQUEST = TokenRequest("r", [1, 2], Sampling(8))
 
 
-def vllm(fake: FakeVllmEngine, http: aiohttp.ClientSession, **options: float) -> VllmEngine:
+def vllm(fake: FakeVllmEngine, http: EngineConnections, **options: float) -> VllmEngine:
     return VllmEngine(EngineEndpoint("e0", fake.url, api_key="sk-secret", **options), http)  # type: ignore[arg-type]
 
 
@@ -53,7 +53,7 @@ def vllm(fake: FakeVllmEngine, http: aiohttp.ClientSession, **options: float) ->
     ],
 )
 async def test_fault_becomes_its_class(
-    fault: Fault, expected: type[EngineError], retryable: bool, http: aiohttp.ClientSession
+    fault: Fault, expected: type[EngineError], retryable: bool, http: EngineConnections
 ) -> None:
     async with FakeVllmEngine() as fake:
         fake.faults.append(fault)
@@ -64,7 +64,7 @@ async def test_fault_becomes_its_class(
     assert len(fake.calls) == 1, "an adapter never retries by itself"
 
 
-async def test_engine_is_unreachable_when_nothing_listens(http: aiohttp.ClientSession) -> None:
+async def test_engine_is_unreachable_when_nothing_listens(http: EngineConnections) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -75,7 +75,7 @@ async def test_engine_is_unreachable_when_nothing_listens(http: aiohttp.ClientSe
         await engine.probe()
 
 
-async def test_call_ends_with_a_timeout_when_the_engine_is_silent(http: aiohttp.ClientSession) -> None:
+async def test_call_ends_with_a_timeout_when_the_engine_is_silent(http: EngineConnections) -> None:
     async with FakeVllmEngine() as fake:
         fake.faults.append(Hang())
         with pytest.raises(EngineTimeoutError):
@@ -84,7 +84,7 @@ async def test_call_ends_with_a_timeout_when_the_engine_is_silent(http: aiohttp.
 
 @pytest.mark.parametrize("after_events", [0, 1, 5, 7])
 async def test_stream_never_ends_quietly_when_the_engine_breaks_off(
-    after_events: int, http: aiohttp.ClientSession
+    after_events: int, http: EngineConnections
 ) -> None:
     async with FakeVllmEngine() as fake:
         fake.faults.append(CutOff(after_events))
@@ -93,14 +93,14 @@ async def test_stream_never_ends_quietly_when_the_engine_breaks_off(
                 pass
 
 
-async def test_stream_is_complete_when_it_breaks_off_after_the_finish_reason(http: aiohttp.ClientSession) -> None:
+async def test_stream_is_complete_when_it_breaks_off_after_the_finish_reason(http: EngineConnections) -> None:
     async with FakeVllmEngine() as fake:
         fake.faults.append(CutOff(8))  # eight tokens, then the figures of usage, which never come
         *_, whole = [item async for item in vllm(fake, http).stream(REQUEST)]
     assert isinstance(whole, Generation) and whole.token_ids == fake.calls[0].token_ids
 
 
-async def test_error_event_inside_a_stream_raises(http: aiohttp.ClientSession) -> None:
+async def test_error_event_inside_a_stream_raises(http: EngineConnections) -> None:
     async with FakeVllmEngine() as fake:
         fake.answer = lambda call: _error_stream()  # type: ignore[method-assign,assignment]
         with pytest.raises(EngineFailedError, match="out of memory"):
@@ -114,7 +114,7 @@ def _error_stream():  # type: ignore[no-untyped-def]
     return Answer({}, [{"error": {"message": "out of memory", "code": 500}}])
 
 
-async def test_retry_after_is_carried_to_the_caller(http: aiohttp.ClientSession) -> None:
+async def test_retry_after_is_carried_to_the_caller(http: EngineConnections) -> None:
     async with FakeVllmEngine() as fake:
         fake.faults.append(Status(429, headers={"Retry-After": "7"}))
         with pytest.raises(EngineRateLimitedError) as caught:
@@ -132,7 +132,7 @@ def test_retry_after_is_read_in_both_forms(header: str | None, expected: float |
 
 
 @pytest.mark.parametrize("code", [400, 401, 429, 500])
-async def test_key_never_appears_in_an_error(code: int, http: aiohttp.ClientSession) -> None:
+async def test_key_never_appears_in_an_error(code: int, http: EngineConnections) -> None:
     async with FakeVllmEngine() as fake:
         fake.faults.append(Status(code, b'{"error": "key sk-secret is not known"}'))
         with pytest.raises(EngineError) as caught:
@@ -141,7 +141,7 @@ async def test_key_never_appears_in_an_error(code: int, http: aiohttp.ClientSess
     assert "sk-secret" not in repr(vllm(fake, http)) + repr(vllm(fake, http).endpoint)
 
 
-async def test_probe_samples_nothing_and_fails_when_the_engine_is_not_well(http: aiohttp.ClientSession) -> None:
+async def test_probe_samples_nothing_and_fails_when_the_engine_is_not_well(http: EngineConnections) -> None:
     async with FakeVllmEngine() as fake:
         await vllm(fake, http).probe()
         fake.healthy = False
@@ -155,7 +155,7 @@ def test_base_url_must_be_a_url() -> None:
         EngineEndpoint("e0", "127.0.0.1:8000")
 
 
-async def test_probe_is_one_request_when_its_connection_breaks(http: aiohttp.ClientSession) -> None:
+async def test_probe_is_one_request_when_its_connection_breaks(http: EngineConnections) -> None:
     asked = 0
 
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

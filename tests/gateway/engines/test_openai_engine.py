@@ -3,13 +3,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-import aiohttp
 import orjson
 import pytest
 from pydantic import TypeAdapter
 
 from nemo_gym.gateway.engines import (
     EngineConfig,
+    EngineConnections,
     EngineCredentialError,
     EngineEndpoint,
     EngineLostError,
@@ -26,11 +26,11 @@ ROUTE = "/chat/completions"
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 
 
-def engine(fake: FakeOpenAIEngine, http: aiohttp.ClientSession, **options: bool) -> OpenAIEngine:
+def engine(fake: FakeOpenAIEngine, http: EngineConnections, **options: bool) -> OpenAIEngine:
     return OpenAIEngine(EngineEndpoint("e0", fake.url, model="served"), http, **options)
 
 
-async def test_reply_passes_untouched_and_the_model_name_is_the_engines(http: aiohttp.ClientSession) -> None:
+async def test_reply_passes_untouched_and_the_model_name_is_the_engines(http: EngineConnections) -> None:
     async with FakeOpenAIEngine() as fake:
         reply = await engine(fake, http).complete(ROUTE, BODY)
     sent = fake.calls[0].body
@@ -40,7 +40,7 @@ async def test_reply_passes_untouched_and_the_model_name_is_the_engines(http: ai
 
 
 async def test_sampled_text_has_a_logprob_for_each_token_when_the_endpoint_offers_them(
-    http: aiohttp.ClientSession,
+    http: EngineConnections,
 ) -> None:
     async with FakeOpenAIEngine() as fake:
         reply = await engine(fake, http, logprobs=True).complete(ROUTE, BODY)
@@ -51,13 +51,13 @@ async def test_sampled_text_has_a_logprob_for_each_token_when_the_endpoint_offer
     assert b"".join(sampled.tokens).decode() == choice["message"]["content"]
 
 
-async def test_stream_passes_as_bytes_with_usage_at_the_end(http: aiohttp.ClientSession) -> None:
+async def test_stream_passes_as_bytes_with_usage_at_the_end(http: EngineConnections) -> None:
     async with FakeOpenAIEngine() as fake:
         raw = b"".join([chunk async for chunk in engine(fake, http).stream_text(ROUTE, BODY)])
     assert raw.endswith(b"data: [DONE]\n\n") and b'"usage"' in raw and raw.count(b"data: ") == 11
 
 
-async def test_stream_raises_when_the_endpoint_breaks_off(http: aiohttp.ClientSession) -> None:
+async def test_stream_raises_when_the_endpoint_breaks_off(http: EngineConnections) -> None:
     async with FakeOpenAIEngine() as fake:
         fake.faults.append(CutOff(2))
         with pytest.raises(EngineLostError):
@@ -65,7 +65,7 @@ async def test_stream_raises_when_the_endpoint_breaks_off(http: aiohttp.ClientSe
                 pass
 
 
-async def test_endpoint_stops_when_the_stream_is_closed(http: aiohttp.ClientSession, eventually: Eventually) -> None:
+async def test_endpoint_stops_when_the_stream_is_closed(http: EngineConnections, eventually: Eventually) -> None:
     async with FakeOpenAIEngine() as fake:
         fake.event_gate = asyncio.Semaphore(1)
         stream = engine(fake, http).stream_text(ROUTE, BODY)
@@ -74,7 +74,7 @@ async def test_endpoint_stops_when_the_stream_is_closed(http: aiohttp.ClientSess
         await eventually(lambda: fake.calls[0].outcome == "cancelled")
 
 
-async def test_refusal_keeps_the_endpoints_words_for_the_harness(http: aiohttp.ClientSession) -> None:
+async def test_refusal_keeps_the_endpoints_words_for_the_harness(http: EngineConnections) -> None:
     said = b'{"error": {"message": "context length exceeded", "code": "context_length_exceeded"}}'
     async with FakeOpenAIEngine() as fake:
         fake.faults.append(Status(400, said))
@@ -83,7 +83,7 @@ async def test_refusal_keeps_the_endpoints_words_for_the_harness(http: aiohttp.C
     assert caught.value.body == said and caught.value.details["upstream_status"] == 400
 
 
-async def test_engine_is_a_text_engine_and_no_token_engine(http: aiohttp.ClientSession) -> None:
+async def test_engine_is_a_text_engine_and_no_token_engine(http: EngineConnections) -> None:
     async with FakeOpenAIEngine() as fake:
         made = engine(fake, http)
         await made.probe()
@@ -94,7 +94,7 @@ async def test_engine_is_a_text_engine_and_no_token_engine(http: aiohttp.ClientS
 @pytest.mark.parametrize("status", [401, 403])
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_refused_key_is_a_credential_error_that_does_not_quote_it(
-    status: int, streamed: bool, http: aiohttp.ClientSession
+    status: int, streamed: bool, http: EngineConnections
 ) -> None:
     said = b'{"error": {"message": "Incorrect API key provided: sk-secret"}}'
     async with FakeOpenAIEngine() as fake:
@@ -110,7 +110,7 @@ async def test_refused_key_is_a_credential_error_that_does_not_quote_it(
     assert caught.value.details["upstream_status"] == status and not caught.value.retryable
 
 
-async def test_missing_route_is_a_refusal_that_says_what_the_endpoint_said(http: aiohttp.ClientSession) -> None:
+async def test_missing_route_is_a_refusal_that_says_what_the_endpoint_said(http: EngineConnections) -> None:
     async with FakeOpenAIEngine() as fake:
         with pytest.raises(EngineRefusedError, match="404"):
             await engine(fake, http).complete("/responses", {"input": "hi"})
@@ -118,7 +118,7 @@ async def test_missing_route_is_a_refusal_that_says_what_the_endpoint_said(http:
 
 @pytest.mark.parametrize(("configured", "sent"), [(None, "Bearer sk-env"), ("sk-own", "Bearer sk-own")])
 async def test_key_comes_from_the_environment_when_none_is_configured(
-    configured: str | None, sent: str, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+    configured: str | None, sent: str, http: EngineConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-env")
     async with FakeOpenAIEngine() as fake:
@@ -130,14 +130,14 @@ async def test_key_comes_from_the_environment_when_none_is_configured(
 
 
 async def test_key_of_the_environment_goes_to_no_other_kind_of_engine(
-    http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+    http: EngineConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-env")
     made = TypeAdapter(EngineConfig).validate_python({"type": "vllm", "base_url": "http://127.0.0.1:1"}).make(http)
     assert made.endpoint.api_key is None
 
 
-async def test_streamed_chat_asks_for_logprobs_and_usage_when_they_are_configured(http: aiohttp.ClientSession) -> None:
+async def test_streamed_chat_asks_for_logprobs_and_usage_when_they_are_configured(http: EngineConnections) -> None:
     async with FakeOpenAIEngine() as fake:
         async for _ in engine(fake, http, logprobs=True).stream_text(ROUTE, BODY):
             pass

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import aiohttp
 import pytest
 
 from nemo_gym.gateway.engines import (
+    EngineConnections,
     EngineEndpoint,
     EngineError,
     EngineFailedError,
@@ -24,7 +24,7 @@ from nemo_gym.gateway.testing.engine import Answer, CallLog
 REQUEST = TokenRequest("r-1", [5, 6, 7], Sampling(100))
 
 
-def sglang(fake: FakeSglangEngine, http: aiohttp.ClientSession) -> SglangEngine:
+def sglang(fake: FakeSglangEngine, http: EngineConnections) -> SglangEngine:
     return SglangEngine(EngineEndpoint("e0", fake.url), http)
 
 
@@ -61,7 +61,7 @@ class UpdatedEngine(FakeSglangEngine):
     [(400, EngineRefusedError), (503, EngineRateLimitedError), (500, EngineFailedError)],
 )
 async def test_request_given_back_by_the_scheduler_fails_by_its_reason(
-    status: int, expected: type[EngineError], streamed: bool, http: aiohttp.ClientSession
+    status: int, expected: type[EngineError], streamed: bool, http: EngineConnections
 ) -> None:
     async with AbortingEngine(status, "The request queue is full.") as fake:
         engine = sglang(fake, http)
@@ -74,7 +74,7 @@ async def test_request_given_back_by_the_scheduler_fails_by_its_reason(
     assert type(caught.value) is expected and caught.value.details["upstream_status"] == status
 
 
-async def test_full_queue_is_no_news_about_health(http: aiohttp.ClientSession) -> None:
+async def test_full_queue_is_no_news_about_health(http: EngineConnections) -> None:
     async with FakeSglangEngine() as fake:
         fake.faults.append(Status(503, b'{"detail": "The request queue is full."}'))
         with pytest.raises(EngineRateLimitedError) as caught:
@@ -87,7 +87,7 @@ async def test_full_queue_is_no_news_about_health(http: aiohttp.ClientSession) -
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_each_token_knows_its_weights_when_the_server_counts_them(
-    streamed: bool, http: aiohttp.ClientSession
+    streamed: bool, http: EngineConnections
 ) -> None:
     async with UpdatedEngine() as fake:
         engine = sglang(fake, http)
@@ -100,7 +100,7 @@ async def test_each_token_knows_its_weights_when_the_server_counts_them(
     assert engine.weights_version == "w1"
 
 
-async def test_stream_after_an_update_nobody_told_of_is_all_by_the_new_weights(http: aiohttp.ClientSession) -> None:
+async def test_stream_after_an_update_nobody_told_of_is_all_by_the_new_weights(http: EngineConnections) -> None:
     async with FakeSglangEngine() as fake:
         engine = sglang(fake, http)
         await engine.generate(REQUEST)
@@ -109,7 +109,7 @@ async def test_stream_after_an_update_nobody_told_of_is_all_by_the_new_weights(h
     assert isinstance(answer, Generation) and answer.weights == WeightsSpan("w1", "w1")
 
 
-async def test_stream_asks_for_few_events(http: aiohttp.ClientSession) -> None:
+async def test_stream_asks_for_few_events(http: EngineConnections) -> None:
     async with FakeSglangEngine() as fake:
         engine = SglangEngine(EngineEndpoint("e0", fake.url), http, stream_interval=64)
         async for _ in engine.stream(REQUEST):
@@ -119,7 +119,7 @@ async def test_stream_asks_for_few_events(http: aiohttp.ClientSession) -> None:
     assert "stream_interval" not in fake.calls[1].body["sampling_params"]
 
 
-async def test_overload_said_with_retry_after_is_a_rate_limit_on_every_wire(http: aiohttp.ClientSession) -> None:
+async def test_overload_said_with_retry_after_is_a_rate_limit_on_every_wire(http: EngineConnections) -> None:
     async with FakeVllmEngine() as fake:
         fake.faults += [Status(503, headers={"Retry-After": "3"}), Status(503)]
         engine = VllmEngine(EngineEndpoint("e0", fake.url), http)

@@ -7,11 +7,11 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 
-import aiohttp
 import pytest
 
 from nemo_gym.gateway.engines import (
     EngineAnswerError,
+    EngineConnections,
     EngineEndpoint,
     EngineRefusedError,
     FinishReason,
@@ -42,7 +42,7 @@ PROMPT = [5, 6, 7, 8]
 
 @contextlib.asynccontextmanager
 async def engine_on(
-    wire: str, http: aiohttp.ClientSession, length: int = 8
+    wire: str, http: EngineConnections, length: int = 8
 ) -> AsyncIterator[tuple[FakeEngine, TokenEngine]]:
     fake: FakeEngine
     engine: TokenEngine
@@ -65,7 +65,7 @@ def request(max_tokens: int = 100, **sampling: object) -> TokenRequest:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_generation_holds_exactly_the_sampled_tokens(wire: str, http: aiohttp.ClientSession) -> None:
+async def test_generation_holds_exactly_the_sampled_tokens(wire: str, http: EngineConnections) -> None:
     async with engine_on(wire, http) as (fake, engine):
         answer = await engine.generate(request())
     logged = fake.calls[0]
@@ -75,7 +75,7 @@ async def test_generation_holds_exactly_the_sampled_tokens(wire: str, http: aioh
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_stream_deltas_joined_are_the_generation(wire: str, http: aiohttp.ClientSession) -> None:
+async def test_stream_deltas_joined_are_the_generation(wire: str, http: EngineConnections) -> None:
     async with engine_on(wire, http) as (fake, engine):
         items = [item async for item in engine.stream(request())]
     *deltas, whole = items
@@ -87,14 +87,14 @@ async def test_stream_deltas_joined_are_the_generation(wire: str, http: aiohttp.
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_finish_reason_is_length_when_the_budget_is_used_up(wire: str, http: aiohttp.ClientSession) -> None:
+async def test_finish_reason_is_length_when_the_budget_is_used_up(wire: str, http: EngineConnections) -> None:
     async with engine_on(wire, http) as (_, engine):
         answer = await engine.generate(request(max_tokens=3))
     assert (len(answer.token_ids), answer.finish_reason) == (3, FinishReason.LENGTH)
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_sampling_parameters_arrive_in_the_engines_spelling(wire: str, http: aiohttp.ClientSession) -> None:
+async def test_sampling_parameters_arrive_in_the_engines_spelling(wire: str, http: EngineConnections) -> None:
     async with engine_on(wire, http) as (fake, engine):
         await engine.generate(request(9, temperature=0.5, top_k=7, seed=11, stop=("END",), stop_token_ids=(4,)))
     body = fake.calls[0].body
@@ -108,7 +108,7 @@ async def test_sampling_parameters_arrive_in_the_engines_spelling(wire: str, htt
 
 @pytest.mark.parametrize("wire", WIRES)
 async def test_engine_stops_when_the_caller_is_cancelled(
-    wire: str, http: aiohttp.ClientSession, eventually: Eventually
+    wire: str, http: EngineConnections, eventually: Eventually
 ) -> None:
     async with engine_on(wire, http) as (fake, engine):
         fake.faults.append(Hang())
@@ -123,7 +123,7 @@ async def test_engine_stops_when_the_caller_is_cancelled(
 
 @pytest.mark.parametrize("wire", STREAMING)
 async def test_engine_stops_when_a_stream_is_closed_in_the_middle(
-    wire: str, http: aiohttp.ClientSession, eventually: Eventually
+    wire: str, http: EngineConnections, eventually: Eventually
 ) -> None:
     async with engine_on(wire, http) as (fake, engine):
         fake.event_gate = asyncio.Semaphore(2)
@@ -136,7 +136,7 @@ async def test_engine_stops_when_a_stream_is_closed_in_the_middle(
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("body", [b"<html></html>", b"[]", b"{}", b'{"choices": [], "meta_info": {}}'])
 async def test_answer_that_breaks_the_protocol_is_an_engine_answer_error(
-    wire: str, body: bytes, http: aiohttp.ClientSession
+    wire: str, body: bytes, http: EngineConnections
 ) -> None:
     async with engine_on(wire, http) as (fake, engine):
         fake.faults.append(Garbage(body))
@@ -145,7 +145,7 @@ async def test_answer_that_breaks_the_protocol_is_an_engine_answer_error(
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_answer_is_refused_when_a_logprob_is_missing(wire: str, http: aiohttp.ClientSession) -> None:
+async def test_answer_is_refused_when_a_logprob_is_missing(wire: str, http: EngineConnections) -> None:
     async with engine_on(wire, http) as (fake, engine):
         original = fake.answer
 
@@ -165,7 +165,7 @@ async def test_answer_is_refused_when_a_logprob_is_missing(wire: str, http: aioh
 
 @pytest.mark.parametrize("prompt_json", [None, b"[5,6,7,8]"])
 async def test_vllm_answer_is_refused_when_it_read_another_prompt(
-    http: aiohttp.ClientSession, prompt_json: bytes | None
+    http: EngineConnections, prompt_json: bytes | None
 ) -> None:
     for echoed in ([1, *PROMPT], [*PROMPT, 9], [5, 6, 7, 80], []):
         async with engine_on("vllm-completions", http) as (fake, engine):
@@ -182,9 +182,7 @@ async def test_vllm_answer_is_refused_when_it_read_another_prompt(
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_prompt_given_as_json_is_the_prompt_that_the_engine_reads(
-    http: aiohttp.ClientSession, wire: str
-) -> None:
+async def test_prompt_given_as_json_is_the_prompt_that_the_engine_reads(http: EngineConnections, wire: str) -> None:
     async with engine_on(wire, http) as (fake, engine):
         plain = await engine.generate(request())
         assert await engine.generate(replace(request(), prompt_json=b"[5,6,7,8]")) is not None
@@ -210,9 +208,7 @@ def test_echo_is_left_out_only_where_it_is_the_prompt_to_the_byte(raw: bytes, le
     assert without_echo(raw, None) == raw
 
 
-async def test_weights_span_shows_an_update_during_sampling(
-    http: aiohttp.ClientSession, eventually: Eventually
-) -> None:
+async def test_weights_span_shows_an_update_during_sampling(http: EngineConnections, eventually: Eventually) -> None:
     async with engine_on("sglang", http) as (fake, engine):
         assert (await engine.generate(request())).weights.last == "w0"
         fake.gate.clear()
@@ -224,14 +220,14 @@ async def test_weights_span_shows_an_update_during_sampling(
     assert (span.first, span.last) == ("w0", "w1")
 
 
-async def test_weights_span_follows_the_trainer_when_the_engine_does_not_tell(http: aiohttp.ClientSession) -> None:
+async def test_weights_span_follows_the_trainer_when_the_engine_does_not_tell(http: EngineConnections) -> None:
     async with engine_on("vllm-completions", http) as (_, engine):
         engine.weights_version = "step-7"
         span = (await engine.generate(request())).weights
     assert (span.first, span.last) == ("step-7", "step-7")
 
 
-async def test_images_go_to_sglang_and_are_refused_for_vllm(http: aiohttp.ClientSession) -> None:
+async def test_images_go_to_sglang_and_are_refused_for_vllm(http: EngineConnections) -> None:
     pictured = TokenRequest("r", PROMPT, Sampling(4), ("data:image/png;base64,AA==",))
     async with engine_on("sglang", http) as (fake, engine):
         await engine.generate(pictured)
@@ -242,7 +238,7 @@ async def test_images_go_to_sglang_and_are_refused_for_vllm(http: aiohttp.Client
     assert fake.calls == []
 
 
-async def test_long_answer_survives_any_cut_of_the_stream(http: aiohttp.ClientSession) -> None:
+async def test_long_answer_survives_any_cut_of_the_stream(http: EngineConnections) -> None:
     def many(prompt, budget, call):  # type: ignore[no-untyped-def]
         return Sampled(tuple(range(3000)), tuple(-i / 4096 for i in range(3000)), stopped=True)
 
@@ -254,7 +250,7 @@ async def test_long_answer_survives_any_cut_of_the_stream(http: aiohttp.ClientSe
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_connection_is_used_again_after_a_whole_answer(wire: str, http: aiohttp.ClientSession) -> None:
+async def test_connection_is_used_again_after_a_whole_answer(wire: str, http: EngineConnections) -> None:
     async with engine_on(wire, http) as (fake, engine):
         for _ in range(3):
             await engine.generate(request())

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 
-import aiohttp
 import pytest
 
 from nemo_gym.gateway.engines import (
+    EngineConnections,
     EngineEndpoint,
     EngineError,
     EngineFailedError,
@@ -44,7 +44,7 @@ def ask_streaming(engine: VllmEngine) -> AsyncGenerator[TokenDelta | Generation,
 
 
 @pytest.fixture
-async def fleet(http: aiohttp.ClientSession) -> AsyncIterator[Fleet]:
+async def fleet(http: EngineConnections) -> AsyncIterator[Fleet]:
     async with AsyncExitStack() as stack:
         fakes = [await stack.enter_async_context(FakeVllmEngine()) for _ in range(4)]
         router: Router[VllmEngine] = Router()
@@ -108,9 +108,7 @@ async def test_no_session_is_lost_when_one_of_four_engines_is_killed(fleet: Flee
     assert all(status.in_flight == 0 for status in calls.router.status())
 
 
-async def test_only_engine_is_waited_for_while_it_restarts(
-    http: aiohttp.ClientSession, eventually: Eventually
-) -> None:
+async def test_only_engine_is_waited_for_while_it_restarts(http: EngineConnections, eventually: Eventually) -> None:
     async with FakeVllmEngine() as fake:
         router: Router[VllmEngine] = Router()
         router.add(VllmEngine(EngineEndpoint("e0", fake.url), http))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
-import aiohttp
 import pytest
 
 from nemo_gym.gateway.engines import (
+    EngineConnections,
     EngineEndpoint,
     EngineLostError,
     FinishReason,
@@ -29,7 +29,7 @@ Pair = tuple[list[FakeEngine], TokenCalls[TokenEngine]]
 
 
 @pytest.fixture(params=["vllm", "sglang"])
-async def pair(request: pytest.FixtureRequest, http: aiohttp.ClientSession) -> AsyncIterator[Pair]:
+async def pair(request: pytest.FixtureRequest, http: EngineConnections) -> AsyncIterator[Pair]:
     """Two engines that hold different weights."""
     async with AsyncExitStack() as stack:
         router: Router[TokenEngine] = Router()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-import aiohttp
 import pytest
 
 from nemo_gym.gateway.engines import (
+    EngineConnections,
     EngineEndpoint,
     EngineError,
     EngineFailedError,
@@ -176,7 +176,7 @@ async def test_guard_leaves_the_callers_own_timeouts_alone() -> None:
                     await asyncio.Event().wait()
 
 
-async def test_prober_brings_a_restarted_server_back(http: aiohttp.ClientSession, eventually) -> None:  # type: ignore[no-untyped-def]
+async def test_prober_brings_a_restarted_server_back(http: EngineConnections, eventually) -> None:  # type: ignore[no-untyped-def]
     router: Router[VllmEngine] = Router()
     async with FakeVllmEngine() as fake:
         engine = VllmEngine(EngineEndpoint("e0", fake.url), http)

@@ -72,6 +72,12 @@ def stack() -> Iterator[Stack]:
 
 
 @pytest.fixture
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+@pytest.fixture
 async def call(stack: Stack, http: aiohttp.ClientSession) -> Caller:
     return Caller(stack, http)
 

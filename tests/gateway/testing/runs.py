@@ -10,9 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from nemo_gym.gateway.engines import (
+    EngineConnections,
     EngineEndpoint,
     Generation,
     Sampling,
@@ -56,13 +55,13 @@ def encoder(family: str) -> IncrementalEncoder:
 
 @asynccontextmanager
 async def served(
-    family: str, wire: Wire, http: aiohttp.ClientSession, script: Script | None = None, name: str = "e0", **given: Any
+    family: str, wire: Wire, http: EngineConnections, script: Script | None = None, name: str = "e0", **given: Any
 ) -> AsyncIterator[tuple[TinyEngine, TokenEngine]]:
     async with ENGINES[wire](policy_dir(family), script, **given) as engine:
         yield engine, client(wire, engine.url, http, name)
 
 
-def client(wire: Wire, url: str, http: aiohttp.ClientSession, name: str = "e0") -> TokenEngine:
+def client(wire: Wire, url: str, http: EngineConnections, name: str = "e0") -> TokenEngine:
     endpoint = EngineEndpoint(name, url)
     return VllmEngine(endpoint, http) if wire == "vllm" else SglangEngine(endpoint, http)
 

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-import aiohttp
 import numpy as np
 import pytest
 
 from nemo_gym.gateway.engines import (
+    EngineConnections,
     EngineFailedError,
     EngineLostError,
     EngineRefusedError,
@@ -48,9 +48,7 @@ def own_logprobs(prompt_ids: list[int], ids: tuple[int, ...], family: str = FAMI
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_answer_holds_the_logged_tokens_and_the_models_own_logprobs(
-    wire: Wire, http: aiohttp.ClientSession
-) -> None:
+async def test_answer_holds_the_logged_tokens_and_the_models_own_logprobs(wire: Wire, http: EngineConnections) -> None:
     async with served(FAMILY, wire, http) as (engine, caller):
         answer = await caller.generate(request())
         *deltas, streamed = [item async for item in caller.stream(request(seed=4, temperature=0.7, top_p=0.9))]
@@ -64,7 +62,7 @@ async def test_answer_holds_the_logged_tokens_and_the_models_own_logprobs(
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_seed_repeats_an_answer_and_its_absence_does_not(wire: Wire, http: aiohttp.ClientSession) -> None:
+async def test_seed_repeats_an_answer_and_its_absence_does_not(wire: Wire, http: EngineConnections) -> None:
     async with served(FAMILY, wire, http) as (_, caller):
         seeded = [await caller.generate(request(seed=11)) for _ in range(2)]
         free = [await caller.generate(request()) for _ in range(2)]
@@ -73,9 +71,7 @@ async def test_seed_repeats_an_answer_and_its_absence_does_not(wire: Wire, http:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_answer_ends_at_the_budget_a_stop_token_or_a_stop_string(
-    wire: Wire, http: aiohttp.ClientSession
-) -> None:
+async def test_answer_ends_at_the_budget_a_stop_token_or_a_stop_string(wire: Wire, http: EngineConnections) -> None:
     async with served(FAMILY, wire, http) as (_, caller):
         whole = await caller.generate(request(seed=1, max_tokens=12, ignore_eos=True))
         assert (len(whole.token_ids), whole.finish_reason) == (12, FinishReason.LENGTH)
@@ -88,7 +84,7 @@ async def test_answer_ends_at_the_budget_a_stop_token_or_a_stop_string(
         assert by_text.token_ids == whole.token_ids[:5] and by_text.stop_reason == text
 
 
-async def test_next_turn_reads_its_beginning_from_the_prefix_cache(http: aiohttp.ClientSession) -> None:
+async def test_next_turn_reads_its_beginning_from_the_prefix_cache(http: EngineConnections) -> None:
     async with served(FAMILY, "vllm", http) as (_, caller):
         first = await caller.generate(request("tell me"))
         ids = [*prompt("tell me"), *first.token_ids, *policy(FAMILY).encode("\nand then?")]
@@ -99,7 +95,7 @@ async def test_next_turn_reads_its_beginning_from_the_prefix_cache(http: aiohttp
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_concurrent_calls_do_not_mix(wire: Wire, http: aiohttp.ClientSession) -> None:
+async def test_concurrent_calls_do_not_mix(wire: Wire, http: EngineConnections) -> None:
     async with served(FAMILY, wire, http) as (_, caller):
         alone = [await caller.generate(request(f"{n} " * n, seed=n)) for n in range(12)]
         together = await asyncio.gather(*(caller.generate(request(f"{n} " * n, seed=n)) for n in range(12)))
@@ -110,7 +106,7 @@ async def test_concurrent_calls_do_not_mix(wire: Wire, http: aiohttp.ClientSessi
 
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_forced_answer_is_the_templates_own_with_the_models_logprobs(
-    family: str, http: aiohttp.ClientSession
+    family: str, http: EngineConnections
 ) -> None:
     views: list[CallView] = []
 
@@ -137,7 +133,7 @@ async def test_forced_answer_is_the_templates_own_with_the_models_logprobs(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_forced_answer_goes_on_where_it_broke_off(family: str, http: aiohttp.ClientSession) -> None:
+async def test_forced_answer_goes_on_where_it_broke_off(family: str, http: EngineConnections) -> None:
     seen: list[str] = []
 
     def script(view: CallView) -> dict[str, object]:
@@ -155,7 +151,7 @@ async def test_forced_answer_goes_on_where_it_broke_off(family: str, http: aioht
 
 @pytest.mark.parametrize("wire", WIRES)
 async def test_sampling_stops_when_the_caller_leaves(
-    wire: Wire, http: aiohttp.ClientSession, eventually: Eventually, tmp_path: Path
+    wire: Wire, http: EngineConnections, eventually: Eventually, tmp_path: Path
 ) -> None:
     log = tmp_path / "log.jsonl"
     async with served(FAMILY, wire, http, log=log, tokens_per_second=100) as (engine, caller):
@@ -178,7 +174,7 @@ async def test_sampling_stops_when_the_caller_leaves(
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_faults_break_answers_where_they_say(wire: Wire, http: aiohttp.ClientSession) -> None:
+async def test_faults_break_answers_where_they_say(wire: Wire, http: EngineConnections) -> None:
     async with served(FAMILY, wire, http) as (engine, caller):
         engine.faults.extend([Status(500), CutOff(4), Abort(3)])
         with pytest.raises(EngineFailedError):
@@ -203,7 +199,7 @@ def test_faults_by_chance_come_as_often_as_asked_and_the_same_for_a_seed() -> No
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_request_that_does_not_fit_is_refused_with_the_reason(wire: Wire, http: aiohttp.ClientSession) -> None:
+async def test_request_that_does_not_fit_is_refused_with_the_reason(wire: Wire, http: EngineConnections) -> None:
     async with served(FAMILY, wire, http, max_context_tokens=100) as (engine, caller):
         with pytest.raises(EngineRefusedError, match="maximum context length is 100 tokens"):
             await caller.generate(request(max_tokens=100))
@@ -214,7 +210,7 @@ async def test_request_that_does_not_fit_is_refused_with_the_reason(wire: Wire, 
     assert engine.log.calls == [] and {call.outcome for call in engine.calls} == {"refused"}
 
 
-async def test_defect_of_a_script_is_an_error_that_names_it(http: aiohttp.ClientSession) -> None:
+async def test_defect_of_a_script_is_an_error_that_names_it(http: EngineConnections) -> None:
     def script(view: CallView) -> None:
         raise LookupError("no such step")
 
@@ -237,7 +233,7 @@ async def process(*arguments: str):  # type: ignore[no-untyped-def]
 
 
 async def test_server_process_makes_serves_logs_and_tells_what_it_sampled_before_a_kill(
-    tmp_path: Path, http: aiohttp.ClientSession
+    tmp_path: Path, http: EngineConnections
 ) -> None:
     folder, log, script = tmp_path / "policy", tmp_path / "log.jsonl", tmp_path / "script.yaml"
     script.write_text("rules: [{when: hello, steps: [{say: Hello yourself.}]}]")

@@ -16,12 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
-from nemo_gym.gateway.engines import FinishReason, Sampling, TokenEngine, TokenRequest
+from nemo_gym.gateway.engines import EngineConnections, FinishReason, Sampling, TokenEngine, TokenRequest
 from nemo_gym.gateway.retries import EngineCalls, RetryOptions, TokenCalls
-from nemo_gym.gateway.routing import Router
+from nemo_gym.gateway.routing import Prober, Router
 from nemo_gym.gateway.testing import Abort, CutOff, Status
 from nemo_gym.gateway.testing.chance import faults_by_chance
 from nemo_gym.gateway.testing.tiny import FAMILIES, CallView, EngineCall, TinyEngine, check_truth, read_log
@@ -39,7 +38,7 @@ FAMILY = "chatml_think"
     [(family, wire) for number, family in enumerate(FAMILIES) for wire in ("vllm", "sglang")[number % 2 :]],
 )
 async def test_sampled_conversations_are_true_in_every_family(
-    family: str, wire: Wire, http: aiohttp.ClientSession
+    family: str, wire: Wire, http: EngineConnections
 ) -> None:
     async with served(family, wire, http) as (engine, caller):
         session = Session(family, caller.generate)
@@ -66,7 +65,7 @@ class Run:
 
 
 @pytest.fixture
-async def run(http: aiohttp.ClientSession, eventually: Eventually) -> Run:
+async def run(http: EngineConnections, eventually: Eventually) -> Run:
     async with served(FAMILY, "vllm", http) as (engine, caller):
         session = Session(FAMILY, caller.generate)
         history = await conversation(session, 3)
@@ -233,7 +232,7 @@ async def test_answer_that_nobody_took_is_excused_by_name_only(run: Run) -> None
 
 @pytest.fixture(params=["vllm", "sglang"])
 async def pair(
-    request: pytest.FixtureRequest, http: aiohttp.ClientSession
+    request: pytest.FixtureRequest, http: EngineConnections
 ) -> AsyncIterator[tuple[list[TinyEngine], TokenCalls[TokenEngine]]]:
     """Two engines that hold the same weights, behind a router."""
     async with AsyncExitStack() as stack:
@@ -245,7 +244,10 @@ async def pair(
             engines.append(engine)
             router.add(caller)
         options = RetryOptions(max_tries=6, first_backoff_s=0.001)
+        # Three faults in a row take an engine out of service, and only a probe brings it back.
+        probing = asyncio.create_task(Prober(router, interval_s=0.02).run())
         yield engines, TokenCalls(EngineCalls(router, options=options), keep_partial_answers=True)
+        probing.cancel()
 
 
 async def test_answers_continued_on_other_engines_are_true(
@@ -298,7 +300,7 @@ async def test_many_sessions_with_faults_by_chance_are_true(
 
 
 async def test_engine_killed_in_mid_answer_leaves_a_log_that_proves_what_it_gave(
-    http: aiohttp.ClientSession, tmp_path: Path, eventually: Eventually
+    http: EngineConnections, tmp_path: Path, eventually: Eventually
 ) -> None:
     log = tmp_path / "killed.jsonl"
     start = ["--policy", str(policy_dir(FAMILY)), "--log", str(log), "--tokens-per-second", "50"]
@@ -317,7 +319,7 @@ async def test_engine_killed_in_mid_answer_leaves_a_log_that_proves_what_it_gave
     assert report.true and report.resumed == 1 and report.sampled_tokens == 200, report
 
 
-async def test_forced_tool_runs_are_true_when_the_harness_sends_messages_back(http: aiohttp.ClientSession) -> None:
+async def test_forced_tool_runs_are_true_when_the_harness_sends_messages_back(http: EngineConnections) -> None:
     def script(view: CallView) -> dict[str, Any] | None:
         if view.answers % 4 == 3:
             return None
@@ -336,7 +338,7 @@ async def test_forced_tool_runs_are_true_when_the_harness_sends_messages_back(ht
     assert "echo 9" in policy(FAMILY).decode(session.trajectories()[0].response_ids)
 
 
-async def test_report_is_printed_as_json_by_its_command(http: aiohttp.ClientSession, tmp_path: Path) -> None:
+async def test_report_is_printed_as_json_by_its_command(http: EngineConnections, tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     async with served(FAMILY, "vllm", http, log=log) as (_, caller):
         session = Session(FAMILY, caller.generate)

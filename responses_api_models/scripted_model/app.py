@@ -95,7 +95,7 @@ class ScriptedModel(SimpleResponsesAPIModel):
             await asyncio.sleep(answer.delay_s)
         seed = hashlib.sha256(orjson.dumps(messages)).hexdigest()[:24]
         if answer.fault is not None and self._due(call, answer, answer.fault, seed):
-            broken = await _fail(answer.fault)
+            broken = await _fail(answer.fault, stream=call.stream)
             if broken is not None:
                 return broken
         completion = _completion(answer, messages, self.script.model, seed)
@@ -160,13 +160,13 @@ def _reply(call: InferenceCall, completion: dict[str, Any]) -> Response:
     return JsonResponse(reply)
 
 
-async def _fail(fault: Fault) -> Response | None:
+async def _fail(fault: Fault, *, stream: bool) -> Response | None:
     """Do what the fault says; ``None`` when an answer follows after all."""
     if fault.hang_s is not None:
         await asyncio.sleep(fault.hang_s)
         return None
     if fault.disconnect:
-        return _BrokenResponse()
+        return _BrokenResponse(stream=stream)
     if fault.malformed:
         return Response(b'{"choices": [', media_type="application/json")
     assert fault.status is not None
@@ -176,15 +176,19 @@ async def _fail(fault: Fault) -> Response | None:
 
 
 class _BrokenResponse(Response):
-    """Promises more bytes than it sends, so that the server closes the connection."""
+    """Begins a reply and does not end it, so that the server closes the connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, stream: bool) -> None:
         super().__init__(b"", status_code=502)
+        self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"4096")]
+        media_type, begun = (EVENT_STREAM, b": working\n\n") if self._stream else ("application/json", b'{"id": "ch')
+        # An event stream goes in chunks, of which the last never comes.
+        length = [] if self._stream else [(b"content-length", b"4096")]
+        headers = [(b"content-type", media_type.encode()), *length]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": b'{"id": "chatcmpl', "more_body": True})
+        await send({"type": "http.response.body", "body": begun, "more_body": True})
 
 
 if __name__ == "__main__":

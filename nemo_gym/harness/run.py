@@ -25,6 +25,10 @@ MAX_OUTPUT_BYTES = 512 * 1024 * 1024
 """Of each stream; it is read and thrown away beyond. Nothing near this much is ever held."""
 STDERR_BYTES = 16 * 1024
 SETUP_TIMEOUT_S = 60.0
+NOT_STARTED = (126, 127)
+"""Exit statuses of a command that could not be started; a shell that lacks a command ends with them too."""
+STARTED = b"echo started\n"
+"""What tells the one from the other."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +102,15 @@ async def _set_up(
         placed = replace(context, home=home)
         command = harness.command(placed)
         script = fitness_check(harness.package).encode() + b"\n" + setup_script(home, command.files)
-        made = await world.exec(["/bin/sh", "-s"], cwd="/", stdin=script, timeout_s=SETUP_TIMEOUT_S)
+        made = await world.exec(["/bin/sh", "-s"], cwd="/", stdin=STARTED + script, timeout_s=SETUP_TIMEOUT_S)
         if made.ok:
             return placed, command
         said = made.stderr_bytes.decode("utf-8", "replace")[-500:]
-        if made.return_code == UNFIT_STATUS:
-            raise ConfigError(f"the box cannot run {harness.name}: {said}; use another image", key="image")
+        no_shell = made.return_code in NOT_STARTED and not made.stdout_bytes.startswith(b"started")
+        if no_shell:
+            said = "it has no /bin/sh; use an image with a shell and its usual commands"
+        if no_shell or made.return_code == UNFIT_STATUS:
+            raise ConfigError(f"image '{world.spec.image}' cannot run {harness.name}: {said}", key="image")
     raise AgentError(f"the files of {harness.name} could not be written in the box: {said}")
 
 

@@ -88,8 +88,8 @@ def test_fit_box_goes_on(runtime: Runtime) -> None:
     ("runtime", "command", "said"),
     [
         ("elf-static", "bin/no-such", "not mounted into the box"),
-        ("node", "bin/env", "no node, which x needs"),
-        ("python", "bin/env", "no python3, which x needs"),
+        ("node", "bin/env", "no node, which x needs; use an image that has it"),
+        ("python", "bin/env", "no python3, which x needs; use an image"),
     ],
 )
 def test_unfit_box_says_what_it_lacks(runtime: Runtime, command: str, said: str) -> None:

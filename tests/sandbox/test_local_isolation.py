@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -146,6 +147,19 @@ async def test_read_only_mount_shows_a_host_directory_that_cannot_be_changed(
     assert not (await place.provider.exec(box, "touch /opt/cli/new")).ok
     with pytest.raises(SandboxCreateError, match="/no/such/dir"):
         await place.create(mounts=[Mount("/no/such/dir", "/opt/x")])
+
+
+async def test_mount_in_a_directory_that_the_image_has_not_is_reached_by_an_ordinary_user(
+    place: LocalPlace, tmp_path: Path
+) -> None:
+    shared = Path(f"/var/tmp/shared-{os.getpid()}")  # below tmp_path only its owner may look
+    shared.mkdir(mode=0o755)
+    try:
+        (shared / "tool").write_text("used by all")
+        box = await place.create(mounts=[Mount(str(shared), "/opt/some/where/new")], user="1234")
+        assert await place.run(box, "id -u; cat /opt/some/where/new/tool") == "1234\nused by all"
+    finally:
+        shutil.rmtree(shared)
 
 
 async def test_archive_into_a_link_that_a_box_made_stays_in_the_box(place: LocalPlace, box: SandboxHandle) -> None:

@@ -130,7 +130,7 @@ def _glibc(package: CliPackage) -> str:
     """Link the glibc of the package in where there is none, and ask the loader whether all of its libraries are there
     in the versions it needs."""
     bundled, program = shlex.quote(f"{package.install_dir}/{GLIBC}"), shlex.quote(package.executable)
-    none = _lacks("glibc", package)
+    none = _lacks("glibc", package, end="")
     lines = ["loader="]
     lines += [f"[ -e {loader} ] && loader={loader}" for loader in LOADERS]
     lines += [
@@ -145,15 +145,15 @@ def _glibc(package: CliPackage) -> str:
         ),
         "fi",
         f'if ! found=$("$loader" --list {program} 2>&1); then',
-        f"printf '%s: %s' {shlex.quote(f'its glibc cannot load {package.name}')}"
+        f"printf '%s: %s' {shlex.quote(f'its glibc cannot load {package.name}, use a newer image')}"
         ' "$(printf %s "$found" | tail -n 2)" >&2',
         f"exit {UNFIT_STATUS}; fi",
     ]
     return "\n".join(lines)
 
 
-def _lacks(what: str, package: CliPackage) -> str:
-    return f"its image has no {what}, which {package.name} needs"
+def _lacks(what: str, package: CliPackage, end: str = "; use an image that has it") -> str:
+    return f"it has no {what}, which {package.name} needs{end}"
 
 
 def _need(condition: str, otherwise: str) -> str:

@@ -15,6 +15,7 @@ from nemo_gym.errors import ConfigError
 
 LOADERS = ("/lib64/ld-linux-x86-64.so.2", "/lib/ld-linux-aarch64.so.1")
 """Where glibc programs look for their loader, on each architecture."""
+UNWINDER = "libgcc_s.so.1"
 SYSTEM_DIRECTORY = "system-directory"
 """A file beside copied libraries: the directory in which their loader looks for libraries first."""
 _LISTED = re.compile(r"^\t(\S+) => (\S+) \(0x", re.MULTILINE)
@@ -45,8 +46,12 @@ def take_along(programs: Iterable[Path], directory: Path, below: Path | None = N
     shutil.copy(loader.resolve(), directory / loader.name)
     for program in programs:
         for name, path in listed(program)[0].items():
-            if not (directory / name).exists() and (below is None or not path.resolve().is_relative_to(below)):
-                shutil.copy(path.resolve(), directory / name)
+            if below is not None and path.resolve().is_relative_to(below):
+                continue
+            # glibc loads its unwinder by itself, to end a thread; no program lists it.
+            for wanted, found in ((name, path), (UNWINDER, path.with_name(UNWINDER))):
+                if found.exists() and not (directory / wanted).exists():
+                    shutil.copy(found.resolve(), directory / wanted)
     (directory / SYSTEM_DIRECTORY).write_text(_system_directory(loader))
 
 

@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from nemo_gym.sandbox import init_program, linux
@@ -233,6 +233,9 @@ def _bwrap_arguments(plan: BoxPlan, program: int, info_fd: int, files: dict[str,
     for path, descriptor in files.items():
         arguments += ["--ro-bind-data", str(descriptor), path]
     for source, target in plan.mounts:
+        # The mounter's own way would make missing parents for root alone.
+        for parent in [*reversed(PurePosixPath(target).parents)][1:]:
+            arguments += ["--perms", "0755", "--dir", str(parent)]
         arguments += ["--ro-bind", source, target]
     return [*arguments, "--chdir", "/", "--info-fd", str(info_fd), "--", f"/proc/self/fd/{program}"]
 

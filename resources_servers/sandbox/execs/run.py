@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Literal
 
 import structlog
@@ -124,6 +125,9 @@ class ExecRun:
         """Record the end, and tell it to nobody before it is durable."""
         if self.end is not None:
             return
+        if end.outcome is not ExecOutcome.EXITED:
+            # A provider may know the code of a shell that failed of its child's death; it is not the outcome.
+            end = replace(end, return_code=None)
         said = ExecEndModel.of(end, output_bytes=self.size, truncated=truncated)
         while True:
             try:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from nemo_gym.credentials import Caller, Role, ServerCredentials
-from nemo_gym.errors import CredentialError
+from nemo_gym.errors import CredentialError, FencedError
 from nemo_gym.sandbox.wire.problems import BrokerError
 from nemo_gym.serving.middleware import caller_of
 from nemo_gym.session import LeaseScope
@@ -99,7 +99,8 @@ class Access:
             creator_may: whether the credential of the caller that made the box does as well as a lease.
 
         Raises:
-            BrokerError: ``unauthenticated``, ``lease_expired``, ``scope``, ``fenced`` or ``sandbox_not_found``.
+            BrokerError: ``unauthenticated``, ``lease_expired``, ``scope`` or ``sandbox_not_found``.
+            FencedError: the lease was taken back.
         """
         token = _bearer(request)
         if token is not None and token.startswith(PREFIX):
@@ -132,7 +133,7 @@ class Access:
         if lease is None:
             raise BrokerError("unauthenticated", "the lease of this token is not known any more")
         if lease.revoked or lease.epoch < epoch:
-            raise BrokerError("fenced", f"this lease of box '{sandbox_id}' was taken back", sandbox_id=sandbox_id)
+            raise FencedError(f"this lease of box '{sandbox_id}' was taken back", sandbox_id=sandbox_id)
         if lease.expires_at is not None and lease.expires_at <= time.time():
             raise BrokerError("lease_expired", f"this lease of box '{sandbox_id}' has ended", sandbox_id=sandbox_id)
         if _RANK[lease.scope] < _RANK[wanted]:

@@ -18,7 +18,7 @@ IN_PROGRESS_WAIT_S = 20.0
 @dataclass(slots=True)
 class _Pending:
     digest: bytes
-    task: asyncio.Task[Box]
+    task: asyncio.Task[tuple[Box, bool]]
     waiters: int = 0
     queued: bool = True
     """Nothing was written nor asked for yet: it can be dropped without a trace."""
@@ -69,8 +69,8 @@ class Creations:
                 raise BrokerError("create_in_progress", said, retry_after_s=1)
             if pending.task.cancelled():
                 raise BrokerError("create_in_progress", "the create was dropped; ask again", retry_after_s=1)
-            box = pending.task.result()
-            return box, is_first
+            box, is_new = pending.task.result()
+            return box, is_new and is_first
         finally:
             pending.waiters -= 1
             if not pending.waiters and pending.queued and not pending.task.done():
@@ -91,14 +91,14 @@ class Creations:
         await self._boxes.destroy(box, "closed")
         return box.sandbox_id
 
-    def _finished(self, name: tuple[str, str], task: asyncio.Task[Box]) -> None:
+    def _finished(self, name: tuple[str, str], task: asyncio.Task[tuple[Box, bool]]) -> None:
         found = self._pending.get(name)
         if found is not None and found.task is task:
             del self._pending[name]
         if task.done() and not task.cancelled():
             task.exception()  # its callers have it, or have left
 
-    async def _create(self, order: CreateOrder) -> Box:
+    async def _create(self, order: CreateOrder) -> tuple[Box, bool]:
         boxes = self._boxes
         known = await boxes.store.find_by_key(order.creator, order.key)
         if known is not None and known.body_digest not in (order.digest, b""):
@@ -109,14 +109,14 @@ class Creations:
                 raise gone(known.sandbox_id, f"{known.reason or 'closed'}; ask for another under another key")
             if box.state is BoxState.CREATING:
                 await boxes.bring_up(box, order.body, interrupted=True)
-            return box
+            return box, False
         spec = order.body.to_spec()
         (await boxes.backend.capabilities()).check(spec, boxes.backend.name)
         await boxes.admission.enter(order.owner)
         pending = self._pending.get((order.creator, order.key))
         if pending is not None:
             pending.queued = False
-        return await boxes.create(
+        box = await boxes.create(
             order.body,
             creator=order.creator,
             owner=order.owner,
@@ -124,6 +124,7 @@ class Creations:
             digest=order.digest,
             ttl_s=order.ttl_s,
         )
+        return box, True
 
 
 def _reused(key: str) -> BrokerError:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from resources_servers.sandbox.tests.api import Api, calling
 from resources_servers.sandbox.tests.broker_process import BrokerProcess
 from tests.docker_engine import docker_engine
 
@@ -16,10 +17,10 @@ __all__ = ["docker_engine"]
 StartBroker = Callable[..., BrokerProcess]
 
 
-@pytest.fixture
-def local_backend(tmp_path: Path) -> dict[str, Any]:
-    """The local provider with a supervisor of this test's own."""
-    return {"local": {"state_dir": str(tmp_path / "boxes"), "linger_s": 1}}
+@pytest.fixture(scope="session")
+def local_backend(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The local provider with a supervisor of these tests' own."""
+    return {"local": {"state_dir": str(tmp_path_factory.mktemp("boxes")), "linger_s": 2}}
 
 
 @pytest.fixture
@@ -40,6 +41,18 @@ def start_broker(tmp_path: Path, local_backend: dict[str, Any]) -> Iterator[Star
         broker.close()
 
 
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory, local_backend: dict[str, Any]) -> Iterator[BrokerProcess]:
+    """One broker for all tests of a module that leave it as it is."""
+    served = BrokerProcess(tmp_path_factory.mktemp("broker") / "state", local_backend, on_stop="destroy")
+    try:
+        served.start()
+        yield served
+    finally:
+        served.close()
+
+
 @pytest.fixture
-def broker(start_broker: StartBroker) -> BrokerProcess:
-    return start_broker()
+async def api(broker: BrokerProcess) -> AsyncIterator[Api]:
+    async with calling(broker) as caller:
+        yield caller

@@ -119,8 +119,8 @@ class HarnessEnded:
 class CliHarness(ABC):
     """One CLI. Instances are made once per agent server, hold no state of a run, and are used by many at once."""
 
-    name: ClassVar[str]
-    package: ClassVar[CliPackage]
+    name: str
+    package: CliPackage
     options_class: ClassVar[type[HarnessOptions]] = HarnessOptions
 
     def __init__(self, options: HarnessOptions | None = None) -> None:

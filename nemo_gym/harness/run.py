@@ -161,14 +161,17 @@ def _observations(
     setup_s: float,
     settings: RunSettings,
 ) -> dict[str, object]:
-    transcript = reader.transcript
+    transcript, model = reader.transcript, world.door_statistics(MODEL_DOOR)
+    answers = 0 if model is None else model.turns
+    if answers and not transcript.turns:
+        transcript.gap("no_turns_in_the_events", "turns are the answers that the model's door counted")
     doors = {
         name: statistics.as_dict()
         for name in (MODEL_DOOR, *settings.mcp_servers)
         if (statistics := world.door_statistics(name)) is not None
     }
     return {
-        "turns": transcript.turns,
+        "turns": transcript.turns or answers,
         "tool_calls": transcript.tool_calls,
         **{name: count for name, count in transcript.usage.items() if count},
         "harness": harness.name,

@@ -45,6 +45,7 @@ from resources_servers.swe_bench import prepare
 from resources_servers.swe_bench.config import SweBenchConfig
 from responses_api_agents.claude_code_agent.options import ClaudeCodeOptions
 from responses_api_agents.codex_agent.options import CodexOptions
+from responses_api_agents.composite_agent.options import CompositeOptions
 from responses_api_agents.mini_swe_agent.app import MiniSWEAgentConfig
 from responses_api_agents.opencode_agent.options import OpencodeOptions
 from responses_api_agents.oracle_agent.app import OracleAgentConfig
@@ -208,6 +209,8 @@ SERVERS = ROOT / "responses_api_models", ROOT / "responses_api_agents"
         (SERVERS[1] / "simple_agent" / "README.md", "key", _own(SimpleAgentConfig, BaseResponsesAPIAgentConfig)),
         (SERVERS[1] / "claude_code_agent" / "README.md", "key", _own(CliAgentConfig, BaseResponsesAPIAgentConfig)),
         (SERVERS[1] / "claude_code_agent" / "README.md", "option", set(ClaudeCodeOptions.model_fields)),
+        (SERVERS[1] / "composite_agent" / "README.md", "key", _own(CliAgentConfig, BaseResponsesAPIAgentConfig)),
+        (SERVERS[1] / "composite_agent" / "README.md", "option", set(CompositeOptions.model_fields)),
         (SERVERS[1] / "codex_agent" / "README.md", "key", _own(CliAgentConfig, BaseResponsesAPIAgentConfig)),
         (SERVERS[1] / "codex_agent" / "README.md", "option", set(CodexOptions.model_fields)),
         (SERVERS[1] / "opencode_agent" / "README.md", "key", _own(CliAgentConfig, BaseResponsesAPIAgentConfig)),

@@ -1,0 +1,98 @@
+"""The agent server of any command: an agent that is several processes, or one that nobody wrote a harness for."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+from nemo_gym.errors import ConfigError
+from nemo_gym.harness.agent import CliAgent
+from nemo_gym.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, Judgement
+from nemo_gym.harness.package import CliPackage
+from nemo_gym.prompt import resolve_path
+from nemo_gym.session import AgentOutcome
+from responses_api_agents.composite_agent.events import CompositeReader
+from responses_api_agents.composite_agent.options import MCP_FILE, PROMPT_FILE, TASK_FILE, CompositeOptions, Words
+
+EXAMPLE = Path(__file__).with_name("example")
+
+
+class Composite(CliHarness):
+    name = "composite"
+    package = CliPackage(name="composite", version="1", command="planner.py", runtime="python", directory=EXAMPLE)
+    options_class = CompositeOptions
+    options: CompositeOptions
+
+    def __init__(self, options: CompositeOptions) -> None:
+        super().__init__(options)
+        self.name = options.name
+        self.package = CliPackage(
+            name=options.name, version=options.version, command=".", runtime=options.runtime, directory=self._program()
+        )
+
+    def _program(self) -> Path:
+        if self.options.program is None:
+            # Every agent has a mount; this one has nothing in it.
+            self._nothing = tempfile.TemporaryDirectory(prefix="nemo-gym-nothing-")
+            return Path(self._nothing.name)
+        found = resolve_path(self.options.program)
+        if not found.is_dir():
+            raise ConfigError(
+                f"agent '{self.options.name}': harness.program: there is no directory {found}", key="harness.program"
+            )
+        return found
+
+    def command(self, context: HarnessContext) -> HarnessCommand:
+        words, options = Words(context), self.options
+        task = {
+            "prompt": context.prompt,
+            "system": context.system,
+            "model": context.model,
+            "model_url": context.model_url,
+            "api_key": context.api_key,
+            "mcp": {server.name: server.url for server in context.mcp},
+            "workdir": context.workdir,
+            "home": context.home,
+            "max_turns": context.max_turns,
+            "wall_clock_s": context.wall_clock_s,
+            "max_output_tokens": context.max_output_tokens,
+            "session": context.session_uuid,
+        }
+        servers = {server.name: {"type": "http", "url": server.url} for server in context.mcp}
+        prompt, described = context.prompt.encode(), json.dumps(task).encode()
+        return HarnessCommand(
+            argv=tuple(words.fill(part) for part in options.command),
+            env={key: words.fill(value) for key, value in options.env.items()},
+            files={
+                f"{context.home}/{PROMPT_FILE}": prompt,
+                f"{context.home}/{TASK_FILE}": described,
+                f"{context.home}/{MCP_FILE}": json.dumps({"mcpServers": servers}).encode(),
+                **{words.fill(path): words.fill(text).encode() for path, text in options.files.items()},
+            },
+            stdin={"prompt": prompt, "task": described, "nothing": None}[options.stdin],
+        )
+
+    def reader(self) -> CompositeReader:
+        return CompositeReader()
+
+    def outcome(self, ended: HarnessEnded) -> Judgement:
+        reader = ended.reader
+        assert isinstance(reader, CompositeReader)
+        if ended.return_code in self.options.outcomes:
+            outcome = self.options.outcomes[ended.return_code]
+        elif ended.ok:
+            outcome = reader.claim or AgentOutcome.COMPLETED
+        else:
+            # It may give up in words; that it is done is not believed of a program that failed.
+            claimed = reader.claim in (AgentOutcome.MAX_TURNS, AgentOutcome.REFUSED)
+            outcome = reader.claim if claimed and reader.claim else AgentOutcome.CRASHED
+        return outcome, None if outcome is AgentOutcome.COMPLETED else reader.detail or ended.how
+
+
+class CompositeAgent(CliAgent):
+    harness_class = Composite
+
+
+if __name__ == "__main__":
+    CompositeAgent.run_webserver()

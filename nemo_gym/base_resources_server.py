@@ -30,6 +30,7 @@ from nemo_gym.session import Artifact, RolloutIdentity, SessionDescriptor
 from nemo_gym.verdict import Verdict
 
 if TYPE_CHECKING:
+    from nemo_gym.environment.owned_boxes import OwnedBoxes
     from nemo_gym.environment.wire import (
         BaseMultiRewardVerifyResponse,
         BaseRunRequest,
@@ -158,6 +159,11 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
         """The task's known solution for the validation mode, or ``None``."""
         return None
 
+    def owned_boxes(self) -> OwnedBoxes | None:
+        """The boxes this environment makes for its attempts and lends to their agents. Default ``None``: agents make
+        the boxes that descriptors describe."""
+        return None
+
     async def close_session(self, rollout: RolloutIdentity) -> None:
         """Release what belongs to an attempt. Called once, when it is closed or fenced."""
 
@@ -201,6 +207,9 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
         app = self.base_app(session_guard=environment.guard, authenticates_itself=environment.authenticates_itself)
         environment.install(app)
         return app
+
+    def facts(self) -> dict[str, Any]:
+        return {} if self.owned_boxes() is None else {"owns_boxes": True}
 
     def exposes_mcp(self) -> bool:
         """Whether the tools are served over MCP: ``tool_access`` of the class names it, or the configuration does."""

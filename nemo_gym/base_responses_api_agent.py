@@ -41,6 +41,7 @@ from nemo_gym.serving.server import BaseServer, SimpleServer
 from nemo_gym.session import (
     ActRequest,
     ActResponse,
+    BoxNeeds,
     InferenceEndpoint,
     RolloutIdentity,
     SessionDescriptor,
@@ -103,6 +104,17 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
         shielded ``finally``. Raise `AgentError` or `ModelError` for failures that are not the policy's."""
         return await self._act_by_responses(request, {})
 
+    async def act_in_session(self, request: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
+        """As ``act``, for agents that call the environment's tool routes: ``cookies`` are those of its seed, by which
+        it knows the attempt's session. Default: ``act``, or ``responses`` of a NeMo Gym agent."""
+        if self.overrides("act"):
+            return await self.act(request)
+        return await self._act_by_responses(request, cookies)
+
+    async def box_needs(self) -> BoxNeeds:
+        """What this agent's harness needs in a world's box that somebody else makes. Default: nothing."""
+        return BoxNeeds()
+
     async def responses(self, body: NeMoGymResponseCreateParamsNonStreaming) -> NeMoGymResponse:
         """NeMo Gym's hook: answer one prompt, calling tools and model by ``self.server_client``."""
         raise NotImplementedError(f"{type(self).__name__} implements neither act() nor responses()")
@@ -136,6 +148,7 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
     def setup_webserver(self) -> FastAPI:
         app = self.base_app()
         app.router.routes.append(Route("/act", self._act_route, methods=["POST"]))
+        app.router.routes.append(Route("/box_needs", self._box_needs_route, methods=["GET"]))
         app.router.routes.append(Route("/cancel", self._cancel_route, methods=["POST"]))
         if self.overrides("responses"):
             app.post("/v1/responses")(self.responses)
@@ -179,18 +192,13 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
 
         async def work() -> ActResponse:
             with rollout_context(asked.descriptor.rollout.rollout_id):
-                return await self._act_with(asked, cookies)
+                return await self.act_in_session(asked, cookies)
 
         try:
             answer = await self._acts.run(asked.descriptor.rollout, work, request)
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return Response(answer.model_dump_json().encode(), media_type="application/json")
-
-    async def _act_with(self, asked: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
-        if self.overrides("act"):
-            return await self.act(asked)
-        return await self._act_by_responses(asked, cookies)
 
     async def _act_by_responses(self, asked: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
         """``act`` of a NeMo Gym agent: its ``responses``, with the session's cookies and the attempt's token."""
@@ -207,6 +215,10 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
         with inference_context(self._server_name("model_server") or "", asked.inference.token):
             reply = await PluginCall(self.responses)(request, asked.responses_create_params)
         return ActResponse(response=plain(reply))
+
+    async def _box_needs_route(self, request: Request) -> Response:
+        require_role(request, Role.PIPELINE, Role.OPERATOR)
+        return Response((await self.box_needs()).model_dump_json().encode(), media_type="application/json")
 
     async def _cancel_route(self, request: Request) -> Response:
         require_role(request, Role.PIPELINE, Role.OPERATOR)
@@ -256,7 +268,7 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
                 descriptor=SessionDescriptor.model_validate(descriptor),
                 inference=inference,
             )
-            answer = await self._act_with(asked, cookies)
+            answer = await self.act_in_session(asked, cookies)
         if self.config.skip_verification:
             reward = self.config.skip_verification_reward
             return {**row, RESPONSE_KEY: answer.response, "reward": reward, "verification_skipped": True}

@@ -179,6 +179,8 @@ class SandboxRef(_Contract):
     scope: LeaseScope = LeaseScope.OPERATE
     expires_at: float
     """Unix seconds."""
+    workdir: str | None = None
+    """Directory commands start in by default; the box's owner knows it."""
 
 
 class SandboxClause(_Contract):
@@ -330,6 +332,15 @@ class InferenceEndpoint(_Contract):
     token: str = Field(repr=False)
     model: str = "policy"
     """The model's name as requests spell it."""
+
+
+class BoxNeeds(_Contract):
+    """What a harness needs in the box it is to work in. Whoever owns the box asks for it before the box is made."""
+
+    env: dict[str, str] = Field(default_factory=dict)
+    mounts: tuple[MountModel, ...] = ()
+    """Paths of the box's host; they are the same on every host that makes boxes for this agent."""
+    requires: tuple[str, ...] = ()
 
 
 class Artifact(_Contract):

@@ -9,6 +9,7 @@ A new CLI agent is a folder with a harness class and
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import uuid
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,8 +23,7 @@ from nemo_gym.errors import ConfigError
 from nemo_gym.harness.base import CliHarness, HarnessContext
 from nemo_gym.harness.process import STOP_TIMEOUT_S
 from nemo_gym.harness.run import RunSettings, run_in_box
-from nemo_gym.sandbox.base import Mount
-from nemo_gym.session import ActRequest, ActResponse, SandboxSpecModel, Topology
+from nemo_gym.session import ActRequest, ActResponse, BoxNeeds, MountModel, SandboxSpecModel, Topology
 from nemo_gym.topology.bindings import AgentBoxes
 from nemo_gym.topology.merge import HarnessNeeds
 from nemo_gym.topology.provider import SandboxOwner
@@ -107,8 +107,8 @@ class CliAgent(SimpleResponsesAPIAgent):
         if self._slots is None or self._owner is None:
             self._slots = asyncio.Semaphore(self.config.max_concurrency)
             self._owner = SandboxOwner(self.config.sandbox_provider, self.server_client)
-        config, package = self.config, self._harness.package
-        installed = await asyncio.to_thread(self.installed)
+        config = self.config
+        needs = HarnessNeeds.of(await self.box_needs())
         context, settings = self._context(request), self._settings(request)
 
         async def harness(world: World, run: HarnessRun) -> None:
@@ -119,18 +119,20 @@ class CliAgent(SimpleResponsesAPIAgent):
                 request,
                 self._owner.provider(),
                 harness,
-                needs=HarnessNeeds(
-                    mounts=(Mount(source=str(installed), target=package.install_dir),),
-                    requires=tuple(config.requires),
-                    model_in_box=True,
-                    max_model_answers=context.max_turns,
-                ),
+                needs=dataclasses.replace(needs, model_in_box=True, max_model_answers=context.max_turns),
                 boxes=AgentBoxes(scratch=config.scratch.to_spec(), outer=config.outer.to_spec()),
                 topologies=self.topologies,
                 default_wall_clock_s=config.wall_clock_s,
                 grace_s=STOP_TIMEOUT_S,
                 lease_ttl_s=config.sandbox_lease_s,
             )
+
+    async def box_needs(self) -> BoxNeeds:
+        installed, package = await asyncio.to_thread(self.installed), self._harness.package
+        return BoxNeeds(
+            mounts=(MountModel(source=str(installed), target=package.install_dir),),
+            requires=tuple(self.config.requires),
+        )
 
     def installed(self) -> Path:
         """The package's directory on this host. Raises `ConfigError` when it was not fetched."""

@@ -34,6 +34,8 @@ class Route:
     """``public``, ``validation`` (only with run key ``validation``) or ``full``."""
     opaque_run: bool = False
     """The agent overrides NeMo Gym's ``run()``: RUN and EVAL are its one call."""
+    box_needs: bytes | None = None
+    """What the agent needs in its box, as JSON, where the environment makes the boxes."""
     skipped_reward: float | None = None
     """The agent is configured with ``skip_verification``: its rollouts get this reward, labelled so."""
 
@@ -110,6 +112,8 @@ class Attempt:
     row_ref: str | None = field(default=None, repr=False)
     public_row: bytes | None = None
     """What an agent with its own ``run()`` gets of the row."""
+    heartbeat: asyncio.Task[None] | None = None
+    """Keeps the environment's box for this attempt alive, until it is harvested or the attempt is closed."""
     session: GatewaySession | None = None
     act: dict[str, Any] = field(default_factory=dict)
     """The agent's answer."""

@@ -35,7 +35,22 @@ async def checked_route(client: ServerClient, peers: Peers, agent: str, config: 
         raise ConfigError(
             f"agent '{agent}' only validates environments; run it with oracle=gold or oracle=nothing", key="validation"
         )
-    return replace(route, opaque_run=opaque)
+    return replace(route, opaque_run=opaque, box_needs=None if opaque else await _box_needs(peers, route))
+
+
+async def _box_needs(peers: Peers, route: Route) -> bytes | None:
+    """What the agent needs of boxes, where its environment makes them."""
+    if route.environment is None:
+        return None
+    try:
+        facts = (await peers.get(route.environment, "/ready")).json()
+        if not isinstance(facts, dict) or not facts.get("owns_boxes"):
+            return None
+        return (await peers.get(route.agent, "/box_needs")).body
+    except PeerError as error:
+        raise ConfigError(
+            f"'{error.server}' does not say how boxes are to be made: {error}", key=error.server
+        ) from error
 
 
 def chosen_topology(client: ServerClient) -> str | None:

@@ -1,7 +1,8 @@
 """The three stages over HTTP: seed, act, verify, and what opens and closes around them.
 
 INIT  gateway session ◀─ model server; descriptor and control token ◀─ environment
-RUN   response, outcome, artifacts ◀─ agent server (its open connection is the attempt's heartbeat)
+RUN   response, outcome, artifacts ◀─ agent server (its open connection is the attempt's heartbeat);
+      artifacts ◀─ environment, where it owns the box (heartbeats from seed to harvest)
 EVAL  verdict ◀─ environment; trajectories ◀─ model server
 """
 
@@ -21,6 +22,7 @@ from nemo_gym.rollouts import failures
 from nemo_gym.rollouts.attempt import Attempt, GatewaySession, public_params_of
 from nemo_gym.rollouts.config import RolloutRunConfig
 from nemo_gym.rollouts.failures import PeerError, StageError
+from nemo_gym.rollouts.heartbeat import start_heartbeat, stop_heartbeat
 from nemo_gym.rollouts.identity import ROLLOUT_ID_KEY, SESSION_KEY
 from nemo_gym.rollouts.interfaces import StageFailure, StageName, StageResult
 from nemo_gym.rollouts.peers import Peers
@@ -151,6 +153,8 @@ class InitStage(HttpStage):
         asked = b',"validation":"%s"' % validation.encode() if validation else b""
         if self._topology is not None:
             asked += b',"topology":"%s"' % self._topology.encode()
+        if attempt.route.box_needs is not None:
+            asked += b',"box_needs":%s' % attempt.route.box_needs
         session = b'"%s":{"rollout":%s%s}' % (SESSION_KEY.encode(), attempt.rollout, asked)
         try:
             reply = await self._peers.post(environment, "/seed_session", attempt.row_with(session), idempotent=True)
@@ -162,6 +166,8 @@ class InitStage(HttpStage):
         attempt.control_token = _member(seeded, "control_token", environment, "/seed_session", StageName.INIT)
         attempt.cookies = reply.cookies
         attempt.descriptor = orjson.dumps(descriptor)
+        if isinstance(beat_s := seeded.get("heartbeat_s"), int | float):
+            start_heartbeat(attempt, self._peers, environment, beat_s)
         public = seeded.get("public_row")
         if isinstance(public, dict) and "responses_create_params" in public:
             attempt.public_params = orjson.dumps(public["responses_create_params"])
@@ -226,7 +232,26 @@ class RunStage(HttpStage):
         if failure is not None and act.get("within_reach") is not True:
             raise StageError(failure)
         attempt.act = act
-        return stored_run(attempt, reply.body)
+        if attempt.heartbeat is None:
+            return stored_run(attempt, reply.body)
+        act["artifacts"] = await self._harvest(attempt)
+        return stored_run(attempt, orjson.dumps(act))
+
+    async def _harvest(self, attempt: Attempt) -> list[Any]:
+        """What is in the environment's box. The agent has no part in it: its lease of the box ends first."""
+        environment = attempt.route.environment
+        assert environment is not None
+        reply = await self._peers.post(
+            environment,
+            "/harvest",
+            b'{"rollout":%s}' % attempt.rollout,
+            control_token=attempt.control_token,
+            cookies=attempt.cookies,
+            idempotent=True,
+        )
+        await stop_heartbeat(attempt)
+        artifacts: list[Any] = _member(reply.json(), "artifacts", environment, "/harvest", StageName.RUN)
+        return artifacts
 
     async def _run_opaque(self, attempt: Attempt) -> bytes:
         """One call to an agent that seeds and verifies by itself. The verdict is read from the environment, not from

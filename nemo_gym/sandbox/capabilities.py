@@ -117,6 +117,15 @@ class Connectable(Protocol):
     async def connect(self, descriptor: Mapping[str, Any]) -> SandboxHandle: ...
 
 
+@runtime_checkable
+class SupportsFencing(Protocol):
+    """Boxes that were lent can be taken back while they live."""
+
+    async def fence(self, handle: SandboxHandle) -> None:
+        """Make every descriptor that ``serialize_handle`` made of this handle useless, also to who is connected."""
+        ...
+
+
 CAPABILITY_PROTOCOLS: Mapping[str, type] = {
     "loopback_door": SupportsLoopbackDoor,
     "snapshot": SupportsSnapshot,

@@ -6,6 +6,7 @@
     C agent_in_env       the world's box, as the descriptor describes it; the harness is in it, or acts on it by exec
     D whole_interaction  one outer box with everything inside: the descriptor's world and the agent's ``outer``
 
+In B and C the environment may have made the box already, and lend it (`SandboxRef`); then the agent server makes none.
 A box's spec is the environment's with the agent's added; a conflict is an error that names both sides.
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 
 from nemo_gym.errors import ConfigError
 from nemo_gym.sandbox.base import NetworkPolicy, SandboxResources, SandboxSpec
-from nemo_gym.session import ActRequest, EgressPolicy, SessionDescriptor, Topology
+from nemo_gym.session import ActRequest, EgressPolicy, SandboxRef, SessionDescriptor, Topology
 from nemo_gym.topology.doors import process_doors, world_doors
 from nemo_gym.topology.merge import HarnessNeeds, merge_env, world_spec
 
@@ -41,6 +42,9 @@ class Binding:
     """With doors; labels and lease are the owner's to add."""
     is_world: bool
     """Whether the task's world is in it, so that it is what the descriptor's harvest collects from."""
+    lent: SandboxRef | None = None
+    """The environment owns the box, harvests it and destroys it; ``spec`` then says where to work and which doors to
+    open."""
 
 
 def bind(request: ActRequest, topology: Topology, needs: HarnessNeeds, boxes: AgentBoxes) -> Binding:
@@ -58,6 +62,10 @@ def bind(request: ActRequest, topology: Topology, needs: HarnessNeeds, boxes: Ag
                 )
             return Binding(_scratch(request, needs, boxes), is_world=False)
         case Topology.ENV_SANDBOXED | Topology.AGENT_IN_ENV:
+            if (lent := _lent(descriptor)) is not None:
+                make = process_doors if needs.model_in_box else world_doors
+                doors = make(descriptor, request.inference, topology=topology, needs=needs)
+                return Binding(SandboxSpec(workdir=lent.workdir, doors=doors), is_world=True, lent=lent)
             base = _described(descriptor)
         case Topology.WHOLE_INTERACTION:
             described = descriptor.sandbox is not None
@@ -69,7 +77,8 @@ def bind(request: ActRequest, topology: Topology, needs: HarnessNeeds, boxes: Ag
 
 def _scratch(request: ActRequest, needs: HarnessNeeds, boxes: AgentBoxes) -> SandboxSpec:
     """A box of the agent's own. The environment's egress rules are about its world; from here, the model and the
-    environment's MCP servers are in reach, and nothing else unless the task is an open one."""
+    environment's MCP servers are in a process harness's reach, and nothing else unless the task is an open one. The
+    commands of a harness in the agent server find no doors."""
     descriptor = request.descriptor
     is_open = descriptor.egress.policy is EgressPolicy.OPEN
     name = descriptor.environment
@@ -79,18 +88,23 @@ def _scratch(request: ActRequest, needs: HarnessNeeds, boxes: AgentBoxes) -> San
         mounts=(*boxes.scratch.mounts, *needs.mounts),
         requires=tuple(dict.fromkeys((*boxes.scratch.requires, *needs.requires))),
         network=NetworkPolicy.OPEN if is_open else NetworkPolicy.NONE,
-        doors=process_doors(descriptor, request.inference, topology=Topology.NONE, needs=needs),
+        doors=process_doors(descriptor, request.inference, topology=Topology.NONE, needs=needs)
+        if needs.model_in_box
+        else (),
     )
 
 
 def _described(descriptor: SessionDescriptor) -> SandboxSpec:
     if descriptor.sandbox is None or descriptor.sandbox.spec is None:
         raise ConfigError(
-            f"environment '{descriptor.environment}' lends its box by reference, and this agent server has no broker"
-            " client configured; compose with the 'remote' sandbox",
+            f"environment '{descriptor.environment}' describes no box for topology '{descriptor.placement.topology}'",
             key="sandbox",
         )
     return descriptor.sandbox.spec.to_spec()
+
+
+def _lent(descriptor: SessionDescriptor) -> SandboxRef | None:
+    return None if descriptor.sandbox is None else descriptor.sandbox.ref
 
 
 def joined(environment: SandboxSpec, agent: SandboxSpec, name: str) -> SandboxSpec:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from nemo_gym.errors import ConfigError
 from nemo_gym.sandbox.base import Mount, NetworkPolicy, SandboxSpec
-from nemo_gym.session import Egress, EgressPolicy, SessionDescriptor
+from nemo_gym.session import BoxNeeds, Egress, EgressPolicy, SessionDescriptor
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,12 @@ class HarnessNeeds:
     """Whether the harness's own process is in the box, so that the model must be reachable there."""
     max_model_answers: int | None = None
     """What the model's door lets through, whoever in the box asks; ``None`` is no limit."""
+
+    @classmethod
+    def of(cls, needs: BoxNeeds) -> HarnessNeeds:
+        """As the owner of a box learns them."""
+        mounts = tuple(Mount(source=mount.source, target=mount.target) for mount in needs.mounts)
+        return cls(env=dict(needs.env), mounts=mounts, requires=needs.requires)
 
 
 def merge_env(environment: Mapping[str, str], agent: Mapping[str, str], *, name: str) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """One attempt in its world: acquire the box, run the harness in bounds, harvest, and leave nothing behind.
 
 The agent server owns the box here (see `nemo_gym.topology.bindings` for which box that is): it renews the lease for as
-long as the act lives, and the act lives for as long as the pipeline's connection does.
+long as the act lives, and the act lives for as long as the pipeline's connection does. A box that the environment
+lends is the environment's to renew, harvest and destroy; here it is entered, worked in and left.
 """
 
 from __future__ import annotations
@@ -40,14 +41,15 @@ from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.facade import keep_renewed
 from nemo_gym.session import ActRequest, ActResponse, AgentOutcome, Artifact, Topology
 from nemo_gym.topology.bindings import AgentBoxes, Binding, bind
+from nemo_gym.topology.borrowing import borrowed
 from nemo_gym.topology.merge import HarnessNeeds
+from nemo_gym.topology.teardown import CLOSE_TIMEOUT_S, shielded
 
 log = structlog.get_logger(__name__)
 
 DEFAULT_LEASE_TTL_S = 120.0
 """Lease of a working box: how long it outlives an agent server that was killed."""
 HARVEST_TIMEOUT_S = 600.0
-CLOSE_TIMEOUT_S = 60.0
 
 
 @dataclass
@@ -144,7 +146,7 @@ async def act_in_world(
         wall_clock_s = descriptor.limits.wall_clock_s or default_wall_clock_s
         await _run_in_bounds(harness, world, run, wall_clock_s, grace_s)
         run.observations.setdefault("seconds", round(time.monotonic() - started, 3))
-        artifacts = await _harvest(world, request) if binding.is_world else []
+        artifacts = await _harvest(world, request) if binding.is_world and binding.lent is None else []
     return ActResponse(
         response=run.response or empty_response(),
         outcome=run.outcome,
@@ -159,6 +161,10 @@ async def act_in_world(
 async def _acquired(
     request: ActRequest, provider: SandboxProvider, topology: Topology, binding: Binding, lease_ttl_s: float
 ) -> AsyncIterator[World]:
+    if binding.lent is not None:
+        async with borrowed(provider, binding.lent, binding.spec.doors) as (lender, handle):
+            yield World(provider=lender, handle=handle, spec=binding.spec, topology=topology)
+        return
     rollout = request.descriptor.rollout
     spec = binding.spec.replace(
         ttl_s=min(binding.spec.ttl_s or lease_ttl_s, lease_ttl_s),
@@ -171,7 +177,7 @@ async def _acquired(
         async with keep_renewed(provider, handle, spec.ttl_s or lease_ttl_s):
             yield World(provider=provider, handle=handle, spec=spec, topology=topology)
     finally:
-        await _shielded(provider.close(handle), CLOSE_TIMEOUT_S, what="close a working box")
+        await shielded(provider.close(handle), CLOSE_TIMEOUT_S, what="close a working box")
 
 
 async def _run_in_bounds(
@@ -208,21 +214,6 @@ async def _harvest(world: World, request: ActRequest) -> list[Artifact]:
             return await harvest_all(world.provider, world.handle, world.spec, items, world.spec.metadata)
     except TimeoutError:
         raise SandboxError(f"harvest did not end within {HARVEST_TIMEOUT_S:g} s", retryable=True) from None
-
-
-async def _shielded(teardown: Awaitable[None], timeout_s: float, *, what: str) -> None:
-    """Finish a teardown also when the act is cancelled meanwhile; bounded, because the lease ends the box anyway."""
-    task = asyncio.ensure_future(teardown)
-    try:
-        await asyncio.shield(asyncio.wait({task}, timeout=timeout_s))
-    except asyncio.CancelledError:
-        await asyncio.wait({task}, timeout=timeout_s)
-        raise
-    if not task.done():
-        task.cancel()
-        log.warning("teardown_timed_out", what=what, timeout_s=timeout_s)
-    elif (error := task.exception()) is not None:
-        log.warning("teardown_failed", what=what, error=str(error))
 
 
 def empty_response(model: str = "none") -> dict[str, Any]:

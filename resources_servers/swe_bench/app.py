@@ -10,9 +10,11 @@ from typing import Any, ClassVar
 from pydantic import PrivateAttr
 
 from nemo_gym.base_resources_server import ReverifyMode, SimpleResourcesServer
+from nemo_gym.environment.owned_boxes import OwnedBoxes
 from nemo_gym.sandbox.base import SandboxProvider, SandboxRole
 from nemo_gym.sandbox.labels import box_labels
 from nemo_gym.session import Artifact, RolloutIdentity, SessionDescriptor, Topology
+from nemo_gym.topology.borrowing import BROKER_CLIENT
 from nemo_gym.topology.provider import SandboxOwner
 from nemo_gym.verdict import Verdict
 from resources_servers.swe_bench.config import SweBenchConfig
@@ -37,6 +39,7 @@ class SweBenchServer(SimpleResourcesServer):
     tool_access: ClassVar[tuple[str, ...]] = ("exec",)
 
     _owner: SandboxOwner | None = PrivateAttr(default=None)
+    _boxes: OwnedBoxes | None = PrivateAttr(default=None)
     _slots: asyncio.Semaphore | None = PrivateAttr(default=None)
 
     def task_id(self, row: dict[str, Any]) -> str:
@@ -66,8 +69,16 @@ class SweBenchServer(SimpleResourcesServer):
         patch = SweBenchRow.from_mapping(dataset_row(row)).patch
         return {"git_patch": {"path": TESTBED, "patch": patch}} if patch else None
 
+    def owned_boxes(self) -> OwnedBoxes | None:
+        """Behind a broker this server makes the working boxes and lends them; without one, the agents make them."""
+        if self._boxes is None and self._provider().name == BROKER_CLIENT:
+            self._boxes = OwnedBoxes(self._provider(), lease_s=self.config.work_lease_s)
+        return self._boxes
+
     async def shutdown(self) -> None:
         await super().shutdown()
+        if self._boxes is not None:
+            await self._boxes.aclose()
         if self._owner is not None:
             await self._owner.aclose()
 

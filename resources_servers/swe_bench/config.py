@@ -49,6 +49,8 @@ class SweBenchConfig(BaseResourcesServerConfig):
     agent_wall_clock_s: float | None = Field(3600.0, gt=0)
     """Seconds an agent may work on one attempt; ``null`` leaves it to the agent's own configuration."""
     agent_max_turns: int | None = Field(None, gt=0)
+    work_lease_s: float = Field(120.0, gt=0)
+    """How long a working box lives without a word from the pipeline, where this server makes it (behind a broker)."""
     eval_timeout_s: float = Field(1800.0, gt=0)
     """Seconds one evaluation may take; the official harness's default."""
     eval_lease_s: float = Field(120.0, gt=0)

@@ -11,7 +11,7 @@ from pydantic import Field, PrivateAttr
 
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
-from nemo_gym.session import ActRequest, ActResponse, SandboxSpecModel, Topology
+from nemo_gym.session import ActRequest, ActResponse, BoxNeeds, SandboxSpecModel, Topology
 from nemo_gym.topology.bindings import AgentBoxes
 from nemo_gym.topology.merge import HarnessNeeds
 from nemo_gym.topology.provider import SandboxOwner
@@ -75,6 +75,9 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
     _slots: asyncio.Semaphore | None = PrivateAttr(default=None)
     _owner: SandboxOwner | None = PrivateAttr(default=None)
 
+    async def box_needs(self) -> BoxNeeds:
+        return BoxNeeds(requires=tuple(self.config.requires))
+
     async def act(self, request: ActRequest) -> ActResponse:
         # Imported with the first attempt: the package is not needed to start, compose or answer health checks.
         from responses_api_agents.mini_swe_agent import loop
@@ -120,7 +123,7 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
                 request,
                 owner.provider(),
                 harness,
-                needs=HarnessNeeds(requires=tuple(config.requires)),
+                needs=HarnessNeeds.of(await self.box_needs()),
                 boxes=AgentBoxes(scratch=config.scratch.to_spec(), outer=config.outer.to_spec()),
                 topologies=self.topologies,
                 default_wall_clock_s=config.wall_clock_s,

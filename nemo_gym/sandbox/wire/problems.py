@@ -32,8 +32,10 @@ class ProblemCode:
 
 CODES: dict[str, ProblemCode] = {
     # who asks
+    "unauthenticated": ProblemCode(401, errors.CredentialError),
     "lease_expired": ProblemCode(401, errors.SandboxLostError),
     "scope": ProblemCode(403, errors.ContractError),
+    "fenced": ProblemCode(409, errors.FencedError),
     # what is asked for
     "sandbox_not_found": ProblemCode(404, errors.SandboxLostError),
     "sandbox_gone": ProblemCode(410, errors.SandboxLostError),

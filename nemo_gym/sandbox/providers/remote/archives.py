@@ -10,7 +10,7 @@ import aiohttp
 
 from nemo_gym.errors import NemoGymError, SandboxLostError
 from nemo_gym.sandbox.providers.remote.box import RemoteBox
-from nemo_gym.sandbox.providers.remote.connection import BrokerConnection, BrokerUnreachableError
+from nemo_gym.sandbox.providers.remote.connection import BrokerConnection, BrokerUnreachableError, SourceError
 from nemo_gym.sandbox.transfer import absolute
 from nemo_gym.sandbox.wire import routes
 from nemo_gym.sandbox.wire.problems import error_of, parse_problem
@@ -19,13 +19,16 @@ from nemo_gym.sandbox.wire.problems import error_of, parse_problem
 async def put(connection: BrokerConnection, box: RemoteBox, path: str, tar: AsyncIterator[bytes]) -> None:
     """See `SandboxProvider.put_archive`. A stream that was begun is not sent again."""
     with _lost_when_unreachable():
-        await connection.ask(
-            "PUT",
-            box.url(routes.archive(box.sandbox_id)),
-            headers=box.headers,
-            query={"path": absolute(path)},
-            stream=lambda: tar,
-        )
+        try:
+            await connection.ask(
+                "PUT",
+                box.url(routes.archive(box.sandbox_id)),
+                headers=box.headers,
+                query={"path": absolute(path)},
+                stream=lambda: tar,
+            )
+        except SourceError as failed:
+            raise failed.error from None
 
 
 async def get(

@@ -22,6 +22,8 @@ class RemoteBox:
     scope: LeaseScope
     expires_at: float
     """Of the lease, by the broker's clock, as last heard."""
+    lent: set[str] = field(default_factory=set)
+    """Ids of leases that were minted by this handle."""
     doors: dict[str, DoorStatistics] = field(default_factory=dict)
     """Doors that this side knows to be open, and what was last heard of them."""
 

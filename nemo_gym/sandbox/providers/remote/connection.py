@@ -38,6 +38,14 @@ class BrokerUnreachableError(SandboxError):
     code = "broker_unreachable"
 
 
+class SourceError(Exception):
+    """The stream that was to be sent failed by itself, with ``error``."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class Pauses:
     """Growing pauses between tries, until a deadline."""
 
@@ -101,6 +109,7 @@ class BrokerConnection:
 
         Raises:
             BrokerUnreachableError: no answer.
+            SourceError: what went wrong in ``stream``.
             NemoGymError: the error the broker answered with, see `nemo_gym.sandbox.wire.problems`.
         """
         pauses = Pauses(self.patience_s if patience_s is None else patience_s)
@@ -175,7 +184,7 @@ class _Sent:
 
     def __init__(self, stream: Callable[[], AsyncIterator[bytes]] | None) -> None:
         self._stream = stream
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         self.taken = False
 
     async def chunks(self) -> AsyncIterator[bytes]:
@@ -191,7 +200,7 @@ class _Sent:
 
     def raise_its_own(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise SourceError(self._error) from self._error
 
 
 def encode(body: BaseModel) -> bytes:

@@ -314,6 +314,7 @@ class RemoteProvider:
             answer = await self._on(box, "POST", routes.leases(box.sandbox_id), body=MintLease(scope=wanted))
             lease = LeaseView.model_validate_json(answer)
             token, expires_at = _token(lease), lease.expires_at
+            box.lent.add(lease.lease_id)
         ref = SandboxRef(
             broker_url=box.broker_url,
             sandbox_id=box.sandbox_id,
@@ -322,6 +323,13 @@ class RemoteProvider:
             expires_at=expires_at,
         )
         return ref.model_dump(mode="json")
+
+    async def fence(self, handle: SandboxHandle) -> None:
+        """End the leases that `serialize_handle` minted of this handle; a reference with its own lease stays."""
+        box = box_of(handle)
+        for lease_id in list(box.lent):
+            await self._on(box, "DELETE", routes.one_lease(box.sandbox_id, lease_id), repeatable=True)
+            box.lent.discard(lease_id)
 
     async def connect(self, descriptor: Mapping[str, Any]) -> SandboxHandle:
         """A handle on a box that somebody else lends. The broker's address is this provider's own where it has one

@@ -1,0 +1,169 @@
+"""Boxes that an environment makes for its attempts and lends to their agents.
+
+The environment acquires, renews, harvests and destroys; the agent server operates, by a reference whose lease can do
+nothing else. It renews when the pipeline says that it still cares (`/heartbeat`), and at no other time: a pipeline
+that was killed frees its boxes. To harvest, the borrowers are shut out first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import structlog
+
+from nemo_gym.environment.attempts import AttemptKey
+from nemo_gym.errors import ContractError, SandboxError
+from nemo_gym.harvest import harvest_all
+from nemo_gym.sandbox import labels
+from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider, SandboxRole, SandboxSpec
+from nemo_gym.sandbox.capabilities import Connectable, SupportsFencing, require
+from nemo_gym.sandbox.facade import keep_renewed
+from nemo_gym.session import (
+    Artifact,
+    BoxNeeds,
+    HarvestItem,
+    LeaseScope,
+    RolloutIdentity,
+    SandboxClause,
+    SandboxRef,
+    SessionDescriptor,
+    Topology,
+)
+from nemo_gym.topology.merge import HarnessNeeds, world_spec
+
+log = structlog.get_logger(__name__)
+
+DEFAULT_LEASE_S = 120.0
+"""How long a box outlives the pipeline that stopped asking for it, or this server."""
+HARVEST_TIMEOUT_S = 600.0
+LENT_TOPOLOGIES = frozenset({Topology.ENV_SANDBOXED, Topology.AGENT_IN_ENV})
+_BEATS_PER_LEASE = 4
+
+
+@dataclass(slots=True)
+class _Box:
+    handle: SandboxHandle
+    spec: SandboxSpec
+    harvest: tuple[HarvestItem, ...]
+    artifacts: list[Artifact] | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class OwnedBoxes:
+    """The working boxes of one environment.
+
+    Args:
+        provider: of boxes that can be lent: `Connectable` and `SupportsFencing`.
+        lease_s: how long a box lives without a heartbeat.
+    """
+
+    def __init__(self, provider: SandboxProvider, *, lease_s: float = DEFAULT_LEASE_S) -> None:
+        require(provider, Connectable, why="to lend boxes to agents")
+        require(provider, SupportsFencing, why="to take lent boxes back")
+        self._provider, self._lease_s = provider, lease_s
+        self._boxes: dict[AttemptKey, _Box] = {}
+
+    @property
+    def heartbeat_s(self) -> float:
+        """How often a pipeline is asked to say that it still cares."""
+        return self._lease_s / _BEATS_PER_LEASE
+
+    def owns(self, rollout: RolloutIdentity) -> bool:
+        """Whether a box of this attempt is here, harvested or not."""
+        return AttemptKey.of(rollout) in self._boxes
+
+    async def lend(self, descriptor: SessionDescriptor, needs: BoxNeeds) -> SessionDescriptor:
+        """The descriptor with a box made as it describes, and with what the agent needs, instead of the description.
+        Unchanged where the topology leaves the box to the agent.
+
+        Raises:
+            ConfigError: the environment and the agent want different things of the box.
+            SandboxError: it could not be made.
+        """
+        clause = descriptor.sandbox
+        if clause is None or clause.spec is None or descriptor.placement.topology not in LENT_TOPOLOGIES:
+            return descriptor
+        assert isinstance(self._provider, Connectable)
+        rollout = descriptor.rollout
+        spec = world_spec(clause.spec.to_spec(), descriptor, HarnessNeeds.of(needs)).replace(
+            ttl_s=self._lease_s, metadata=_labels(rollout)
+        )
+        handle = await self._provider.create(spec)
+        try:
+            ref = SandboxRef.model_validate(
+                await self._provider.serialize_handle(handle, scope=LeaseScope.OPERATE.value)
+            ).model_copy(update={"workdir": spec.workdir})
+            lent = descriptor.model_copy(update={"sandbox": SandboxClause(ref=ref)})
+        except BaseException:
+            await asyncio.shield(self._provider.close(handle))
+            raise
+        self._boxes[AttemptKey.of(rollout)] = _Box(handle, spec, descriptor.harvest)
+        return lent
+
+    async def renew(self, rollout: RolloutIdentity) -> None:
+        """The pipeline still cares. Raises `SandboxLostError` when the box is gone, `ContractError` when there never
+        was one here."""
+        box = self._box(rollout)
+        if box.artifacts is None:
+            await self._provider.renew(box.handle, self._lease_s)
+
+    async def harvest(self, rollout: RolloutIdentity) -> list[Artifact]:
+        """Shut the borrowers out, collect what the descriptor says, destroy the box. Asked again, the same.
+
+        Raises:
+            SandboxError: the box was lost, or could not be read in time.
+        """
+        box = self._box(rollout)
+        assert isinstance(self._provider, SupportsFencing)
+        async with box.lock:
+            if box.artifacts is None:
+                await self._provider.fence(box.handle)
+                try:
+                    async with (
+                        asyncio.timeout(HARVEST_TIMEOUT_S),
+                        keep_renewed(self._provider, box.handle, self._lease_s),
+                    ):
+                        box.artifacts = await harvest_all(
+                            self._provider, box.handle, box.spec, box.harvest, box.spec.metadata
+                        )
+                except TimeoutError:
+                    raise SandboxError(f"harvest did not end within {HARVEST_TIMEOUT_S:g} s", retryable=True) from None
+                await self._destroyed(box)
+            return box.artifacts
+
+    async def release(self, rollout: RolloutIdentity) -> None:
+        """Destroy what is left of the attempt's box, also one that an earlier process of this server made."""
+        box = self._boxes.pop(AttemptKey.of(rollout), None)
+        if box is None:
+            await self._provider.reap(_labels(rollout))
+        elif box.artifacts is None:
+            await self._destroyed(box)
+
+    async def aclose(self) -> None:
+        """Destroy all boxes, at shutdown."""
+        boxes, self._boxes = [*self._boxes.values()], {}
+        await asyncio.gather(*(self._destroyed(box) for box in boxes if box.artifacts is None))
+
+    def _box(self, rollout: RolloutIdentity) -> _Box:
+        box = self._boxes.get(AttemptKey.of(rollout))
+        if box is None:
+            raise ContractError(
+                f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' has no box of this environment",
+                rollout_id=rollout.rollout_id,
+            )
+        return box
+
+    async def _destroyed(self, box: _Box) -> None:
+        try:
+            await self._provider.close(box.handle)
+        except SandboxError as error:  # its lease ends it
+            log.warning("owned_box_not_closed", sandbox_id=box.handle.sandbox_id, error=str(error))
+
+
+def _labels(rollout: RolloutIdentity) -> dict[str, str]:
+    return dict(
+        labels.box_labels(
+            run=rollout.run_id, rollout=rollout.rollout_id, attempt=rollout.attempt, role=SandboxRole.WORK
+        )
+    )

@@ -44,7 +44,7 @@ class Completion:
     """As many as ``entries``, where the endpoint tells them."""
 
 
-def completion_in(body: bytes) -> Completion:
+def completion_in(body: bytes | bytearray) -> Completion:
     """Raises `ValueError` for what is no completion."""
     try:
         found = _COMPLETIONS.decode(body)

@@ -5,7 +5,7 @@ from __future__ import annotations
 _KEY = b'"prompt_token_ids":'
 
 
-def without_echo(raw: bytes, prompt_json: bytes | None) -> bytes:
+def without_echo(raw: bytes | bytearray, prompt_json: bytes | None) -> bytes | bytearray:
     """A JSON text without its ``prompt_token_ids``, where they are ``prompt_json`` to the byte; else as it came.
 
     ``prompt_json``: the ids as a JSON array without spaces. What is left in says that the echo still has to be

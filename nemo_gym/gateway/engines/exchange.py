@@ -12,6 +12,8 @@ from typing import cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
+from nemo_gym.gateway.engines.filling import AT_MOST_BYTES, WORTH_IT_BYTES, Filling
+
 _HEAD_BYTES = 64 << 10
 _UNREAD_BYTES = 1 << 20
 """Of a streamed answer that its reader has not taken; more stays with the engine."""
@@ -41,6 +43,7 @@ class Reply:
         self._parts: list[bytes] = []
         self._unread = 0
         self._read_whole = False
+        self._streamed = False
         self._done = False
         self._keep_alive = False
         self._error: Exception | None = None
@@ -55,15 +58,17 @@ class Reply:
         while not self.status:
             await self._more()
 
-    async def read(self) -> bytes:
+    async def read(self) -> bytes | bytearray:
         """All of the body that was not read yet."""
         self._read_whole = True
         self._connection.read_on()
+        whole = self._filled()
         while not self._done:
             await self._more()
-        return self._taken()
+        return self._taken() if whole is None else whole
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
+        self._streamed = True
         while True:
             if self._parts:
                 yield self._taken()
@@ -90,6 +95,21 @@ class Reply:
         if self._error is not None:
             raise self._error
 
+    def _filled(self) -> bytearray | None:
+        """What the body will be in once it is done; nothing where it is not known to be long."""
+        said, have = self.headers.get("content-length", ""), self._unread
+        length = int(said) if said.isdecimal() and not (self._streamed or self._done) else 0
+        if not WORTH_IT_BYTES <= length - have <= AT_MOST_BYTES or not self._connection.usable:
+            return None
+        body = bytearray(length)
+        body[:have] = self._taken()
+        self._connection.fill(body, have, heard=self._heard, full=self._full)
+        return body
+
+    def _full(self) -> None:
+        self.on_message_complete()
+        self._wake()
+
     def _taken(self) -> bytes:
         parts, self._parts, self._unread = self._parts, [], 0
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -99,6 +119,9 @@ class Reply:
     def feed(self, data: bytes) -> bool:
         """Whether the reader keeps up."""
         if self._parser is None or self._error is not None:
+            return True
+        if self._done:
+            self._keep_alive = False  # an answer to nothing
             return True
         try:
             self._parser.feed_data(data)
@@ -207,6 +230,12 @@ class Connection(asyncio.Protocol):
         if self._paused and self._transport is not None and self.usable:
             self._paused = False
             self._transport.resume_reading()
+
+    def fill(self, body: bytearray, have: int, *, heard: Callable[[], None], full: Callable[[], None]) -> None:
+        """Put what comes into ``body`` behind the ``have`` bytes of it that are there; ``heard`` is called with each
+        piece, ``full`` at its end."""
+        assert self._transport is not None
+        Filling(body, have, self._transport, heard, full)
 
     def answered(self, *, keep: bool) -> None:
         self._reply = None

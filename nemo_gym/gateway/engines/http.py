@@ -89,7 +89,7 @@ class HttpEngine:
     async def probe(self) -> None:
         await self._whole("GET", self.health_route, b"", self._probe_patience)
 
-    async def post(self, route: str, body: Mapping[str, Any]) -> tuple[bytes, Mapping[str, str]]:
+    async def post(self, route: str, body: Mapping[str, Any]) -> tuple[bytes | bytearray, Mapping[str, str]]:
         """The body of a 200 and its headers by their names in lower case; raises `EngineError` for everything else."""
         return await self._whole("POST", route, orjson.dumps(body), self._patience)
 
@@ -105,7 +105,7 @@ class HttpEngine:
             reply = await self._http.send(self._heads.origin, head, data, self._patience)
             try:
                 if reply.status != 200:
-                    raise self._status_error(reply, await reply.read())
+                    raise self._status_error(reply, bytes(await reply.read()))
                 self._check_encoding(reply)
                 async for chunk in reply:
                     yield chunk
@@ -136,7 +136,7 @@ class HttpEngine:
             engine=self.name,
         )
 
-    def parsed(self, raw: bytes) -> dict[str, Any]:
+    def parsed(self, raw: bytes | bytearray) -> dict[str, Any]:
         try:
             value = orjson.loads(raw)
         except orjson.JSONDecodeError:
@@ -174,7 +174,7 @@ class HttpEngine:
 
     async def _whole(
         self, method: str, route: str, body: bytes, patience: Patience
-    ) -> tuple[bytes, Mapping[str, str]]:
+    ) -> tuple[bytes | bytearray, Mapping[str, str]]:
         head = self._heads.of(method, route, len(body))
         try:
             reply = await self._http.send(self._heads.origin, head, body, patience)
@@ -187,7 +187,7 @@ class HttpEngine:
         except BROKEN as error:
             raise self._broken(error) from error
         if reply.status != 200:
-            raise self._status_error(reply, whole, probe=method == "GET")
+            raise self._status_error(reply, bytes(whole), probe=method == "GET")
         self._check_encoding(reply)
         return whole, reply.headers
 

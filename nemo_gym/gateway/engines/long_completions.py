@@ -64,7 +64,7 @@ class LongCompletion:
     usage: dict[str, Any] | None
 
 
-def long_completion(raw: bytes) -> LongCompletion | None:
+def long_completion(raw: bytes | bytearray) -> LongCompletion | None:
     """Nothing for a body that is not long, or that the whole decoder has to read."""
     if len(raw) < WORTH_IT_BYTES or (start := raw.find(_LOGPROBS)) < 0:
         return None

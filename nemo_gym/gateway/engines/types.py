@@ -134,7 +134,7 @@ class Generation:
 class TextReply:
     """A successful reply of a text engine, untouched."""
 
-    body: bytes
+    body: bytes | bytearray
     engine: str
     headers: Mapping[str, str] = field(default_factory=dict)
     weights: WeightsSpan = field(default_factory=WeightsSpan)

@@ -95,7 +95,7 @@ class VllmEngine(HttpEngine):
                 _cached(answer.get("usage") or {}),
             )
 
-    def _completed(self, request: TokenRequest, raw: bytes, first: str | None) -> Generation:
+    def _completed(self, request: TokenRequest, raw: bytes | bytearray, first: str | None) -> Generation:
         with self.reading():
             echo = request.prompt_json or b""
             # Skipping numbers costs as much as reading them; leaving them out costs a copy of the others.

@@ -27,6 +27,9 @@ from nemo_gym.serving.sessions import CookieCodec, SessionGuard, SessionMiddlewa
 
 CONFIG_PATH_ENV = "NEMO_GYM_CONFIG_PATH"
 """The instance's name, for a server that is started by hand or by NeMo Gym's own tools."""
+_NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False}
+"""FastAPI's own, which would tell of private fields in errors, and looks for its providers with every request.
+Versions that have none take no notice."""
 
 
 class BaseServer(BaseModel):
@@ -127,7 +130,14 @@ class SimpleServer(BaseServer):
         self, *, session_guard: SessionGuard | None = None, authenticates_itself: Any | None = None
     ) -> FastAPI:
         """An application with what every server has: health, readiness, credentials, problems, session cookies."""
-        app = FastAPI(title=self.config.name, lifespan=self._lifespan, openapi_url=None, docs_url=None, redoc_url=None)
+        app = FastAPI(
+            title=self.config.name,
+            lifespan=self._lifespan,
+            openapi_url=None,
+            docs_url=None,
+            redoc_url=None,
+            telemetry=_NO_TELEMETRY,
+        )
         install_problem_handlers(app)
         codec = CookieCodec(self.derive_key("session-cookie"))
         # Added from the inside out. A plugin built by hand, in its own tests, sees its errors raised.

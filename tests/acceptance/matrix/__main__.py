@@ -59,13 +59,10 @@ def _without_reason(verdicts: Sequence[Verdict]) -> int:
 def _run_all(cells: Sequence[Cell]) -> dict[str, list[str]]:
     """What is wrong, by cell."""
     failed: dict[str, list[str]] = {}
-    prepared: set[tuple[str, str, str]] = set()
     for cell in cells:
         with tempfile.TemporaryDirectory(prefix="matrix-") as directory:
             try:
-                if (what := (cell.agent, cell.environment, cell.sandbox)) not in prepared:
-                    prepare(cell, Path(directory))
-                    prepared.add(what)
+                prepare(cell)
                 outcome = run(cell, Path(directory))
                 wrong, seconds = outcome.failures(), f"{outcome.seconds:.1f} s"
             except CellError as error:

@@ -11,7 +11,9 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from nemo_gym.cli.prepare_agents import cli_packages
@@ -22,7 +24,7 @@ from nemo_gym.sandbox.registry import create_provider
 from tests.acceptance.matrix.cells import MODEL, ROOT, Cell, asks_a_model, composed, folder, rows_of
 
 PREPARE_TIMEOUT_S = 900.0
-RUN_TIMEOUT_S = 240.0
+RUN_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -63,15 +65,28 @@ class CellError(Exception):
     """A cell could not be run at all: a command failed. Holds what it printed."""
 
 
-def prepare(cell: Cell, directory: Path) -> None:
-    """What has to be there once: the CLI that the agent runs, and the images of the environment's first row."""
-    agent = folder("agent", cell.agent, (ROOT,)).name.removesuffix("_agent")
-    if agent in cli_packages():
-        _ng("ng_prepare", ["agents", f"agents={agent}"], PREPARE_TIMEOUT_S)
-    environment = folder("environment", cell.environment, (ROOT,))
-    if (environment / "prepare.py").is_file():
-        rows = first_row(cell.environment, directory)
-        _ng("ng_prepare", [environment.name, f"rows={rows}", f"sandbox={cell.sandbox}"], PREPARE_TIMEOUT_S)
+def prepare(cell: Cell) -> None:
+    """What has to be there once. Raises `CellError`."""
+    prepare_agent(cell.agent)
+    prepare_environment(cell.environment, cell.sandbox)
+
+
+@cache
+def prepare_agent(agent: str) -> None:
+    """The CLI that an agent runs."""
+    name = folder("agent", agent, (ROOT,)).name.removesuffix("_agent")
+    if name in cli_packages():
+        _ng("ng_prepare", ["agents", f"agents={name}"], PREPARE_TIMEOUT_S)
+
+
+@cache
+def prepare_environment(environment: str, sandbox: str) -> None:
+    """The images of an environment's first row."""
+    plugin = folder("environment", environment, (ROOT,))
+    if (plugin / "prepare.py").is_file():
+        with TemporaryDirectory(prefix="matrix-") as directory:
+            rows = first_row(environment, Path(directory))
+            _ng("ng_prepare", [plugin.name, f"rows={rows}", f"sandbox={sandbox}"], PREPARE_TIMEOUT_S)
 
 
 def first_row(environment: str, directory: Path) -> Path:

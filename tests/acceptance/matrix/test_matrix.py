@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,18 @@ def verdicts(docker_engine: str) -> dict[Cell, Verdict]:
 
 
 @pytest.fixture
-def works(tmp_path: Path, docker_engine: str) -> Iterator[Callable[[Cell], Outcome]]:
+def works(tmp_path: Path, docker_engine: str) -> Callable[[Cell], Outcome]:
     """Runs a cell; fails where it does not work."""
 
     def proven(cell: Cell) -> Outcome:
-        prepare(cell, tmp_path)
-        outcome = run(cell, tmp_path)
+        prepare(cell)
+        directory = tmp_path / str(cell)
+        directory.mkdir()
+        outcome = run(cell, directory)
         assert outcome.failures() == [], outcome.log[-3000:]
         return outcome
 
-    yield proven
+    return proven
 
 
 # --------------------------------------------------------------------------------------------------- what composes

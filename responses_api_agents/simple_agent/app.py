@@ -23,6 +23,15 @@ class SimpleAgentConfig(BaseResponsesAPIAgentConfig):
     model_server: ModelServerRef
     max_turns: int = Field(50, gt=0)
     """Model answers per attempt; a descriptor's ``limits.max_turns`` lowers it."""
+    max_steps: int | None = Field(None, ge=0)
+    """NeMo Gym's name of ``max_turns``, in place of it; 0 means none."""
+    count_tool_calls: bool = False
+    """NeMo Gym's: the limit is of tool calls, not of answers; calls of one answer are all made."""
+    use_done_flag: bool = False
+    """NeMo Gym's: a tool that answers a JSON object with a true ``done`` ends the attempt."""
+    max_parallel_tool_calls: int = Field(1, gt=0)
+    """Tool calls of one answer that run at once. With 1 they run in the policy's order, which matters where tools
+    change the environment."""
     wall_clock_s: float = Field(1800.0, gt=0)
     """Per attempt, where the descriptor sets no limit."""
     tool_timeout_s: float = Field(120.0, gt=0)
@@ -44,21 +53,27 @@ class SimpleAgent(SimpleResponsesAPIAgent):
     _slots: asyncio.Semaphore | None = PrivateAttr(default=None)
 
     async def act(self, request: ActRequest) -> ActResponse:
-        return await self._act_with(request, {})
+        return await self.act_in_session(request, {})
 
-    async def _act_with(self, asked: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
+    async def act_in_session(self, request: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
         if self._slots is None:
             self._slots = asyncio.Semaphore(self.config.max_concurrency)
         async with self._slots:
-            return await self._attempt(asked, cookies)
+            return await self._attempt(request, cookies)
 
     async def _attempt(self, asked: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
-        from responses_api_agents.simple_agent.loop import Ended, converse
+        from responses_api_agents.simple_agent.loop import Ended, Rules, converse
         from responses_api_agents.simple_agent.policy import Policy
         from responses_api_agents.simple_agent.tools import Toolbox, ToolServerError
 
         config, limits, transcript = self.config, asked.descriptor.limits, Transcript()
-        turns = min(config.max_turns, limits.max_turns or config.max_turns)
+        most = config.max_steps or config.max_turns
+        rules = Rules(
+            max_turns=limits.max_turns if config.count_tool_calls else min(most, limits.max_turns or most),
+            max_tool_calls=most if config.count_tool_calls else None,
+            parallel_calls=config.max_parallel_tool_calls,
+            done_flag=config.use_done_flag,
+        )
         try:
             async with asyncio.timeout(limits.wall_clock_s or config.wall_clock_s), AsyncExitStack() as stack:
                 policy: Policy = await stack.enter_async_context(
@@ -66,7 +81,7 @@ class SimpleAgent(SimpleResponsesAPIAgent):
                 )
                 toolbox = Toolbox(self.server_client, config.resources_server.name, cookies, config.tool_timeout_s)
                 await toolbox.open(stack, asked.descriptor.mcp, asked.responses_create_params.get("tools") or [])
-                ended = await converse(policy, toolbox, asked.responses_create_params, transcript, turns)
+                ended = await converse(policy, toolbox, asked.responses_create_params, transcript, rules)
         except TimeoutError:
             ended = Ended(AgentOutcome.TIMED_OUT, "the attempt reached its wall clock limit")
         except ToolServerError as error:

@@ -7,13 +7,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from nemo_gym.errors import ModelError
 from nemo_gym.harness.transcript import Transcript
 from nemo_gym.session import AgentOutcome
 from responses_api_agents.simple_agent.policy import ContextExceededError, Policy
-from responses_api_agents.simple_agent.tools import Toolbox
+from responses_api_agents.simple_agent.tools import Toolbox, ToolServerError
 
 _NOT_FOR_REQUESTS = frozenset({"tools", "input", "metadata", "model", "stream", "background", "store"})
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """When a conversation ends beside the policy's own end, and how its tools are called."""
+
+    max_turns: int | None = None
+    """Answers of the policy."""
+    max_tool_calls: int | None = None
+    parallel_calls: int = 1
+    """Of one answer, at once."""
+    done_flag: bool = False
+    """Whether a tool that answers a JSON object with a true ``done`` ends it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +40,7 @@ class Ended:
 
 
 async def converse(
-    policy: Policy, toolbox: Toolbox, params: Mapping[str, Any], transcript: Transcript, max_turns: int
+    policy: Policy, toolbox: Toolbox, params: Mapping[str, Any], transcript: Transcript, rules: Rules
 ) -> Ended:
     """Run the loop, telling ``transcript`` everything. Raises `ToolServerError` when the tools are out of reach."""
     prompt = params.get("input", "")
@@ -35,7 +50,7 @@ async def converse(
         fixed["tools"] = toolbox.definitions
     else:
         fixed.pop("tool_choice", None)
-    for _ in range(max_turns):
+    while rules.max_turns is None or transcript.turns < rules.max_turns:
         try:
             answer = await policy.answer({**fixed, "input": history})
         except ContextExceededError as error:
@@ -47,14 +62,53 @@ async def converse(
         calls = [item for item in items if item.get("type") == "function_call"]
         if not calls:
             return _last_word(answer, items)
+        if (answer.get("incomplete_details") or {}).get("reason") == "max_output_tokens":
+            return Ended(AgentOutcome.MAX_TURNS, "an answer was cut off at its limit of tokens, in its tool calls")
         history += items
-        # One after the other: tools may change the environment, and their order is the policy's.
-        for call in calls:
+        outputs = await _call_all(toolbox, calls, transcript, rules.parallel_calls)
+        history += [
+            {"type": "function_call_output", "call_id": call["call_id"], "output": output}
+            for call, output in zip(calls, outputs, strict=True)
+        ]
+        if rules.done_flag and any(map(_says_done, outputs)):
+            return Ended(AgentOutcome.COMPLETED)
+        if rules.max_tool_calls is not None and transcript.tool_calls >= rules.max_tool_calls:
+            return Ended(AgentOutcome.MAX_TURNS, f"the policy made {transcript.tool_calls} tool calls, all it had")
+    return Ended(
+        AgentOutcome.MAX_TURNS, f"the policy still called tools in its answer {rules.max_turns}, the last it had"
+    )
+
+
+async def _call_all(toolbox: Toolbox, calls: list[dict[str, Any]], transcript: Transcript, at_once: int) -> list[str]:
+    """The outputs, in the order of the calls. Raises `ToolServerError`."""
+    slots = asyncio.Semaphore(at_once)  # served in the order of the calls
+
+    async def one(call: dict[str, Any]) -> str:
+        async with slots:
             output, failed = await toolbox.call(str(call.get("name")), call.get("arguments"))
-            transcript.returns(call["call_id"], output, failed=failed)
-            history.append({"type": "function_call_output", "call_id": call["call_id"], "output": output})
-            await asyncio.sleep(0)
-    return Ended(AgentOutcome.MAX_TURNS, f"the policy still called tools in its answer {max_turns}, the last it had")
+        transcript.returns(call["call_id"], output, failed=failed)
+        return output
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(call)) for call in calls]
+    except* ToolServerError as errors:
+        raise _first(errors) from errors
+    return [task.result() for task in tasks]
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _says_done(output: str) -> bool:
+    try:
+        answer = orjson.loads(output)
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(answer, dict) and bool(answer.get("done"))
 
 
 def _observe(transcript: Transcript, answer: Mapping[str, Any], items: list[dict[str, Any]]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from nemo_gym.configuration.backend import backend_of
 from nemo_gym.configuration.compatibility import sandbox_provider, side_of
 from nemo_gym.configuration.compose import Composition
 from nemo_gym.configuration.keys import AGENT_TYPE, MODEL_TYPE
@@ -48,10 +49,9 @@ def _wanted(composition: Composition, server: ServerBlock, topology: Topology | 
 
 def _lacking(composition: Composition, server: ServerBlock, name: str, wanted: list[str]) -> list[str]:
     from nemo_gym.sandbox.base import NetworkPolicy
-    from nemo_gym.sandbox.config import resolve_provider_config
     from nemo_gym.sandbox.registry import create_provider
 
-    provider = create_provider(resolve_provider_config(server.values["sandbox_provider"], composition.values))
+    provider = create_provider(backend_of(composition, server.values["sandbox_provider"], where=server.where))
     try:
         capabilities = provider.capabilities
     except SandboxError as error:

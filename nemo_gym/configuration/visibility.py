@@ -34,21 +34,32 @@ class Address:
 
 
 def call_targets(composition: Composition, instance: str) -> list[str]:
-    """The instances that a server's block refers to, so may call."""
+    """The instances that a server's block refers to, itself or by a top-level block that it names (a ``sandbox`` that
+    is behind a broker), so may call."""
     server = composition.servers[instance]
-    return list(dict.fromkeys(reference.name for reference in references(server.values) if reference.name != instance))
+    found = [*references(server.values), *references(named_blocks(composition, instance))]
+    return list(dict.fromkeys(reference.name for reference in found if reference.name != instance))
+
+
+def named_blocks(composition: Composition, instance: str) -> dict[str, Any]:
+    """Top-level blocks that are no servers and that a server's block names (``sandbox_provider: sandbox``)."""
+    named = {value for _, value in leaves(composition.servers[instance].values) if isinstance(value, str)}
+    return {
+        key: value
+        for key, value in composition.values.items()
+        if key in named and isinstance(value, Mapping) and key not in composition.servers and key != COMPOSITION
+    }
 
 
 def server_view(composition: Composition, instance: str, addresses: Mapping[str, Address]) -> dict[str, Any]:
     """The configuration for one server's launch, as plain data."""
-    own = composition.servers[instance]
     used = _used_keys(composition, instance)
-    named = {value for _, value in leaves(own.values) if isinstance(value, str)}
+    named = named_blocks(composition, instance)
     view: dict[str, Any] = {}
     for key, value in composition.values.items():
         if key in composition.servers:
             continue
-        if key in used or (key in named and isinstance(value, Mapping)):
+        if key in used or key in named:
             view[key] = value
         elif not is_secret_name(key):
             view[key] = _without_secrets(value)

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_gym.configuration.backend import backend_of
 from nemo_gym.configuration.compose import compose
 from nemo_gym.configuration.suggest import reject_unknown_keys
 from nemo_gym.errors import ConfigError, NemoGymError
-from nemo_gym.sandbox.config import resolve_provider_config
 from nemo_gym.sandbox.registry import create_provider
 from resources_servers.swe_bench.preparation.builder import ImageBuilder, Prepared
 from resources_servers.swe_bench.preparation.examples import example_environments, example_repositories
@@ -128,7 +128,7 @@ def _plans(options: Options) -> list[RowPlan]:
 def _sandbox_block(options: Options) -> dict[str, dict[str, Any]]:
     """The provider and its settings, composed as a run composes them: a run must find what is prepared here."""
     composition = compose(options.sandbox)
-    return resolve_provider_config(composition.chosen["sandbox"], composition.values)
+    return backend_of(composition, composition.chosen["sandbox"])
 
 
 def _in_history_order(plans: list[RowPlan], repositories: Repositories) -> list[RowPlan]:

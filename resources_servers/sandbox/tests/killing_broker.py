@@ -1,0 +1,75 @@
+"""The broker's own program, which kills itself with SIGKILL at the n-th boundary that it crosses.
+
+A boundary is the moment before or after a transaction is committed, or before or after the backend is asked for
+something. ``KILL_STEP`` is n; every boundary crossed is appended to the file ``KILL_LOG``. Nothing of this is in the
+broker itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from nemo_gym.sandbox import registry
+from resources_servers.sandbox.registry.writer import GroupCommitWriter
+from resources_servers.sandbox.tests.broker_process import APP
+
+_KILL_STEP = int(os.environ.get("KILL_STEP", "0"))
+_LOG = os.open(os.environ["KILL_LOG"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+_crossed = 0
+_ASKED = ("create", "close", "reap", "renew", "start_exec", "put_archive", "open_door", "connect", "list")
+
+
+def boundary(name: str) -> None:
+    global _crossed
+    _crossed += 1
+    os.write(_LOG, f"{name}\n".encode())
+    if _crossed == _KILL_STEP:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def around_commits() -> None:
+    commit = GroupCommitWriter._commit
+
+    def killing(self: GroupCommitWriter, batch: list[Any]) -> bool:
+        name = "+".join(sorted({request.operation.__qualname__.split(".<locals>")[0] for request in batch}))
+        boundary(f"before commit of {name}")
+        done = commit(self, batch)
+        boundary(f"after commit of {name}")
+        return done
+
+    GroupCommitWriter._commit = killing  # type: ignore[method-assign]
+
+
+def around_backend() -> None:
+    create_provider = registry.create_provider
+
+    def wrapped(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        async def asked(*args: Any, **options: Any) -> Any:
+            boundary(f"before {name}")
+            result = await method(*args, **options)
+            boundary(f"after {name}")
+            return result
+
+        return asked
+
+    def create(*args: Any, **settings: Any) -> Any:
+        provider = create_provider(*args, **settings)
+        for name in _ASKED:
+            setattr(provider, name, wrapped(name, getattr(provider, name)))
+        return provider
+
+    registry.create_provider = create
+
+
+if __name__ == "__main__":
+    around_commits()
+    around_backend()
+    sys.argv = [str(APP)]
+    runpy.run_path(str(APP), run_name="__main__")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,13 @@ def test_nested_boxes_are_refused_at_composition_with_the_reason(sandbox: str, d
     composition = compose([*words, "topology=whole_interaction", wanted], roots=(ROOT,))
     with pytest.raises(ConfigError, match="cannot serve 'composite_agent' on this machine: nested_containers: "):
         check_sandbox(composition, Topology.WHOLE_INTERACTION)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "responses_api_agents/composite_agent/example").glob("*.py")), ids=lambda path: path.name
+)
+def test_example_is_written_for_the_pythons_of_old_images(path: Path) -> None:
+    ast.parse(path.read_text(), feature_version=(3, 6))
 
 
 def test_events_of_all_parts_become_one_transcript() -> None:

@@ -30,6 +30,7 @@ from nemo_gym.session import Artifact, RolloutIdentity, SessionDescriptor
 from nemo_gym.verdict import Verdict
 
 if TYPE_CHECKING:
+    from nemo_gym.environment.mcp.tools import CatchAll, RouteTool
     from nemo_gym.environment.owned_boxes import OwnedBoxes
     from nemo_gym.environment.wire import (
         BaseMultiRewardVerifyResponse,
@@ -178,6 +179,18 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
     async def verify(self, body: BaseVerifyRequest) -> BaseVerifyResponse:
         """Judge a response; may also take the ``Request``."""
         raise NotImplementedError(f"{type(self).__name__} implements neither grade() nor verify()")
+
+    def mcp_tools(self, harvested: list[RouteTool], catchall: CatchAll | None) -> list[RouteTool] | None:
+        """The tools to serve over MCP. Default: ``harvested``, those of the typed routes.
+
+        Leave some out, add those of a route that serves many (``catchall.tool(name, input_schema, description)``), or
+        return nothing for none. ``catchall`` is ``None`` unless there is exactly one route ``POST /{name}``.
+        """
+        return harvested
+
+    def mcp_allowed_tools_for_session(self, seed_body: dict[str, Any]) -> list[str] | None:
+        """Names of the tools that the attempt of this row may call over MCP. Default ``None``: all."""
+        return None
 
     def reverify_mode(self) -> ReverifyMode:
         """What the class or its configuration's class says; environments with ``grade`` are stateless otherwise."""

@@ -58,6 +58,8 @@ ATTEMPT_SESSION_KEY = "_ng_attempt"
 ROW_REF_SESSION_KEY = "_ng_row_ref"
 CONTROL_SUBJECT = "environment"
 MCP_PATH = "/mcp"
+ALLOWED_TOOLS_SESSION_KEY = "_ng_mcp_tools"
+"""In a session: the names of the tools it may call over MCP, where not all."""
 BASE_ROUTES = frozenset(
     {
         "/seed_session",
@@ -268,6 +270,9 @@ class EnvironmentRoutes:
             raise ContractError(f"open_session of '{self._server.config.name}' returned another attempt's descriptor")
         descriptor = _placed(descriptor, asked.envelope.topology)
         if self._mcp is not None:
+            session.pop(ALLOWED_TOOLS_SESSION_KEY, None)
+            if (names := self._server.mcp_allowed_tools_for_session(asked.row)) is not None:
+                session[ALLOWED_TOOLS_SESSION_KEY] = [*names]
             descriptor = self._mcp.offered(descriptor)
             reply.setdefault("mcp", self._mcp.nemo_metadata(rollout))
         if (lent := await self._lent(asked, descriptor)) is not None:

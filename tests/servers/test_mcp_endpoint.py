@@ -16,6 +16,8 @@ from pydantic import BaseModel, Field
 from nemo_gym.base_resources_server import SimpleResourcesServer
 from nemo_gym.credentials import Role
 from nemo_gym.environment.mcp.tokens import issue_mcp_token
+from nemo_gym.environment.mcp.tools import CatchAll, RouteTool, catch_all_of
+from nemo_gym.errors import ConfigError
 from nemo_gym.session import McpServer
 from tests.servers.plugins import CounterEnvironment
 from tests.servers.stack import Stack, rollout
@@ -198,3 +200,64 @@ async def test_nemo_gym_plugin_is_served_when_its_block_says_so(stack: Stack) ->
 async def test_environment_offers_no_mcp_when_it_does_not_say_so(counter: Stack) -> None:
     assert (await seed(counter, "counter"))["descriptor"]["mcp"] == []
     assert await status_of(counter.url("counter") + "/mcp", {}) == 401
+
+
+class DispatchingEnvironment(NotesEnvironment):
+    """Serves most of its tools by one route, and says per task which of them may be used."""
+
+    def setup_webserver(self) -> FastAPI:
+        app = super().setup_webserver()
+        app.post("/{path}")(self.dispatch)
+        return app
+
+    def mcp_tools(self, harvested: list[RouteTool], catchall: CatchAll | None) -> list[RouteTool]:
+        assert catchall is not None
+        kept = [tool for tool in harvested if tool.name != "explode"]
+        return [*kept, catchall.tool("shout", Note.model_json_schema(), "Say it loudly.")]
+
+    def mcp_allowed_tools_for_session(self, seed_body: dict[str, Any]) -> list[str] | None:
+        return seed_body.get("allowed_tools")
+
+    async def dispatch(self, path: str, body: Note) -> Notes:
+        return Notes(notes=[f"{path}: {body.text.upper()}"])
+
+
+async def test_environment_says_itself_which_tools_are_served(stack: Stack) -> None:
+    stack.add("notes", DispatchingEnvironment, Role.ENVIRONMENT)
+    async with connected(endpoint(await seed(stack))) as client:
+        tools = {tool.name: tool.description for tool in (await client.list_tools()).tools}
+        assert tools == {"add_note": "Write a note down.", "list_notes": "", "shout": "Say it loudly."}
+        answer = await client.call_tool("shout", {"text": "hi"})
+        assert answer.structured_content == {"notes": ["shout: HI"]}
+        assert (await client.call_tool("explode", {})).is_error
+
+
+async def test_attempt_has_the_tools_that_its_task_allows(stack: Stack) -> None:
+    stack.add("notes", DispatchingEnvironment, Role.ENVIRONMENT)
+    body = {
+        "responses_create_params": PARAMS,
+        "allowed_tools": ["shout", "unknown"],
+        "_ng_session": {"rollout": rollout().model_dump()},
+    }
+    seeded = await (await stack.client().post("notes", "/seed_session", json=body)).json()
+    async with connected(endpoint(seeded)) as client:
+        assert [tool.name for tool in (await client.list_tools()).tools] == ["shout"]
+        refused = await client.call_tool("add_note", {"text": "x"})
+        assert refused.is_error and "there is no tool 'add_note'; there are: shout" in str(refused.content)
+    async with connected(endpoint(await seed(stack, attempt=2))) as client:
+        assert len((await client.list_tools()).tools) == 3
+
+
+def test_catch_all_is_none_where_there_is_none_or_several() -> None:
+    app = FastAPI()
+    assert catch_all_of(app.routes) is None
+
+    async def tool(name: str) -> None: ...
+
+    app.post("/{name}")(tool)
+    found = catch_all_of(app.routes)
+    assert found is not None
+    with pytest.raises(ConfigError, match="cannot be the name of a tool"):
+        found.tool("../verify", {})
+    app.post("/{name:path}")(tool)
+    assert catch_all_of(app.routes) is None

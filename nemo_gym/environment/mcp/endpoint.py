@@ -22,8 +22,8 @@ from nemo_gym.credentials import CREDENTIAL_HEADER
 from nemo_gym.environment.attempts import AttemptKey, AttemptStore
 from nemo_gym.environment.mcp.call import call_route
 from nemo_gym.environment.mcp.tokens import check_mcp_token, issue_mcp_token
-from nemo_gym.environment.mcp.tools import RouteTool, tools_of
-from nemo_gym.environment.routes import MCP_PATH
+from nemo_gym.environment.mcp.tools import RouteTool, catch_all_of, tools_of
+from nemo_gym.environment.routes import ALLOWED_TOOLS_SESSION_KEY, MCP_PATH
 from nemo_gym.errors import ConfigError, CredentialError
 from nemo_gym.rollout_correlation import ROLLOUT_ID_HEADER, rollout_path_prefix
 from nemo_gym.serving.problems import problem_response
@@ -76,8 +76,15 @@ class McpEndpoint:
     def tools(self) -> dict[str, RouteTool]:
         """Found when first asked for: plugins add their routes after the base's."""
         if self._tools is None:
-            self._tools = tools_of(self._app.routes)
+            found = [*tools_of(self._app.routes).values()]
+            exposed = self._server.mcp_tools(found, catch_all_of(self._app.routes)) or []
+            self._tools = {tool.name: tool for tool in exposed}
         return self._tools
+
+    def allowed(self, attempt: AttemptKey) -> dict[str, RouteTool]:
+        """The tools of one attempt: all, unless its seed named some of them."""
+        names = self._attempts.session_of(*attempt).get(ALLOWED_TOOLS_SESSION_KEY)
+        return self.tools if names is None else {name: self.tools[name] for name in names if name in self.tools}
 
     def offered(self, descriptor: SessionDescriptor) -> SessionDescriptor:
         """The descriptor with this endpoint and the attempt's token in it."""
@@ -161,18 +168,18 @@ class McpEndpoint:
                     input_schema=tool.input_schema,
                     output_schema=tool.output_schema,
                 )
-                for tool in self.tools.values()
+                for tool in self.allowed(_attempt_of(context)).values()
             ]
         )
 
     async def _call_tool(self, context: ServerRequestContext[Any], params: CallToolRequestParams) -> CallToolResult:
         from mcp.types import CallToolResult, TextContent
 
-        assert context.request is not None
-        attempt: AttemptKey = context.request.scope[_ATTEMPT]
-        tool = self.tools.get(params.name)
+        attempt = _attempt_of(context)
+        tools = self.allowed(attempt)
+        tool = tools.get(params.name)
         if tool is None:
-            said = f"there is no tool '{params.name[:100]}'; there are: {', '.join(self.tools)}"
+            said = f"there is no tool '{params.name[:100]}'; there are: {', '.join(tools)}"
             return CallToolResult(content=[TextContent(type="text", text=said)], is_error=True)
         cookie = self._server.get_session_middleware_key()
         before = self._cookies.encode(self._attempts.session_of(*attempt))
@@ -197,6 +204,12 @@ class McpEndpoint:
             value = rest.partition(";")[0]
             if written == name and value != before and (session := self._cookies.decode(value)) is not None:
                 self._attempts.keep_session(*attempt, session)
+
+
+def _attempt_of(context: ServerRequestContext[Any]) -> AttemptKey:
+    assert context.request is not None
+    attempt: AttemptKey = context.request.scope[_ATTEMPT]
+    return attempt
 
 
 class _Protocol(Response):

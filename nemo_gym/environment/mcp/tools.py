@@ -11,7 +11,10 @@ from typing import Any
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
+from nemo_gym.errors import ConfigError
+
 _TOOL_PATH = re.compile(r"/[A-Za-z][A-Za-z0-9_-]{0,63}")
+_CATCH_ALL_PATH = re.compile(r"/\{\w+(:path)?\}")
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -26,6 +29,32 @@ class RouteTool:
     input_schema: dict[str, Any]
     output_schema: dict[str, Any] | None
     """``None`` where the route declares no model for its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class CatchAll:
+    """A route that serves many tools by name (``POST /{tool}``), and so declares none of them."""
+
+    route: APIRoute
+
+    def tool(self, name: str, input_schema: dict[str, Any], description: str | None = None) -> RouteTool:
+        """The tool ``name`` of this route. Raises `ConfigError` for a name that is none."""
+        if not _TOOL_PATH.fullmatch(f"/{name}"):
+            raise ConfigError(
+                f"'{name}' cannot be the name of a tool: a letter, then up to 63 letters, digits, '_' or '-'",
+                key="mcp_tools",
+            )
+        return RouteTool(name, f"/{name}", description or "", dict(input_schema), None)
+
+
+def catch_all_of(routes: Iterable[Any]) -> CatchAll | None:
+    """The one catch-all route of an application; ``None`` where there is none, or several."""
+    found = [
+        route
+        for route in routes
+        if isinstance(route, APIRoute) and "POST" in (route.methods or ()) and _CATCH_ALL_PATH.fullmatch(route.path)
+    ]
+    return CatchAll(found[0]) if len(found) == 1 else None
 
 
 def tools_of(routes: Iterable[Any]) -> dict[str, RouteTool]:

@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,7 @@ from nemo_gym.sandbox.base import (
 from nemo_gym.sandbox.capabilities import CAPABILITY_PROTOCOLS
 from nemo_gym.sandbox.providers.docker import DockerProvider
 from nemo_gym.sandbox.providers.docker.box import box_of
+from nemo_gym.sandbox.providers.docker.processes import BoxControl
 from nemo_gym.sandbox.providers.docker.watching import lock_path
 from tests.sandbox.docker_boxes import Boxes, until
 
@@ -108,6 +111,26 @@ async def test_docker_create_leaves_nothing_when_cancelled_at_any_moment(boxes: 
         except asyncio.CancelledError:
             pass
         assert await boxes.ids() == [], f"cancelled after {delay_ms} ms"
+
+
+async def test_docker_create_leaves_nothing_when_cancelled_just_after_the_container_has_started(
+    boxes: Boxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find, reached, go_on = BoxControl.find, threading.Event(), threading.Event()
+
+    def slow_find(*arguments: Any) -> BoxControl | None:
+        reached.set()
+        assert go_on.wait(60)
+        return find(*arguments)
+
+    monkeypatch.setattr(BoxControl, "find", slow_find)
+    task = asyncio.create_task(boxes.create())
+    assert await asyncio.to_thread(reached.wait, 60)
+    task.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await boxes.ids() == []
 
 
 async def test_docker_create_leaves_nothing_when_it_takes_too_long(boxes: Boxes) -> None:

@@ -133,8 +133,10 @@ class DockerProvider:
                     self._creating = asyncio.Semaphore(self.config.max_concurrent_creates)
                 async with self._creating:
                     found = await self._run_creation(creation)
-                box = await self._engine.call(DockerBox.from_inspection, found, local=self._local)
+                # From here on the container is this call's to remove, whatever it waits for when it is cancelled.
+                box: DockerBox | None = None
                 try:
+                    box = await self._engine.call(DockerBox.from_inspection, found, local=self._local)
                     for door in spec.doors:
                         await self._open_door(box, door)
                     if self.config.watchdog:
@@ -176,8 +178,9 @@ class DockerProvider:
         task.add_done_callback(self._discarding.discard)
         await asyncio.shield(task)
 
-    async def _abandon(self, box: DockerBox, creation: Creation) -> None:
-        await self._close_doors(box)
+    async def _abandon(self, box: DockerBox | None, creation: Creation) -> None:
+        if box is not None:
+            await self._close_doors(box)
         await self._engine.call(creation.discard)
 
     async def status(self, handle: SandboxHandle) -> SandboxStatus:

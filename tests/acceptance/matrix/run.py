@@ -18,6 +18,8 @@ from typing import Any
 
 from nemo_gym.cli.prepare_agents import cli_packages
 from nemo_gym.configuration.compatibility import SANDBOX_BLOCK
+from nemo_gym.configuration.compose import Composition
+from nemo_gym.configuration.servers import references
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.config import resolve_provider_config
 from nemo_gym.sandbox.registry import create_provider
@@ -107,17 +109,27 @@ def run(cell: Cell, directory: Path) -> Outcome:
     log = _ng("ng_run", [*words, f"run_id={run_id}", f"run_dir={directory / 'run'}"], RUN_TIMEOUT_S)
     seconds = time.monotonic() - began
     rows = tuple(json.loads(line) for line in output.read_text(encoding="utf-8").splitlines())
-    block = resolve_provider_config(SANDBOX_BLOCK, composition.values)
-    return Outcome(cell, rows, asyncio.run(boxes_of(block, run_id)), seconds, log)
+    return Outcome(cell, rows, asyncio.run(boxes_of(composition, run_id)), seconds, log)
 
 
-async def boxes_of(sandbox: dict[str, Any], run_id: str) -> tuple[str, ...]:
-    """The boxes of a run that there are now, as their provider says."""
-    provider = create_provider(sandbox)
-    try:
-        return tuple(box.sandbox_id for box in await provider.list({labels.RUN: run_id}))
-    finally:
-        await provider.aclose()
+async def boxes_of(composition: Composition, run_id: str) -> tuple[str, ...]:
+    """The boxes of a run that there are now, as those say who make them."""
+    found: list[str] = []
+    for backend in backends(composition):
+        provider = create_provider(backend)
+        try:
+            found += [box.sandbox_id for box in await provider.list({labels.RUN: run_id})]
+        finally:
+            await provider.aclose()
+    return tuple(found)
+
+
+def backends(composition: Composition) -> list[dict[str, Any]]:
+    """The provider blocks that servers use, without those that ask another server for boxes: that server is gone with
+    the run, and its own block is among the others."""
+    names = {str(server.values.get("sandbox_provider", SANDBOX_BLOCK)) for server in composition.servers.values()}
+    blocks = [resolve_provider_config(name, composition.values) for name in sorted(names)]
+    return [block for block in blocks if not [*references(block)]]
 
 
 def _ng(command: str, words: Sequence[str], timeout_s: float) -> str:

@@ -15,7 +15,7 @@ from nemo_gym.sandbox.registry import create_provider
 from nemo_gym.session import Topology
 from tests.acceptance.matrix.cells import ROOT, Cell, Verdict, all_cells, composed, names, verdict
 from tests.acceptance.matrix.page import PAGE, render
-from tests.acceptance.matrix.run import Outcome, boxes_of, prepare, run
+from tests.acceptance.matrix.run import Outcome, backends, boxes_of, prepare, run
 from tests.architecture.docs import write_examples
 from tests.docker_engine import docker_engine
 
@@ -23,6 +23,7 @@ __all__ = ["docker_engine"]
 CELLS = list(all_cells())
 CLIS = ("claude_code", "codex")
 SANDBOXES = ("local", "docker")
+SANDBOX_NAMES = names("sandbox", (ROOT,))
 
 
 @pytest.fixture(scope="module")
@@ -116,16 +117,17 @@ def test_cell_does_not_work_when_its_row_says_so(row: dict[str, Any], wrong: str
     assert wrong in said
 
 
-@pytest.mark.parametrize("sandbox", SANDBOXES)
+@pytest.mark.parametrize("sandbox", SANDBOX_NAMES)
 async def test_box_that_a_run_left_behind_is_found(sandbox: str, tmp_path: Path, docker_engine: str) -> None:
     composition, _ = composed(Cell("oracle", "swe_bench", sandbox))
-    block, run_id = composition.values["sandbox"], f"left-by-{tmp_path.name}-{sandbox}"
-    provider = create_provider(block)
+    (backend,) = backends(composition)
+    run_id = f"left-by-{tmp_path.name}-{sandbox}"
+    provider = create_provider(backend)
     box = await provider.create(SandboxSpec(image="host", ttl_s=60, metadata={labels.RUN: run_id}))
-    assert len(await boxes_of(block, run_id)) == 1
+    assert await boxes_of(composition, run_id) == (box.sandbox_id,)
     await provider.close(box)
     await provider.aclose()
-    assert await boxes_of(block, run_id) == ()
+    assert await boxes_of(composition, run_id) == ()
 
 
 # --------------------------------------------------------------------------------------------------------- what runs

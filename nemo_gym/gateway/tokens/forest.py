@@ -149,6 +149,7 @@ class TokenForest:
             context_end=placed.context_end,
             end=placed.end,
             text=placed.text,
+            text_context_end=placed.text_context_end,
             text_end=placed.text_end,
             logprobs=logprobs,
             finish_reason=sampled.finish_reason,

@@ -65,6 +65,7 @@ def restore(forest: TokenForest, records: Iterable[Mapping[str, Any]]) -> None:
             context_end=placed.context_end,
             end=placed.end,
             text=placed.text,
+            text_context_end=placed.text_context_end,
             text_end=placed.text_end,
             logprobs=_array("f", logprobs) if logprobs is not None else None,
             details=record["details"],

@@ -72,6 +72,8 @@ class Turn:
     message_count: int
     text: bytearray
     """``tokens`` as decimal numbers with commas between them, shared and grown like ``tokens``."""
+    text_context_end: int
+    """The length of ``text`` up to ``context_end``."""
     text_end: int
     """The length of ``text`` up to ``end``."""
     children: list[Turn] = field(default_factory=list)
@@ -79,6 +81,19 @@ class Turn:
     @property
     def sampled_ids(self) -> array[int]:
         return self.tokens[self.context_end : self.end]
+
+    def prompt_json(self) -> bytes:
+        """All tokens before the sampled ones, as a JSON array."""
+        return self._json(0, self.text_context_end)
+
+    def sampled_json(self) -> bytes:
+        """The sampled tokens as a JSON array."""
+        comma = 1 if self.text_context_end and self.text_end > self.text_context_end else 0
+        return self._json(self.text_context_end + comma, self.text_end)
+
+    def _json(self, start: int, end: int) -> bytes:
+        with memoryview(self.text) as text, text[start:end] as numbers:
+            return b"".join((b"[", numbers, b"]"))
 
     def path(self) -> list[Turn]:
         """The turns from the conversation's start to this one."""
@@ -100,6 +115,7 @@ class Extended:
     context_end: int
     end: int
     text: bytearray
+    text_context_end: int
     text_end: int
 
 
@@ -115,11 +131,14 @@ def extended(parent: Turn | None, context: Sequence[int], sampled: Sequence[int]
         tokens, text = parent.tokens, parent.text
     else:
         tokens, text = parent.tokens[: parent.end], parent.text[: parent.text_end]
-    for new in (numbers(context), numbers(sampled)):
-        text += b"," + new if text and new else new
-    tokens.extend(context)
-    tokens.extend(sampled)
-    return Extended(tokens, start, start + len(context), len(tokens), text, len(text))
+    ends = []
+    for new, added in ((context, numbers(context)), (sampled, numbers(sampled))):
+        if text and added:
+            text += b","
+        text += added
+        tokens.extend(new)
+        ends.append(len(text))
+    return Extended(tokens, start, start + len(context), len(tokens), text, *ends)
 
 
 def packed(typecode: Literal["i", "f"], values: Sequence[Any]) -> array[Any]:

@@ -23,7 +23,8 @@ def test_prompt_without_copies_equals_its_array_in_every_form() -> None:
         assert [prompt.tail(count).tolist() for count in (1, 5, 10_000)] == [ids[-1:], ids[-5:], ids]
         assert prompt[2:-1].tolist() == ids[2:-1]
         sampled = session.policy.encode(text)
-        session.forest.commit(prepared, Sampled(sampled, [-1.0] * len(sampled)), said(text))
+        turn = session.forest.commit(prepared, Sampled(sampled, [-1.0] * len(sampled)), said(text))
+        assert (orjson.loads(turn.prompt_json()), orjson.loads(turn.sampled_json())) == (ids, sampled)
         messages = [*messages, said(text), user("next")]
 
 
@@ -35,6 +36,7 @@ def test_prompt_stays_as_it_is_when_other_turns_are_committed() -> None:
     for prepared in branches:
         turn = session.forest.commit(prepared, Sampled([7], [-1.0]), said("x"))
         assert turn.text[: turn.text_end].decode() == ",".join(map(str, turn.tokens[: turn.end]))
+        assert turn.sampled_json() == b"[7]" and orjson.loads(turn.prompt_json()) == [*turn.tokens[: turn.end - 1]]
     assert [prepared.prompt_json() for prepared in branches] == before
     assert Prompt(first, branches[0].context).ids() == branches[0].prompt_ids
 

@@ -138,7 +138,18 @@ class DoorServer:
         self.statistics = DoorStatistics()
 
     async def start(self) -> None:
-        """Begin to accept. Requests that came before wait in the socket's backlog."""
+        """Begin to accept. Requests that came before wait in the socket's backlog. A start that fails or is cancelled
+        closes the socket."""
+        # Cancelled within it, the event loop would go on accepting for a server that nobody has.
+        starting = asyncio.create_task(self._start())
+        try:
+            await asyncio.shield(starting)
+        except BaseException:
+            await asyncio.wait({starting})
+            await self.aclose()
+            raise
+
+    async def _start(self) -> None:
         server = web.Server(self._handle, handler_cancellation=True, access_log=None, keepalive_timeout=75.0)
         self._runner = web.ServerRunner(server, shutdown_timeout=1.0)
         await self._runner.setup()

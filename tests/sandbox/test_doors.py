@@ -440,3 +440,25 @@ async def test_serve_doors_closes_everything_when_one_door_is_wrong() -> None:
 
 def test_repr_of_a_door_hides_its_headers() -> None:
     assert "secret" not in repr(Door("m", 1, "http://x", (), headers={"Authorization": "secret"}))
+
+
+async def test_start_that_is_cancelled_at_any_moment_leaves_no_listener() -> None:
+    cancelled = 0
+    for steps in range(12):
+        sock = listener()
+        address = sock.getsockname()
+        server = DoorServer(Door("model", 1, "http://127.0.0.1:9", INFERENCE_ROUTES), sock)
+        starting = asyncio.create_task(server.start())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.wait({starting})
+        if not starting.cancelled():
+            await server.aclose()
+        elif steps:  # before its first step it is not even begun, and the socket still the caller's
+            cancelled += 1
+        else:
+            sock.close()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(*address)
+    assert cancelled

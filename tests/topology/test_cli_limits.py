@@ -17,6 +17,7 @@ from nemo_gym.session import AgentOutcome, Topology
 from responses_api_agents.claude_code_agent.app import ClaudeCodeAgent
 from responses_api_agents.codex_agent.app import CodexAgent
 from responses_api_agents.opencode_agent.app import OpencodeAgent
+from responses_api_agents.openhands_agent.app import OpenHandsAgent
 from responses_api_agents.qwen_code_agent.app import QwenCodeAgent
 from tests.harness.conftest import local, local_settings
 from tests.harness.stage import DONE, RUN, act, descriptor, outputs, stage, task
@@ -54,6 +55,7 @@ CLIS = {
     "claude_code": Cli(ClaudeCodeAgent, "Bash"),
     "codex": Cli(CodexAgent, "exec_command", "cmd"),
     "opencode": Cli(OpencodeAgent, "bash", arguments={"description": "Run a command"}),
+    "openhands": Cli(OpenHandsAgent, "terminal"),
     "qwen_code": Cli(QwenCodeAgent, "run_shell_command", arguments={"is_background": False}),
 }
 

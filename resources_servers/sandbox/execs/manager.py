@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Mapping
 
-from nemo_gym.errors import NemoGymError, SandboxLostError
+import structlog
+
+from nemo_gym.errors import NemoGymError, SandboxError, SandboxLostError
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, SandboxHandle
 from nemo_gym.sandbox.wire.execs import ExecEndModel, ExecSubmission
 from nemo_gym.sandbox.wire.problems import BrokerError
@@ -17,6 +20,8 @@ from resources_servers.sandbox.lifecycle.box import Box
 from resources_servers.sandbox.registry.execs import ExecStore
 from resources_servers.sandbox.registry.records import ExecRecord
 
+log = structlog.get_logger(__name__)
+_KILL_PATIENCE_S = 10.0
 _KEPT_ENDED = 32
 """Ended execs of a box that stay in memory; others are read from the registry when somebody asks."""
 
@@ -33,7 +38,13 @@ class Execs:
         self._max_output_bytes = max_output_bytes
 
     async def submit(
-        self, box: Box, handle: SandboxHandle, exec_id: str, submission: ExecSubmission, digest: bytes
+        self,
+        box: Box,
+        handle: SandboxHandle,
+        exec_id: str,
+        submission: ExecSubmission,
+        digest: bytes,
+        lease_id: str | None = None,
     ) -> tuple[ExecRun, bool]:
         """Run a command, or find the run of this id; whether it is new.
 
@@ -48,6 +59,7 @@ class Execs:
                 await asyncio.shield(run.started)
             return run, False
         run = self._new(box, exec_id, digest, submission)
+        run.lease_id = lease_id
         try:
             known = await self.store.insert(box.sandbox_id, exec_id, digest)
         except BaseException as error:
@@ -147,6 +159,16 @@ class Execs:
             await run.finish(ExecEnd(ExecOutcome.SIGNALED, signal=number))
         elif run.process is not None:
             await run.process.signal(number)
+
+    async def end_those_of(self, box: Box, lease_ids: set[str]) -> None:
+        """Kill the commands of leases that were taken back: nothing of theirs goes on in the box."""
+        runs = [run for run in box.execs.values() if run.lease_id in lease_ids and run.end is None]
+        for run in runs:
+            try:
+                await self.signal(run, signal.SIGKILL)
+            except SandboxError as error:
+                log.warning("exec_not_killed", sandbox_id=box.sandbox_id, exec_id=run.exec_id, error=str(error)[:300])
+        await asyncio.gather(*(run.ended(_KILL_PATIENCE_S) for run in runs))
 
     # -- reading -------------------------------------------------------------------------------------------------
 

@@ -49,6 +49,8 @@ class ExecRun:
         """Resolves once the command runs, or with the error because of which it never will."""
         self.submitted_at = submitted_at
         self.pumping: asyncio.Task[None] | None = None
+        self.lease_id: str | None = None
+        """By which it was submitted."""
         self._changed = asyncio.Event()
 
     @property

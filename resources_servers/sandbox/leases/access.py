@@ -40,6 +40,14 @@ class Grant:
     lease: LeaseRecord | None
     """``None`` for a caller credential."""
 
+    @property
+    def holds(self) -> bool:
+        """Whether the lease still holds: what goes on for long (streams) looks again and again."""
+        if self.lease is None or self.box is None:
+            return True
+        ended = self.lease.expires_at is not None and self.lease.expires_at <= time.time()
+        return not (self.lease.revoked or self.lease.epoch < self.box.epoch or ended)
+
 
 class Access:
     """Checks requests.

@@ -10,11 +10,12 @@ from fastapi import APIRouter, Query
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from nemo_gym.errors import NemoGymError
+from nemo_gym.errors import FencedError, NemoGymError
 from nemo_gym.sandbox.wire.problems import BrokerError, Problem, problem_of
 from nemo_gym.sandbox.wire.routes import SANDBOXES, TAR
 from nemo_gym.serving.disconnect import CLIENT_CLOSED_REQUEST
 from nemo_gym.session import LeaseScope
+from resources_servers.sandbox.leases.access import Grant
 from resources_servers.sandbox.routes.bodies import RESPONSES, bounded, raw_body, require_media_type, stream_reply
 from resources_servers.sandbox.routes.leases import live
 from resources_servers.sandbox.routes.models import reply
@@ -24,8 +25,17 @@ from resources_servers.sandbox.service import BrokerService
 ARCHIVE = f"{SANDBOXES}/{{sandbox_id}}/archive"
 
 MAX_FAILURES = 1000
+"""Of archives that broke off, of which the reason is still known."""
 
 BoxPath = Annotated[str, Query(min_length=1, max_length=8192, description="An absolute path in the box")]
+
+
+async def held(grant: Grant, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The chunks for as long as the lease holds; then raises `FencedError`."""
+    async for chunk in chunks:
+        if not grant.holds:
+            raise FencedError(f"the lease of box '{grant.sandbox_id}' was taken back while an archive came in")
+        yield chunk
 
 
 def archive_routes(broker: BrokerService) -> APIRouter:
@@ -41,7 +51,9 @@ def archive_routes(broker: BrokerService) -> APIRouter:
         require_media_type(request, TAR)
         handle = broker.boxes.ready(live(grant))
         try:
-            await broker.backend.provider.put_archive(handle, path, bounded(request, limit, "archive_too_large"))
+            await broker.backend.provider.put_archive(
+                handle, path, held(grant, bounded(request, limit, "archive_too_large"))
+            )
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return Response(status_code=204)

@@ -12,6 +12,7 @@ from nemo_gym.sandbox.wire.execs import ExecSubmission, ExecView, SignalExec
 from nemo_gym.sandbox.wire.routes import OCTET_STREAM, SANDBOXES
 from nemo_gym.session import IDENTIFIER, LeaseScope
 from resources_servers.sandbox.execs.run import ExecRun
+from resources_servers.sandbox.leases.access import Grant
 from resources_servers.sandbox.routes.bodies import (
     RESPONSES,
     digest,
@@ -36,9 +37,9 @@ ExecId = Annotated[str, Path(pattern=IDENTIFIER.pattern, max_length=128)]
 def exec_routes(broker: BrokerService) -> APIRouter:
     router = APIRouter(tags=["execs"], responses=RESPONSES)
 
-    async def find(request: Request, sandbox_id: str, exec_id: str, scope: LeaseScope) -> ExecRun:
+    async def find(request: Request, sandbox_id: str, exec_id: str, scope: LeaseScope) -> tuple[Grant, ExecRun]:
         grant = await broker.access.box(request, sandbox_id, scope)
-        return await broker.execs.find(sandbox_id, grant.box, exec_id)
+        return grant, await broker.execs.find(sandbox_id, grant.box, exec_id)
 
     @router.put(
         EXEC,
@@ -61,10 +62,10 @@ def exec_routes(broker: BrokerService) -> APIRouter:
         body = await parse(request, ExecSubmission, broker.config.max_body_bytes)
         box = live(grant)
         handle = broker.boxes.ready(box)
-        run, is_new = await broker.execs.submit(box, handle, exec_id, body, digest(body))
+        run, is_new = await broker.execs.submit(box, handle, exec_id, body, digest(body), lease_of(grant))
         status = 201 if is_new else 200
         if request.headers.get("accept") == OCTET_STREAM:
-            return output_reply(broker, run, OCTET_STREAM, offset, status)
+            return output_reply(broker, grant, run, OCTET_STREAM, offset, status)
         return reply(run.view(), status)
 
     @router.get(EXEC, response_model=ExecView, summary="Look at an exec, or wait for its end")
@@ -75,7 +76,7 @@ def exec_routes(broker: BrokerService) -> APIRouter:
         wait_s: Annotated[float, Query(ge=0, le=MAX_WAIT_S, allow_inf_nan=False)] = 0.0,
     ) -> Response:
         """Takes a lease of any scope. With `wait_s`, answers when it has ended, or after that many seconds."""
-        run = await find(request, sandbox_id, exec_id, LeaseScope.READ)
+        _, run = await find(request, sandbox_id, exec_id, LeaseScope.READ)
         if wait_s:
             await run.ended(wait_s)
         return reply(run.view())
@@ -110,8 +111,8 @@ def exec_routes(broker: BrokerService) -> APIRouter:
         """Takes a lease of any scope. `text/event-stream` (the default; its `id` is the offset after the event, and
         `Last-Event-ID` goes on behind it), or frames with `Accept: application/octet-stream`. The last event, exactly
         one, is `exit`; a stream that ends without it was cut off, and is read on from its offset."""
-        run = await find(request, sandbox_id, exec_id, LeaseScope.READ)
-        return output_reply(broker, run, request.headers.get("accept", ""), wanted_offset(request, offset))
+        grant, run = await find(request, sandbox_id, exec_id, LeaseScope.READ)
+        return output_reply(broker, grant, run, request.headers.get("accept", ""), wanted_offset(request, offset))
 
     @router.post(
         f"{EXEC}/signal",
@@ -121,12 +122,16 @@ def exec_routes(broker: BrokerService) -> APIRouter:
     )
     async def signal(request: Request, sandbox_id: str, exec_id: ExecId) -> Response:
         """Takes a lease of scope `operate`. Also 204 when it has ended."""
-        run = await find(request, sandbox_id, exec_id, LeaseScope.OPERATE)
+        _, run = await find(request, sandbox_id, exec_id, LeaseScope.OPERATE)
         body = await parse(request, SignalExec, broker.config.max_body_bytes)
         await broker.execs.signal(run, body.signal)
         return Response(status_code=204)
 
     return router
+
+
+def lease_of(grant: Grant) -> str | None:
+    return None if grant.lease is None else grant.lease.lease_id
 
 
 def wanted_offset(request: Request, offset: int | None) -> int:

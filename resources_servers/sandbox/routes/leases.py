@@ -62,18 +62,21 @@ def lease_routes(broker: BrokerService) -> APIRouter:
 
     @router.delete(f"{BOX}/leases", status_code=204, summary="Fence every borrower")
     async def fence(request: Request, sandbox_id: str) -> Response:
-        """Takes the owner's lease, and begins a new epoch: every other lease made so far gets 409 `fenced`."""
+        """Takes the owner's lease, and begins a new epoch: every other lease made so far gets 409 `fenced`, and the
+        commands that were submitted by them are killed before this answers."""
         grant = await broker.access.box(request, sandbox_id, LeaseScope.OWNER)
         box = live(grant)
         epoch = box.epoch + 1
         await broker.boxes.store.fence(sandbox_id, epoch)
         box.epoch = max(box.epoch, epoch)
         box.owner_lease.epoch = box.epoch
+        await broker.execs.end_those_of(box, {le.lease_id for le in box.leases.values() if le.epoch < box.epoch})
         return Response(status_code=204)
 
     @router.delete(f"{BOX}/leases/{{lease_id}}", status_code=204, summary="Take one lease back")
     async def revoke(request: Request, sandbox_id: str, lease_id: str) -> Response:
-        """Takes the owner's lease. The owner's own ends with the box."""
+        """Takes the owner's lease, whose own ends with the box. The commands that were submitted by the lease are
+        killed before this answers."""
         grant = await broker.access.box(request, sandbox_id, LeaseScope.OWNER)
         box = live(grant)
         lease = box.leases.get(lease_id)
@@ -84,6 +87,7 @@ def lease_routes(broker: BrokerService) -> APIRouter:
             raise BrokerError("scope", "the owner's lease ends with the box; delete the box instead")
         await broker.boxes.store.revoke(lease_id)
         lease.revoked = True
+        await broker.execs.end_those_of(box, {lease_id})
         return Response(status_code=204)
 
     return router

@@ -20,6 +20,7 @@ from nemo_gym.sandbox.wire.problems import BrokerError
 from nemo_gym.sandbox.wire.routes import EVENT_STREAM, OCTET_STREAM
 from resources_servers.sandbox.execs.run import ExecRun
 from resources_servers.sandbox.execs.spool import Stream
+from resources_servers.sandbox.leases.access import Grant
 from resources_servers.sandbox.service import BrokerService
 
 OUTPUT_TYPES = (EVENT_STREAM, OCTET_STREAM)
@@ -27,7 +28,9 @@ _KINDS: dict[Stream, FrameKind] = {"stdout": FrameKind.STDOUT, "stderr": FrameKi
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
-def output_reply(broker: BrokerService, run: ExecRun, accept: str, offset: int, status: int = 200) -> Response:
+def output_reply(
+    broker: BrokerService, grant: Grant, run: ExecRun, accept: str, offset: int, status: int = 200
+) -> Response:
     """Raises `BrokerError` ``offset_out_of_range`` or ``output_gone``."""
     if offset > run.size or (run.end is not None and offset > run.end.output_bytes):
         raise BrokerError(
@@ -36,8 +39,8 @@ def output_reply(broker: BrokerService, run: ExecRun, accept: str, offset: int, 
     if run.end is not None and offset < run.end.output_bytes:
         _require_kept(run, offset)
     if OCTET_STREAM in accept:
-        return StreamingResponse(_frames(broker, run, offset), status, _HEADERS, OCTET_STREAM)
-    return StreamingResponse(_events(broker, run, offset), status, _HEADERS, EVENT_STREAM)
+        return StreamingResponse(_frames(_pieces(broker, grant, run, offset), run), status, _HEADERS, OCTET_STREAM)
+    return StreamingResponse(_events(_pieces(broker, grant, run, offset), run, offset), status, _HEADERS, EVENT_STREAM)
 
 
 def _require_kept(run: ExecRun, offset: int) -> None:
@@ -49,8 +52,11 @@ def _require_kept(run: ExecRun, offset: int) -> None:
         raise BrokerError("output_gone", f"the output of exec '{run.exec_id}' was dropped to make room")
 
 
-async def _frames(broker: BrokerService, run: ExecRun, offset: int) -> AsyncIterator[bytes]:
-    async for piece in _pieces(broker, run, offset):
+Pieces = AsyncIterator[list[tuple[Stream, bytes]] | None]
+
+
+async def _frames(pieces: Pieces, run: ExecRun) -> AsyncIterator[bytes]:
+    async for piece in pieces:
         if piece is None:
             yield PING
         else:
@@ -59,8 +65,8 @@ async def _frames(broker: BrokerService, run: ExecRun, offset: int) -> AsyncIter
         yield encode_end(run.end)
 
 
-async def _events(broker: BrokerService, run: ExecRun, offset: int) -> AsyncIterator[bytes]:
-    async for piece in _pieces(broker, run, offset):
+async def _events(pieces: Pieces, run: ExecRun, offset: int) -> AsyncIterator[bytes]:
+    async for piece in pieces:
         if piece is None:
             yield encode_event(Frame(FrameKind.PING), offset)
             continue
@@ -71,12 +77,11 @@ async def _events(broker: BrokerService, run: ExecRun, offset: int) -> AsyncIter
         yield encode_event(Frame(FrameKind.EXIT, run.end.model_dump_json().encode()), offset)
 
 
-async def _pieces(
-    broker: BrokerService, run: ExecRun, offset: int
-) -> AsyncIterator[list[tuple[Stream, bytes]] | None]:
-    """Output from ``offset`` to the end, ``None`` where a while passes without any. Where the broker is stopping it
-    ends early, without a terminal frame: the reader comes back when the broker does."""
-    while not broker.draining.is_set():
+async def _pieces(broker: BrokerService, grant: Grant, run: ExecRun, offset: int) -> Pieces:
+    """Output from ``offset`` to the end, ``None`` where a while passes without any. Where the broker is stopping or
+    the lease does not hold any more, the connection breaks off without a terminal frame: a reader that comes back
+    gets the rest, or is told why not."""
+    while not broker.draining.is_set() and grant.holds:
         if offset < run.size:
             pieces = run.spool.read(offset, MAX_PAYLOAD_BYTES)
             offset += sum(len(data) for _, data in pieces)
@@ -85,5 +90,4 @@ async def _pieces(
             return
         elif not await run.changed(PING_INTERVAL_S):
             yield None
-    if offset < run.size or run.end is None:
-        raise ConnectionAbortedError("the broker is stopping")
+    raise ConnectionAbortedError("the broker is stopping, or the lease has ended")

@@ -86,12 +86,10 @@ async def test_submission_can_be_answered_by_the_output(api: Api) -> None:
     box = await api.box()
     path = f"{box.path}/execs/{uuid.uuid4().hex}"
     headers = {"Content-Type": "application/json"}
-    options = {"data": b'{"argv": ["printf", "direct"]}'}
-    session = api.session
-    async with session.put(
+    async with api.session.put(
         api.broker.url + path,
         headers={**headers, "Authorization": f"Bearer {box.token}", "Accept": "application/octet-stream"},
-        **options,
+        data=b'{"argv": ["printf", "direct"]}',
     ) as response:
         assert response.status == 201
         body = await response.read()
@@ -144,7 +142,7 @@ async def test_running_command_is_lost_when_its_box_is_destroyed(api: Api) -> No
     exec_id, _ = await box.submit("printf said; sleep 600")
 
     async def said() -> bool:
-        return (await box.ask("GET", f"/execs/{exec_id}")).json["output_bytes"] == 4
+        return bool((await box.ask("GET", f"/execs/{exec_id}")).json["output_bytes"] == 4)
 
     await eventually(said, "the output is there")
     reading = asyncio.create_task(box.output(exec_id))

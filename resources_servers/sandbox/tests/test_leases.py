@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,9 @@ from resources_servers.sandbox.tests.api import Api, LentBox, calling, eventuall
 from resources_servers.sandbox.tests.broker_process import INSTANCE, BrokerProcess
 from resources_servers.sandbox.tests.conftest import StartBroker
 
-OWNERS = [
+Call = tuple[str, str, dict[str, Any]]
+
+OWNERS: list[Call] = [
     ("PUT", "/lease", {"json": {"ttl_s": 60}}),
     ("POST", "/leases", {"json": {"scope": "read"}}),
     ("DELETE", "/leases/le-x", {}),
@@ -20,7 +23,7 @@ OWNERS = [
     ("POST", "/images", {"json": {"image": "x"}}),
     ("DELETE", "", {}),
 ]
-OPERATORS = [
+OPERATORS: list[Call] = [
     ("PUT", "/execs/e-1", {"json": {"command": "true"}}),
     ("PUT", "/execs/e-1/stdin", {"data": b"x", "headers": {"Content-Type": "application/octet-stream"}}),
     ("POST", "/execs/e-1/signal", {"json": {"signal": 9}}),
@@ -28,7 +31,7 @@ OPERATORS = [
     ("PUT", "/doors/d", {"json": {"name": "d", "port": 1, "target": "http://127.0.0.1:9", "allow": ["GET /"]}}),
     ("DELETE", "/doors/d", {}),
 ]
-READERS = [
+READERS: list[Call] = [
     ("GET", "", {}),
     ("GET", "/execs/e-1", {}),
     ("GET", "/execs/e-1/output", {}),
@@ -38,7 +41,7 @@ READERS = [
 ]
 
 
-async def refused(box: LentBox, routes: list[tuple[str, str, dict]], status: int, code: str) -> None:  # type: ignore[type-arg]
+async def refused(box: LentBox, routes: list[Call], status: int, code: str) -> None:
     for method, below, options in routes:
         answer = await box.ask(method, below, **options)
         assert (answer.status, answer.code) == (status, code), (method, below, answer.body)
@@ -139,6 +142,18 @@ async def test_new_epoch_fences_every_borrower_and_not_the_owner(api: Api) -> No
     assert (await owner.ask("GET")).json["epoch"] == 2
     assert (await new.run("echo works")).stdout == b"works\n"
     assert (await owner.ask("PUT", "/lease", json={"ttl_s": 60})).status == 200
+
+
+async def test_commands_of_a_fenced_borrower_are_killed_and_its_streams_cut_and_the_owners_go_on(api: Api) -> None:
+    owner = await api.box()
+    borrower = await owner.mint("operate")
+    theirs, _ = await borrower.submit("while :; do echo x >> /tmp/ticks; sleep 0.05; done")
+    mine, _ = await owner.submit("sleep 2; echo mine")
+    assert (await owner.ask("DELETE", f"/leases/{borrower.lease['lease_id']}")).status == 204
+    assert (await owner.ask("GET", f"/execs/{theirs}")).json["end"]["outcome"] == "signaled"
+    before = (await owner.run("wc -l < /tmp/ticks")).stdout
+    assert (await owner.output(mine)).stdout == b"mine\n"
+    assert (await owner.run("wc -l < /tmp/ticks")).stdout == before
 
 
 async def test_lease_with_an_end_of_its_own_expires_while_the_box_lives(api: Api) -> None:

@@ -4,7 +4,7 @@ PY := .venv/bin/python
 SANDBOX ?= local
 export PYTHONDONTWRITEBYTECODE ?= 1
 
-.PHONY: help setup system engine agents rollouts test test-full lint format bench clean
+.PHONY: help setup system engine clis rollouts test test-full lint format bench clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -18,8 +18,8 @@ system: setup    ## bubblewrap, Docker Engine and what else comes from the distr
 engine: system   ## a private Docker Engine, unless one answers already
 	@scripts/dockerd start
 
-agents: setup    ## the agent CLIs that the tests drive, pinned and compared with their checksums (AGENTS=a,b)
-	@.venv/bin/ng_prepare agents $(if $(AGENTS),agents=$(AGENTS))
+clis: setup      ## the agent CLIs that the tests drive, in their pinned versions (CLIS="codex qwen-code")
+	@scripts/install-clis $(CLIS)
 
 rollouts: system ## five tasks × two samples with mini-swe-agent, graded, as a table (MODEL_URL= MODEL_NAME= SANDBOX= OUTPUT= ARGS=)
 	@SANDBOX=$(SANDBOX) scripts/rollouts $(ARGS)
@@ -29,11 +29,11 @@ lint: setup      ## ruff and mypy
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
 
-test: AGENTS ?= claude_code,codex
-test: engine agents lint ## lint, types and the test suite, with real bubblewrap and a real Docker Engine
+test: CLIS ?= claude-code codex
+test: engine clis lint ## lint, types and the test suite, with real bubblewrap and a real Docker Engine
 	@scripts/with-engine $(PY) -m pytest -q -m "not full" $(ARGS)
 
-test-full: engine agents lint ## also the slow tests, the fault campaigns and the benches
+test-full: engine clis lint ## also the slow tests, the fault campaigns and the benches
 	@scripts/with-engine $(PY) -m pytest -q $(ARGS)
 	@scripts/with-engine scripts/campaigns
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_gym.errors import InvalidBodyError
@@ -22,10 +22,13 @@ _NUMBERS = {
 _MAX_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
-def pinned_sampling(asked: Mapping[str, Any], pinned: Mapping[str, Any], *, room_tokens: int) -> Sampling:
+def pinned_sampling(
+    asked: Mapping[str, Any], pinned: Mapping[str, Any], *, room_tokens: int, stop_token_ids: Sequence[int] = ()
+) -> Sampling:
     """The parameters to sample with. ``pinned`` wins over ``asked`` (a body of any dialect) key by key, except that
     the smaller token budget wins: a harness may ask for a shorter answer. ``room_tokens`` is what is left of the
-    context. Raises `InvalidBodyError` for a value that cannot be meant."""
+    context; ``stop_token_ids`` end an answer beside those that are pinned. Raises `InvalidBodyError` for a value that
+    cannot be meant."""
     values: dict[str, Any] = {}
     for name, (kind, low, high) in _NUMBERS.items():
         value = pinned.get(name)
@@ -48,7 +51,7 @@ def pinned_sampling(asked: Mapping[str, Any], pinned: Mapping[str, Any], *, room
     return Sampling(
         max_tokens=min(budgets),
         stop=tuple(stop),
-        stop_token_ids=tuple(stop_ids),
+        stop_token_ids=(*stop_ids, *(token for token in stop_token_ids if token not in stop_ids)),
         ignore_eos=bool(pinned.get("ignore_eos", False)),
         **values,
     )

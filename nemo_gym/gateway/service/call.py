@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from secrets import token_hex
 from typing import Any, Generic
-from uuid import uuid4
 
 from nemo_gym.errors import NemoGymError
 from nemo_gym.gateway.capture import CallRecord
@@ -36,7 +36,7 @@ class Call(Generic[C]):
     """For the capture, where there is one."""
     handed_over: Callable[[Call[C], bool], None]
     """Called once the last byte of the answer has left; with whether its caller was still there."""
-    call_id: str = field(default_factory=lambda: uuid4().hex)
+    call_id: str = field(default_factory=lambda: token_hex(16))
     lowered: LoweredRequest = field(default_factory=lambda: LoweredRequest(()))
     fingerprint: str = ""
     delivery: Delivery[Committed] | None = None

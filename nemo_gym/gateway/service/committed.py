@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import msgspec
@@ -21,6 +21,9 @@ class Committed:
     turn_id: int
     index: int = 0
     """The turn's place in the journal; 0 as well for a call without a session."""
+
+
+_USAGE = tuple(one.name for one in fields(AnswerUsage))
 
 
 class _Body(msgspec.Struct):
@@ -41,7 +44,7 @@ def encode_committed(answer: Answer, turn: Mapping[str, Any]) -> list[Buffer]:
         "model": answer.model,
         "message": answer.message,
         "end": answer.end,
-        "usage": asdict(answer.usage),
+        "usage": {name: getattr(answer.usage, name) for name in _USAGE},
         "stop": answer.stop,
     }
     own = {name: value for name, value in turn.items() if name != "relayed"}

@@ -21,13 +21,16 @@ class DeliveredJson(JsonResponse):
     """A reply that says when its last byte was handed over."""
 
     def __init__(self, content: Any, sent: Callable[[], None]) -> None:
+        # Not the base's: it makes the same of a body that it holds in one piece, and takes several times as long.
         self._pieces = [*coalesced(written(content))]
-        super().__init__(None)
-        self.headers["content-length"] = str(size_of(self._pieces))
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self.raw_headers = [
+            (b"content-length", b"%d" % size_of(self._pieces)),
+            (b"content-type", b"application/json"),
+        ]
         self._sent = sent
-
-    def render(self, content: Any) -> bytes:
-        return b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -128,15 +128,14 @@ class TokenBackend:
             raise ContextOverflowError(len(prompt), self._limits.context)
         if self._limits.answer is not None:
             room = min(room, self._limits.answer)
-        sampling = pinned_sampling(request.asked, context.pinned, room_tokens=room)
-        stops = (*sampling.stop_token_ids, *(stop for stop in self._stops if stop not in sampling.stop_token_ids))
+        sampling = pinned_sampling(request.asked, context.pinned, room_tokens=room, stop_token_ids=self._stops)
         began = time.monotonic()
         generation = await self._pool.token_calls.generate(
             context.session_id,
             TokenRequest(
                 context.call_id,
                 prompt,
-                replace(sampling, stop_token_ids=stops),
+                sampling,
                 prepared.images(),
                 prompt.json(),
             ),

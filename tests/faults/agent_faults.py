@@ -103,7 +103,7 @@ def _faults() -> list[Fault]:
             repeat_last=True,
             reaches_deadline=True,
         ),
-        Fault("loops", AgentOutcome.MAX_TURNS, (WORKED, shell("pwd")), repeat_last=True),
+        Fault("loops", AgentOutcome.MAX_TURNS, (WORKED, shell("pwd")), repeat_last=True, max_turns=6),
         Fault(
             "floods stderr",
             completed,

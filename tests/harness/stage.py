@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ SCRIPT = {
         task("server error", bash(KEEP), {**DONE, "fault": {"status": 500, "times": 99}}),
         task("one hiccup", bash("true"), {**DONE, "fault": {"status": 500, "times": 1}}),
         task("disconnect", bash("true"), {**DONE, "fault": {"disconnect": True, "times": 99}}),
-        task("silent model", {**DONE, "fault": {"hang_s": 60}}),
+        task("silent model", {**DONE, "fault": {"hang_s": 600}}),
     ],
 }
 
@@ -160,6 +161,14 @@ async def act(stack: Stack, words: str, asked: SessionDescriptor, **limits: Any)
     body = await reply.json()
     assert reply.status == 200, body
     return ActResponse.model_validate(body)
+
+
+async def patience_s(attempt: Awaitable[Any], at_least_s: float = 3.0) -> float:
+    """A wall clock in which an agent surely comes to what a test is about, however busy the machine is now: many times
+    what a whole ``attempt`` takes."""
+    began = time.monotonic()
+    await attempt
+    return max(at_least_s, 6 * (time.monotonic() - began))
 
 
 def outputs(answer: ActResponse) -> list[str]:

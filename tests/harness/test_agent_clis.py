@@ -21,7 +21,7 @@ from tests.acceptance.clis.place import installed
 from tests.docker_engine import docker_engine
 from tests.harness import stage as staging
 from tests.harness.conftest import Weather
-from tests.harness.stage import DONE, RUN, act, descriptor, outputs, stage, task
+from tests.harness.stage import DONE, RUN, act, descriptor, outputs, patience_s, stage, task
 from tests.servers.stack import Stack
 
 __all__ = ["docker_engine"]
@@ -52,7 +52,7 @@ class Tools:
             task("ask the weather", ask, DONE),
             task("look around", self.run(LOOK), DONE),
             task("never stop", fix, self.run("pwd"), repeat_last=True),
-            task("hang", fix, {**DONE, "fault": {"hang_s": 60}}),
+            task("hang", fix, {**DONE, "fault": {"hang_s": 600}}),
             task("kill the agent", fix, self.run("kill -9 $PPID; sleep 5"), DONE),
             task("server error", fix, failing),
             task("rate limit", fix, {**DONE, "fault": {"status": 429, "times": 999, "retry_after_s": 0}}),
@@ -130,7 +130,8 @@ async def test_cli_sees_no_credential_and_no_route(clis: Stack) -> None:
 async def test_cli_that_waits_is_stopped_at_its_deadline_and_its_work_kept(
     clis: Stack, local: SandboxProvider
 ) -> None:
-    answer = await act(clis, "hang", descriptor(Topology.AGENT_IN_ENV), wall_clock_s=8)
+    world = descriptor(Topology.AGENT_IN_ENV)
+    answer = await act(clis, "hang", world, wall_clock_s=await patience_s(act(clis, "fix the greeting", world)))
     assert answer.outcome is AgentOutcome.TIMED_OUT, (answer.outcome_detail, answer.observations)
     assert "+hello world" in answer.artifacts[0].content().decode()
     assert await local.list({labels.RUN: RUN}) == []

@@ -14,7 +14,7 @@ from nemo_gym.session import AgentOutcome, Topology
 from tests.docker_engine import docker_engine
 from tests.harness import stage as staging
 from tests.harness.conftest import Weather
-from tests.harness.stage import RUN, act, descriptor, outputs
+from tests.harness.stage import RUN, act, descriptor, outputs, patience_s
 from tests.servers.stack import Stack
 
 __all__ = ["docker_engine"]
@@ -63,7 +63,8 @@ async def test_daemons_neither_hold_the_run_up_nor_outlive_the_box(stack: Stack,
 async def test_hanging_agent_is_stopped_at_its_deadline_and_its_work_kept(
     stack: Stack, docker: DockerProvider
 ) -> None:
-    answer = await act(stack, "hang", descriptor(Topology.AGENT_IN_ENV), wall_clock_s=4)
+    world = descriptor(Topology.AGENT_IN_ENV)
+    answer = await act(stack, "hang", world, wall_clock_s=await patience_s(act(stack, "fix the greeting", world)))
     assert answer.outcome is AgentOutcome.TIMED_OUT
     assert "+kept" in answer.artifacts[0].content().decode()
     assert await docker.list({labels.RUN: RUN}) == []

@@ -27,6 +27,7 @@ from nemo_gym.session import (
 )
 from nemo_gym.topology.transcript import response_object, text_message
 from nemo_gym.topology.world import Harness, HarnessRun, World, act_in_world
+from tests.harness.stage import patience_s
 from tests.topology.conftest import IMAGE
 
 ROLLOUT = RolloutIdentity(rollout_id="r", task_id="t", group_id="g", run_id="world-tests")
@@ -79,7 +80,8 @@ async def test_work_done_before_the_wall_clock_ran_out_is_harvested(provider: Lo
         await edit(world, run)
         await world.exec("sleep 600")
 
-    answer = await act(provider, slow, limits=Limits(wall_clock_s=3))
+    patience = await patience_s(act(provider, edit))
+    answer = await act(provider, slow, limits=Limits(wall_clock_s=patience))
     assert answer.outcome is AgentOutcome.TIMED_OUT
     assert "+two" in answer.artifacts[0].content().decode()
     assert await boxes(provider) == []

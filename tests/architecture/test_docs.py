@@ -41,6 +41,7 @@ from nemo_gym.sandbox.providers.docker.config import DockerConfig
 from nemo_gym.sandbox.providers.local.options import LocalOptions
 from nemo_gym.session import AgentOutcome, SessionDescriptor
 from nemo_gym.verdict import FailureKind
+from resources_servers.math.app import MathConfig
 from resources_servers.swe_bench import prepare
 from resources_servers.swe_bench.config import SweBenchConfig
 from responses_api_agents.claude_code_agent.options import ClaudeCodeOptions
@@ -217,6 +218,7 @@ SERVERS = ROOT / "responses_api_models", ROOT / "responses_api_agents"
         (SERVERS[1] / "opencode_agent" / "README.md", "option", set(OpencodeOptions.model_fields)),
         (SERVERS[1] / "qwen_code_agent" / "README.md", "key", _own(CliAgentConfig, BaseResponsesAPIAgentConfig)),
         (SERVERS[1] / "qwen_code_agent" / "README.md", "option", set(QwenCodeOptions.model_fields)),
+        (ROOT / "resources_servers" / "math" / "README.md", "key", _own(MathConfig, BaseResourcesServerConfig)),
         (
             SERVERS[0] / "openai_model" / "README.md",
             "key",

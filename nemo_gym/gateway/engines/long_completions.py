@@ -27,12 +27,14 @@ from uuid import uuid4
 import msgspec
 import orjson
 
+from nemo_gym.gateway.packed import packed
+
 WORTH_IT_BYTES = 64 << 10
 _LOGPROBS, _OFFSETS, _SAMPLED = b',"logprobs":{', b'"text_offset":[', b'"token_logprobs":['
 _COMMA, _FINISH, _IDS = ord(","), b'"finish_reason"', b',"token_ids":['
 _MARK = f"left-out-{uuid4().hex}"  # of this process, and never told to anybody
 _QUOTED_MARK = f'"{_MARK}"'.encode()
-_NUMBERS = msgspec.json.Decoder(tuple[float, ...])
+_NUMBERS = msgspec.json.Decoder(list[float])
 
 
 class _Choice(msgspec.Struct):
@@ -59,7 +61,8 @@ class LongCompletion:
     stop_reason: str | int | None
     token_ids: array[int]
     """int32."""
-    logprobs: tuple[float, ...]
+    logprobs: array[float]
+    """float32."""
     prompt_token_ids: msgspec.Raw
     usage: dict[str, Any] | None
 
@@ -87,8 +90,8 @@ def long_completion(raw: bytes | bytearray) -> LongCompletion | None:
         before, between, behind = view[: start + len(_LOGPROBS) - 1], view[finish:ids], view[ids_end:]
         try:
             rest = _RESTS.decode(b"".join((before, _QUOTED_MARK, between, _QUOTED_MARK, behind)))
-            logprobs = _NUMBERS.decode(view[at:end])
-        except (msgspec.DecodeError, RecursionError):
+            logprobs = packed("f", _NUMBERS.decode(view[at:end]))
+        except (msgspec.DecodeError, RecursionError, OverflowError):
             return None
     (choice,) = rest.choices
     token_ids = _ids_in(bytes(raw[ids:ids_end]))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from nemo_gym.gateway.tokens.turns import LARGE, packed
+from nemo_gym.gateway.packed import LARGE, packed
 
 if TYPE_CHECKING:
     import numpy as np

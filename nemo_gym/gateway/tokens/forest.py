@@ -21,6 +21,7 @@ from enum import StrEnum
 from typing import Any
 
 from nemo_gym.errors import InvalidBodyError, ModelError
+from nemo_gym.gateway.packed import LARGE, packed
 from nemo_gym.gateway.tokens.history import HistoryReader, Reading
 from nemo_gym.gateway.tokens.incremental import IncrementalEncoder, Unproven
 from nemo_gym.gateway.tokens.messages import Message, calls_of, continues_answer, media_parts, role_of, text_of
@@ -28,7 +29,7 @@ from nemo_gym.gateway.tokens.policy import PolicyTokenizer
 from nemo_gym.gateway.tokens.prompts import Prompt
 from nemo_gym.gateway.tokens.splits import SplitReason, continuation_reason, start_reason
 from nemo_gym.gateway.tokens.template import TemplateRefusedError
-from nemo_gym.gateway.tokens.turns import LARGE, Sampled, Turn, extended, packed
+from nemo_gym.gateway.tokens.turns import Sampled, Turn, extended
 
 _COMPARED = 16
 """Conversations, newest first, that a new one is compared with to name its reason."""

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 
+from nemo_gym.gateway.packed import LARGE
 from nemo_gym.gateway.tokens.messages import Message
 from nemo_gym.gateway.tokens.splits import SplitReason
-
-LARGE = 1024
-"""Numbers from which on numpy is worth its call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,19 +136,6 @@ def extended(parent: Turn | None, context: Sequence[int], sampled: Sequence[int]
         tokens.extend(new)
         ends.append(len(text))
     return Extended(tokens, start, start + len(context), len(tokens), text, *ends)
-
-
-def packed(typecode: Literal["i", "f"], values: Sequence[Any]) -> array[Any]:
-    """An array of int32 or float32. Raises `TypeError` and `OverflowError` for what does not fit."""
-    if len(values) < LARGE or isinstance(values, array):
-        return array(typecode, values)
-    made: array[Any] = array(typecode)
-    try:
-        # In one call, where an array converts each by itself.
-        made.frombytes(struct.pack(f"{len(values)}{typecode}", *values))
-    except struct.error as error:
-        raise TypeError(str(error)) from error
-    return made
 
 
 def numbers(ids: Sequence[int]) -> bytes:

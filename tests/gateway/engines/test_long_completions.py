@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,7 +95,7 @@ def same_or_left(raw: bytes) -> bool:
         (choice,) = whole.choices
         assert (found.finish_reason, found.stop_reason) == (choice.finish_reason, choice.stop_reason)
         assert tuple(found.token_ids) == choice.token_ids
-        assert found.logprobs == choice.logprobs
+        assert found.logprobs == array("f", choice.logprobs)
         assert bytes(found.prompt_token_ids) == bytes(choice.prompt_token_ids)
         assert found.usage == whole.usage
     return found is not None

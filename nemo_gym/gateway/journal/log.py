@@ -28,7 +28,7 @@ Durability = Literal["power_loss", "process"]
 kernel, which is enough for any death of the process itself."""
 SEGMENT_BYTES = 64 * 2**20
 MAX_GROUP = 1024
-_WRITE_BYTES = 32 << 10
+_WRITE_BYTES = 64 << 10
 """At once. The kernel keeps a large write in large pieces of memory, and those are pieces that nobody has used for
 long: a virtual machine's host may have to find them first, at several times the cost of the copy."""
 log = structlog.get_logger(__name__)

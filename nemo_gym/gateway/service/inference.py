@@ -227,7 +227,9 @@ class Inference(Generic[C, D]):
         if delivered and call.live is not None and call.delivery is not None and call.committed is not None:
             call.delivery.sent()
             call.live.sent_on(call.fingerprint, call.connection)
-            self._sessions.journal.sent(call.live.session_id, call.committed.index)
+            # In the loop's next turn: the reply's bytes leave at the end of this one.
+            sent = self._sessions.journal.sent
+            asyncio.get_running_loop().call_soon(sent, call.live.session_id, call.committed.index)
         if call.record is not None:
             call.record.status, call.record.client_gone = 200, not delivered
             call.record.mark("sent")

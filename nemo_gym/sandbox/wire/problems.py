@@ -43,6 +43,7 @@ CODES: dict[str, ProblemCode] = {
     "exec_not_found": ProblemCode(404, errors.SandboxError),
     "lease_not_found": ProblemCode(404, errors.SandboxError),
     "image_not_found": ProblemCode(404, errors.SandboxError),
+    "backend_refused": ProblemCode(422, errors.SandboxError),
     "path_not_found": ProblemCode(404, errors.SandboxError),
     "door_not_found": ProblemCode(404, errors.SandboxError),
     "route_not_found": ProblemCode(404, errors.SandboxError),

@@ -124,9 +124,10 @@ class Execs:
             self._started(run)
             return
         except NemoGymError as error:
+            judged = await self.backend.judged(error, handle) if isinstance(error, SandboxError) else error
             await self.store.discard(box.sandbox_id, run.exec_id)
-            self._never_started(box, run, error)
-            raise
+            self._never_started(box, run, judged)
+            raise judged from error
         run.pump(process)
         assert run.pumping is not None
         run.pumping.add_done_callback(lambda _: self._trim(box))

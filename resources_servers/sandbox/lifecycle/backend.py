@@ -14,8 +14,8 @@ from typing import Any
 import orjson
 import structlog
 
-from nemo_gym.errors import SandboxError, SandboxLostError
-from nemo_gym.sandbox.base import Door, SandboxHandle, SandboxInfo, SandboxProvider, SandboxSpec
+from nemo_gym.errors import NemoGymError, SandboxError, SandboxLostError
+from nemo_gym.sandbox.base import Door, SandboxHandle, SandboxInfo, SandboxProvider, SandboxSpec, SandboxStatus
 from nemo_gym.sandbox.capabilities import (
     Connectable,
     SandboxCapabilities,
@@ -25,6 +25,7 @@ from nemo_gym.sandbox.capabilities import (
 )
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.labels import MANAGED
+from nemo_gym.sandbox.wire.problems import BrokerError
 
 log = structlog.get_logger(__name__)
 
@@ -101,6 +102,17 @@ class Backend:
             await self.provider.close(handle)
         else:
             await self.provider.reap({BROKER_LABEL: self.identity, SANDBOX_LABEL: sandbox_id})
+
+    async def judged(self, error: SandboxError, handle: SandboxHandle, code: str = "backend_refused") -> NemoGymError:
+        """What an error of the provider's says of the request. One of no particular kind, while the box runs well, is
+        the request's own fault."""
+        if type(error) is not SandboxError or error.retryable:
+            return error
+        try:
+            status = await self.provider.status(handle)
+        except SandboxError:
+            return error
+        return BrokerError(code, error.message) if status is SandboxStatus.RUNNING else error
 
     async def inventory(self) -> dict[str, SandboxInfo]:
         """This broker's boxes by its own ids, as the backend knows them."""

@@ -124,6 +124,8 @@ class Boxes:
             handle = box.handle or await self._obtain(box, body, interrupted)
         except NemoGymError as error:
             await self._not_created(box, error)
+            if type(error) is SandboxError:
+                raise SandboxCreateError(error.message, retryable=error.retryable, **error.details) from error
             raise
         except Exception as error:
             # The boundary of a provider's own code: whatever it raises, nobody has the box.

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from nemo_gym.errors import FencedError, NemoGymError
+from nemo_gym.errors import FencedError, NemoGymError, SandboxError
 from nemo_gym.sandbox.wire.problems import BrokerError, Problem, problem_of
 from nemo_gym.sandbox.wire.routes import SANDBOXES, TAR
 from nemo_gym.serving.disconnect import CLIENT_CLOSED_REQUEST
@@ -27,7 +27,9 @@ ARCHIVE = f"{SANDBOXES}/{{sandbox_id}}/archive"
 MAX_FAILURES = 1000
 """Of archives that broke off, of which the reason is still known."""
 
-BoxPath = Annotated[str, Query(min_length=1, max_length=8192, description="An absolute path in the box")]
+BoxPath = Annotated[
+    str, Query(min_length=1, max_length=8192, pattern=r"^/[^\x00]*$", description="An absolute path in the box")
+]
 
 
 async def held(grant: Grant, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -54,6 +56,8 @@ def archive_routes(broker: BrokerService) -> APIRouter:
             await broker.backend.provider.put_archive(
                 handle, path, held(grant, bounded(request, limit, "archive_too_large"))
             )
+        except SandboxError as error:
+            raise await broker.backend.judged(error, handle) from error
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return Response(status_code=204)
@@ -78,6 +82,9 @@ def archive_routes(broker: BrokerService) -> APIRouter:
         )
         try:
             first = await anext(chunks, b"")
+        except SandboxError as error:
+            await chunks.aclose()
+            raise await broker.backend.judged(error, handle, "path_not_found") from error
         except BaseException:
             await chunks.aclose()
             raise

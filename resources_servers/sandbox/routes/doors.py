@@ -8,7 +8,7 @@ from fastapi import APIRouter, Path
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nemo_gym.errors import InvalidBodyError
+from nemo_gym.errors import InvalidBodyError, SandboxError
 from nemo_gym.sandbox.wire.doors import DoorModel, DoorStatisticsModel, DoorsView
 from nemo_gym.sandbox.wire.problems import BrokerError
 from nemo_gym.sandbox.wire.routes import SANDBOXES
@@ -52,6 +52,9 @@ def door_routes(broker: BrokerService) -> APIRouter:
             await broker.boxes.store.add_door(sandbox_id, name, sealed)
             try:
                 await broker.backend.open_door(handle, body.to_door())
+            except SandboxError as error:
+                await broker.boxes.store.remove_door(sandbox_id, name)
+                raise await broker.backend.judged(error, handle) from error
             except BaseException:
                 await broker.boxes.store.remove_door(sandbox_id, name)
                 raise

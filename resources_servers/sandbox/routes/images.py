@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from nemo_gym.errors import SandboxError
 from nemo_gym.sandbox.capabilities import SupportsSnapshot, require
 from nemo_gym.sandbox.wire.boxes import CommitImage, ImageView
 from nemo_gym.sandbox.wire.problems import BrokerError
@@ -38,7 +39,10 @@ def image_routes(broker: BrokerService) -> APIRouter:
         grant = await broker.access.box(request, sandbox_id, LeaseScope.OWNER)
         body = await parse(request, CommitImage, broker.config.max_body_bytes)
         handle = broker.boxes.ready(live(grant))
-        await snapshots().commit(handle, body.image, body.labels)
+        try:
+            await snapshots().commit(handle, body.image, body.labels)
+        except SandboxError as error:
+            raise await broker.backend.judged(error, handle) from error
         return reply(ImageView(image=body.image, labels=dict(body.labels)), 201)
 
     @router.get(f"{IMAGES}/{{name:path}}", response_model=ImageView, summary="An image's labels")

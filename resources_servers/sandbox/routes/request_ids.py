@@ -16,6 +16,8 @@ from nemo_gym.sandbox.wire.routes import PROBLEM_JSON, REQUEST_ID_HEADER
 _HEADER = REQUEST_ID_HEADER.lower().encode()
 _KEY = "nemo_gym.request_id"
 _PLAIN = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_FINAL = {"sandbox_create": 424, "sandbox_create_verification": 424, "sandbox_lost": 410}
+"""Of errors that no second try mends, and that are therefore none of the broker's own."""
 _FRAMEWORK_CODES = {404: "route_not_found", 405: "method_not_allowed"}
 
 
@@ -50,6 +52,8 @@ def problem_reply(scope: Scope, error: NemoGymError) -> Response:
     if error.code.startswith("http_") and (code := _FRAMEWORK_CODES.get(error.status)) is not None:
         error = BrokerError(code, error.message)
     problem = problem_of(error, request_id=str(scope.get(_KEY, "")))
+    if not problem.retryable and (status := _FINAL.get(problem.code)) is not None:
+        problem = problem.model_copy(update={"status": status})
     headers = {}
     retry_after_s = getattr(error, "retry_after_s", None) or error.details.get("retry_after_s")
     if retry_after_s is not None:

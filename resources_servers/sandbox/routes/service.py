@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from nemo_gym.errors import NemoGymError
 from nemo_gym.sandbox.wire.capabilities import BrokerLimits, CapabilitiesView
@@ -53,7 +53,7 @@ def service_routes(broker: BrokerService) -> APIRouter:
             return JsonResponse({"status": "ready"})
         return JsonResponse({"status": "not_ready", **missing}, status_code=503)
 
-    @router.get("/metrics", summary="Metrics in Prometheus' format")
+    @router.get("/metrics", summary="Metrics in Prometheus' format", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         """Takes a caller's credential."""
         broker.access.caller(request)

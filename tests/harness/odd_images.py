@@ -1,4 +1,4 @@
-"""Images unlike a Debian: one with musl in place of glibc, and one with a single program and no shell."""
+"""Images unlike a Debian: with musl in place of glibc, without bash, and one with a single program and no shell."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 MUSL = "musl-world"
+NO_BASH = "musl-world-without-bash"
 BARE = "bare-world"
 _PROGRAM = """
 #include <stdio.h>
@@ -42,6 +43,12 @@ def musl_root(root: Path) -> Path:
     _compile(_PROGRAM, root / "bin" / "which-libc")
     loader = Path("/lib/ld-musl-x86_64.so.1")
     shutil.copy(loader.resolve(), root / "lib" / loader.name)
+    return root
+
+
+def root_without_bash(root: Path) -> Path:
+    """As `musl_root`, with busybox's shell alone."""
+    (musl_root(root) / "bin" / "bash").unlink()
     return root
 
 

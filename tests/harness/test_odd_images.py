@@ -25,7 +25,7 @@ from responses_api_agents.opencode_agent.app import OpencodeAgent
 from responses_api_agents.openhands_agent.app import OpenHandsAgent
 from responses_api_agents.qwen_code_agent.app import QwenCodeAgent
 from tests.docker_engine import docker_engine
-from tests.harness.odd_images import BARE, MUSL, bare_root, import_into_docker, musl_root
+from tests.harness.odd_images import BARE, MUSL, NO_BASH, bare_root, import_into_docker, musl_root, root_without_bash
 from tests.harness.stage import DONE, RUN, act, descriptor, stage, task
 from tests.servers.stack import Stack
 
@@ -73,7 +73,8 @@ class Place:
 @pytest.fixture(scope="module")
 def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("roots")
-    return {MUSL: musl_root(directory / MUSL), BARE: bare_root(directory / BARE)}
+    made = {MUSL: musl_root, NO_BASH: root_without_bash, BARE: bare_root}
+    return {name: make(directory / name) for name, make in made.items()}
 
 
 @pytest.fixture(params=["local", "docker"])
@@ -136,6 +137,23 @@ async def test_image_without_a_shell_is_refused_by_name(tmp_path: Path, place: P
         said = await refusal(running, asked(BARE, entrypoint=["/idle"]))
     assert f"image '{BARE}' cannot run claude_code: it has no /bin/sh; use an image with a shell" in said
     assert await place.provider.list({labels.RUN: RUN}) == []
+
+
+@pytest.mark.parametrize("name", ["claude_code", "qwen_code", "openhands"])
+async def test_image_without_bash_is_refused_where_the_cli_runs_commands_by_it(
+    tmp_path: Path, place: Place, name: str
+) -> None:
+    with playing(name, tmp_path, place) as running:
+        said = await refusal(running, asked(NO_BASH))
+    assert f"image '{NO_BASH}' cannot run {name}: it has no bash, which" in said
+
+
+@pytest.mark.parametrize("name", ["codex", "opencode"])
+async def test_cli_works_by_the_images_plain_shell_where_it_can(tmp_path: Path, place: Place, name: str) -> None:
+    with playing(name, tmp_path, place) as running:
+        answer = await act(running, "fix the greeting", asked(NO_BASH), wall_clock_s=120)
+    assert answer.outcome is AgentOutcome.COMPLETED, (answer.outcome_detail, answer.observations)
+    assert b"hello world" in answer.artifacts[0].content()
 
 
 @pytest.mark.parametrize("name", NEED_GLIBC[:1])

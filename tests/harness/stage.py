@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import contextmanager
@@ -42,7 +43,8 @@ git init -q -b main . && git add -A
 git -c user.name=t -c user.email=t@example.invalid commit -q -m first
 """
 MCP_TOKEN = "Bearer mcp-of-this-attempt"
-RUN = "harness-tests"
+RUN = f"harness-tests-{os.getpid()}"
+"""Of this process: others may run the same tests on the same engine."""
 
 
 def bash(command: str, **turn: Any) -> dict[str, Any]:
@@ -56,6 +58,8 @@ def task(words: str, *turns: dict[str, Any], **options: Any) -> dict[str, Any]:
 DONE = {"text": "All done."}
 FIX = bash("sed -i s/wrld/world/ greeting.txt; pwd")
 KEEP = "echo kept >> greeting.txt; "
+FLOOD = "(echo; head -c 30000000 /dev/zero | tr '\\0' x; echo)"
+"""A line of 30 MB; nobody's buffer is to hold it."""
 SCRIPT = {
     "model": "scripted",
     "tasks": [
@@ -66,6 +70,9 @@ SCRIPT = {
         task("never stop", bash("pwd"), repeat_last=True),
         task("hang", bash(KEEP + "sleep 273"), DONE),
         task("flood", bash(KEEP + "head -c 30000000 /dev/zero | tr '\\0' x >&2"), DONE),
+        task("garbage among the events", bash(KEEP + FLOOD + " > /proc/$PPID/fd/1"), DONE),
+        task("stop the agent", bash(KEEP + "kill -STOP $PPID; sleep 274"), DONE),
+        task("hold the output", bash(KEEP + "(setsid sleep 275 <&- >/proc/$PPID/fd/1 2>/proc/$PPID/fd/2 &)"), DONE),
         task("fork daemons", bash(KEEP + "(setsid sleep 271 >/dev/null &); sleep 272 >/dev/null & true"), DONE),
         task("kill the agent", bash(KEEP + "kill -9 $PPID; sleep 5"), DONE),
         task("eat memory", bash(KEEP + "echo 1000 > /proc/$PPID/oom_score_adj; tail -n 7771 /dev/zero"), DONE),

@@ -10,7 +10,7 @@ import pytest
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.providers.docker import DockerProvider
 from nemo_gym.server_utils import close_global_aiohttp_client
-from nemo_gym.session import AgentOutcome, Topology
+from nemo_gym.session import AgentOutcome, McpServer, Topology
 from tests.docker_engine import docker_engine
 from tests.harness import stage as staging
 from tests.harness.conftest import Weather
@@ -58,6 +58,33 @@ async def test_daemons_neither_hold_the_run_up_nor_outlive_the_box(stack: Stack,
     assert answer.outcome is AgentOutcome.COMPLETED, answer.outcome_detail
     assert "+kept" in answer.artifacts[0].content().decode()
     assert await docker.list({labels.RUN: RUN}) == []
+
+
+async def test_daemon_that_holds_the_output_open_does_not_hold_the_run_up(
+    stack: Stack, docker: DockerProvider
+) -> None:
+    answer = await act(stack, "hold the output", descriptor(Topology.AGENT_IN_ENV), wall_clock_s=200)
+    assert answer.outcome is AgentOutcome.COMPLETED, answer.outcome_detail
+    assert "+kept" in answer.artifacts[0].content().decode()
+    assert await docker.list({labels.RUN: RUN}) == []
+
+
+async def test_agent_that_is_stopped_is_ended_at_its_deadline_and_its_work_kept(
+    stack: Stack, docker: DockerProvider
+) -> None:
+    world = descriptor(Topology.AGENT_IN_ENV)
+    patience = await patience_s(act(stack, "fix the greeting", world))
+    answer = await act(stack, "stop the agent", world, wall_clock_s=patience)
+    assert answer.outcome is AgentOutcome.TIMED_OUT
+    assert "+kept" in answer.artifacts[0].content().decode()
+    assert await docker.list({labels.RUN: RUN}) == []
+
+
+async def test_wrong_mcp_token_is_mcp_failed(stack: Stack, weather: Weather) -> None:
+    wrong = McpServer(name="weather", url=f"{weather.url}/mcp", headers={"Authorization": "Bearer wrong"})
+    world = descriptor(Topology.AGENT_IN_ENV).model_copy(update={"mcp": (wrong,)})
+    answer = await act(stack, "write the answer", world)
+    assert answer.outcome is AgentOutcome.MCP_FAILED, answer.outcome_detail
 
 
 async def test_hanging_agent_is_stopped_at_its_deadline_and_its_work_kept(

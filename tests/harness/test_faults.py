@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import time
+from collections.abc import Callable
 
 import pytest
 
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.providers.local import LocalProvider
 from nemo_gym.session import ActResponse, AgentOutcome, McpServer, SandboxClause, SandboxSpecModel, Topology
+from tests.faults.leftovers import foreign_sockets
 from tests.harness.conftest import Weather
 from tests.harness.stage import IMAGE, MCP_TOKEN, RUN, act, descriptor, patience_s
 from tests.servers.stack import Stack
@@ -41,6 +44,45 @@ async def test_hanging_agent_is_stopped_at_its_deadline_and_its_work_kept(stack:
     assert "+kept" in patch(answer)
     assert answer.observations["turns"] == 1
     assert await gone(local, "sleep 273")
+
+
+async def test_agent_that_is_stopped_is_ended_at_its_deadline_and_its_work_kept(
+    stack: Stack, local: LocalProvider
+) -> None:
+    patience = await patience_s(act(stack, "fix the greeting", WORLD))
+    answer = await act(stack, "stop the agent", WORLD, wall_clock_s=patience)
+    assert answer.outcome is AgentOutcome.TIMED_OUT
+    assert "+kept" in patch(answer)
+    assert await gone(local, "sleep 274")
+
+
+async def test_daemon_that_holds_the_output_open_does_not_hold_the_run_up(stack: Stack, local: LocalProvider) -> None:
+    answer = await act(stack, "hold the output", WORLD, wall_clock_s=200)
+    assert answer.outcome is AgentOutcome.COMPLETED, answer.outcome_detail
+    assert "+kept" in patch(answer)
+    assert await gone(local, "sleep 275")
+
+
+async def test_flood_among_the_events_is_a_gap_and_harmless(stack: Stack) -> None:
+    answer = await act(stack, "garbage among the events", WORLD)
+    assert answer.outcome is AgentOutcome.COMPLETED, answer.outcome_detail
+    assert answer.observations["event_log"]["bytes"] > 30_000_000
+    assert "line_too_long" in json.dumps(answer.observations["records"])
+    assert "+kept" in patch(answer)
+
+
+async def test_doors_are_closed_when_the_attempt_ends(stack: Stack, weather: Weather) -> None:
+    acting = asyncio.create_task(act(stack, "hang", descriptor(Topology.AGENT_IN_ENV, mcp=weather.url)))
+    await until(lambda: len(foreign_sockets()) >= 2)  # the agent server is in this process
+    acting.cancel()
+    await until(lambda: not foreign_sockets())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not await asyncio.to_thread(condition):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
 
 
 async def test_attempt_whose_caller_leaves_is_stopped_with_its_box(stack: Stack, local: LocalProvider) -> None:

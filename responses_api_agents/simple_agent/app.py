@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, PrivateAttr
 
@@ -56,6 +56,8 @@ class SimpleAgent(SimpleResponsesAPIAgent):
         return await self.act_in_session(request, {})
 
     async def act_in_session(self, request: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
+        if self.overrides("responses"):  # a NeMo Gym agent that is made of this one
+            return await self._act_by_responses(request, cookies)
         if self._slots is None:
             self._slots = asyncio.Semaphore(self.config.max_concurrency)
         async with self._slots:
@@ -99,6 +101,15 @@ class SimpleAgent(SimpleResponsesAPIAgent):
                 "records": transcript.bundle("simple_agent").model_dump(mode="json", exclude_none=True),
             },
         )
+
+
+def __getattr__(name: str) -> Any:
+    # NeMo Gym's agents take these from here; nothing else needs them, and loading them takes its time.
+    if name in ("SimpleAgentRunRequest", "SimpleAgentVerifyRequest", "SimpleAgentVerifyResponse"):
+        from responses_api_agents.simple_agent import bodies
+
+        return getattr(bodies, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 if __name__ == "__main__":

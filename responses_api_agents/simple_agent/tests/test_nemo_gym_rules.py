@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import Body, FastAPI, Request, Response
 from pydantic import BaseModel, Field
 
 from nemo_gym.base_resources_server import (
@@ -21,7 +21,8 @@ from nemo_gym.base_resources_server import (
     SimpleResourcesServer,
 )
 from nemo_gym.credentials import Role
-from nemo_gym.server_utils import SESSION_ID_KEY
+from nemo_gym.openai_utils import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
+from nemo_gym.server_utils import SESSION_ID_KEY, get_response_json, raise_for_status
 from responses_api_agents.simple_agent.app import SimpleAgent
 from responses_api_models.scripted_model.app import ScriptedModel
 from tests.servers.stack import Stack, rollout, running_stack
@@ -94,7 +95,7 @@ TOOLS = [
 
 
 @contextmanager
-def stack(directory: Path, **settings: Any) -> Iterator[Stack]:
+def stack(directory: Path, agent: type[SimpleAgent] = SimpleAgent, **settings: Any) -> Iterator[Stack]:
     script = directory / "script.json"
     script.write_text(json.dumps(SCRIPT))
     with running_stack() as running:
@@ -104,7 +105,7 @@ def stack(directory: Path, **settings: Any) -> Iterator[Stack]:
             "resources_server": {"type": "resources_servers", "name": "notes"},
             "model_server": {"type": "responses_api_models", "name": "policy"},
         }
-        running.add("simple", SimpleAgent, Role.AGENT, ("policy", "notes"), **references, **settings)
+        running.add("simple", agent, Role.AGENT, ("policy", "notes"), **references, **settings)
         yield running
 
 
@@ -169,3 +170,34 @@ async def test_tool_that_says_done_ends_the_attempt_where_that_is_asked_for(tmp_
         assert (await run(running, "finish"))[0] == []
     with stack(tmp_path, max_turns=2) as running:
         assert (await run(running, "finish"))[0] == ["late"]
+
+
+class OneNoteAgent(SimpleAgent):
+    """As NeMo Gym's plugins are made: the model is asked and the tool called by ``server_client``."""
+
+    async def responses(
+        self,
+        request: Request,
+        response: Response,
+        body: NeMoGymResponseCreateParamsNonStreaming = Body(),  # noqa: B008
+    ) -> NeMoGymResponse:
+        said = await self.server_client.post("notes", "/note", json={"word": "by hand"}, cookies=request.cookies)
+        await raise_for_status(said)
+        asked = body.model_copy(update={"input": "three at once"})
+        answer = await self.server_client.post(self.config.model_server.name, "/v1/responses", json=asked)
+        await raise_for_status(answer)
+        return NeMoGymResponse.model_validate(await get_response_json(answer))
+
+
+async def test_plugin_made_of_this_agent_answers_by_its_own_responses(tmp_path: Path) -> None:
+    with stack(tmp_path, OneNoteAgent) as running:
+        words, answer = await run(running, "anything")
+    assert words == ["by hand"], "its loop called none of the model's tools, in the session of the seed"
+    assert [item["type"] for item in answer["response"]["output"]].count("function_call") == 3
+
+
+def test_bodies_of_nemo_gyms_simple_agent_keep_a_rows_own_fields() -> None:
+    from responses_api_agents.simple_agent.app import SimpleAgentRunRequest
+
+    body = SimpleAgentRunRequest.model_validate({"responses_create_params": {"input": "hi"}, "expected": 5})
+    assert body.model_dump()["expected"] == 5

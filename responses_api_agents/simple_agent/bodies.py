@@ -1,0 +1,19 @@
+"""Bodies of NeMo Gym's simple agent, with every field of a row, for agents that are made of it."""
+
+from __future__ import annotations
+
+from pydantic import ConfigDict
+
+from nemo_gym.environment.wire import BaseRunRequest, BaseVerifyRequest, BaseVerifyResponse
+
+
+class SimpleAgentRunRequest(BaseRunRequest):
+    model_config = ConfigDict(extra="allow")
+
+
+class SimpleAgentVerifyRequest(BaseVerifyRequest):
+    model_config = ConfigDict(extra="allow")
+
+
+class SimpleAgentVerifyResponse(BaseVerifyResponse):
+    model_config = ConfigDict(extra="allow")

@@ -11,7 +11,7 @@ beside its name is data of its own folder:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import yaml
 from nemo_gym.configuration.check import check_everything
 from nemo_gym.configuration.compose import Composition, compose
 from nemo_gym.configuration.groups import Choice, choose_instance, load_group
-from nemo_gym.configuration.keys import GROUPS, MODEL_TYPE
+from nemo_gym.configuration.keys import GROUPS, MODEL_TYPE, TOPOLOGY
 from nemo_gym.configuration.roots import find_plugin
 from nemo_gym.configuration.sandbox_check import check_sandbox
 from nemo_gym.configuration.servers import references
@@ -110,34 +110,41 @@ def asks_a_model(composition: Composition) -> bool:
     return any(reference.server_type == MODEL_TYPE for reference in references(agent.values))
 
 
-def composed(cell: Cell, roots: Sequence[Path] = (ROOT,)) -> tuple[Composition, Topology | None]:
-    """What ``ng_run`` would start, after everything that it checks first. Raises `ConfigError`."""
-    composition = compose([*cell.words(roots), f"model={MODEL}"], roots=roots)
+def composed(cell: Cell, roots: Sequence[Path] = (ROOT,)) -> Composition:
+    """What ``ng_run`` would check and start. Raises `ConfigError`."""
+    return compose([*cell.words(roots), f"model={MODEL}"], roots=roots)
+
+
+def checked(composition: Composition) -> Topology | None:
+    """Everything that ``ng_run`` checks before a task is touched. Raises `ConfigError`."""
     topology = check_everything(composition)
     check_sandbox(composition, topology)
-    return composition, topology
+    return topology
 
 
 def verdict(cell: Cell, roots: Sequence[Path] = (ROOT,)) -> Verdict:
-    """Compose a cell as it is and in every topology."""
-    default, reason = None, None
-    data: tuple[str, ...] = ()
+    """Compose a cell, and check it as it is and in every topology."""
     try:
-        composition, default = composed(cell, roots)
-        data = _data(composition)
+        composition = composed(cell, roots)
+    except ConfigError as error:
+        return Verdict(cell, reason=error.message)
+    default, reason = None, None
+    try:
+        default = checked(composition)
     except ConfigError as error:
         reason = error.message
-    working = []
-    for topology in Topology:
-        if topology is default:
-            working.append(topology)
-            continue
-        try:
-            composed(Cell(cell.agent, cell.environment, cell.sandbox, topology), roots)
-        except ConfigError:
-            continue
-        working.append(topology)
-    return Verdict(cell, default, tuple(working), reason, data)
+    working = tuple(topology for topology in Topology if topology is default or _works_in(topology, composition))
+    return Verdict(cell, default, working, reason, _data(composition))
+
+
+def _works_in(topology: Topology, composition: Composition) -> bool:
+    # As `topology=` on the command line does; the rest of the composition is the same.
+    chosen = {**composition.chosen, TOPOLOGY: str(topology)}
+    try:
+        checked(replace(composition, chosen=chosen))
+    except ConfigError:
+        return False
+    return True
 
 
 def _data(composition: Composition) -> tuple[str, ...]:

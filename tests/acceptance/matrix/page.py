@@ -12,9 +12,9 @@ LETTERS = dict(zip(Topology, "ABCD", strict=True))
 HEAD = """# Which agents work where
 
 Every agent, environment and sandbox in `configs/`, as the suite composes them. The page is made by
-`python -m tests.acceptance.matrix --write`, which composes every combination in every topology, runs one row of each
-that is not refused, with a scripted policy and real boxes, and writes nothing unless every one of them is rewarded and
-leaves no box behind. A test composes them all again and compares.
+`python -m tests.acceptance.matrix --write`, and a test compares it with what composing says. What is not refused is
+run by the same command and by `make test-full`, in every topology that is named: one row, with a scripted policy, the
+agent itself and real boxes, must be rewarded and leave no box behind.
 
 Letters are topologies: A `none`, B `env_sandboxed`, C `agent_in_env`, D `whole_interaction`
 ([the session contract](session-contract.md)). The bold one is taken without `topology=`. A number is a refusal, before

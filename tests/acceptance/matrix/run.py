@@ -99,7 +99,7 @@ def first_row(environment: str, directory: Path) -> Path:
 
 def run(cell: Cell, directory: Path) -> Outcome:
     """Run the environment's first row. Raises `CellError` where ``ng_run`` fails."""
-    composition, _ = composed(cell)
+    composition = composed(cell)
     run_id = f"matrix-{uuid.uuid4().hex[:12]}"
     output = directory / "rollouts.jsonl"
     words = [*cell.words((ROOT,)), f"input={first_row(cell.environment, directory)}", f"output={output}"]

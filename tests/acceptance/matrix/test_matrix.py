@@ -119,7 +119,7 @@ def test_cell_does_not_work_when_its_row_says_so(row: dict[str, Any], wrong: str
 
 @pytest.mark.parametrize("sandbox", SANDBOX_NAMES)
 async def test_box_that_a_run_left_behind_is_found(sandbox: str, tmp_path: Path, docker_engine: str) -> None:
-    composition, _ = composed(Cell("oracle", "swe_bench", sandbox))
+    composition = composed(Cell("oracle", "swe_bench", sandbox))
     (backend,) = backends(composition)
     run_id = f"left-by-{tmp_path.name}-{sandbox}"
     provider = create_provider(backend)

@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any
 
-import orjson
 import structlog
 
 from nemo_gym.errors import NemoGymError, SandboxCreateError, SandboxError, SandboxLostError
@@ -235,7 +234,7 @@ class Boxes:
 
     def opened(self, sealed: bytes, sandbox_id: str) -> CreateSandbox:
         """A stored create request. Raises `SealError`."""
-        return CreateSandbox.model_validate(orjson.loads(self.sealer.open(sealed, sandbox_id)))
+        return CreateSandbox.model_validate_json(self.sealer.open(sealed, sandbox_id))
 
     async def aclose(self) -> None:
         """Let what is under way end, for a while; boxes stay until their lease ends."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
-import orjson
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
@@ -82,8 +82,8 @@ def require_media_type(request: Request, wanted: str) -> None:
 
 def digest(body: BaseModel) -> bytes:
     """What two requests have in common that ask for the same."""
-    data = orjson.dumps(body.model_dump(mode="json"), option=orjson.OPT_SORT_KEYS)
-    return hashlib.sha256(data).digest()
+    # Not with orjson, which refuses the integers beyond 64 bits that a provider's options may hold.
+    return hashlib.sha256(json.dumps(body.model_dump(mode="json"), sort_keys=True).encode()).digest()
 
 
 def _said(error: ValidationError, model: type[BaseModel]) -> str:

@@ -81,6 +81,9 @@ class Attacker:
         if self.stranger:
             return {"Authorization": "Bearer ngl1.sb-x.le-x.owner.AAAA"}
         if "sandbox_id" not in (case.path_parameters or {}):
+            if (case.headers or {}).get("Idempotency-Key"):
+                # Made-up keys repeat; a fresh one leads further than to a conflict.
+                case.headers["Idempotency-Key"] = uuid.uuid4().hex
             return dict(self.broker.caller())
         self._box = self._box or lent(self.broker)
         case.path_parameters["sandbox_id"] = self._box[0]

@@ -3,7 +3,7 @@
 A frame is one byte for its kind, four for the length of its payload (unsigned, big endian), and the payload:
 
     0 ping    nothing; says that the connection lives
-    1 stdout  bytes as the command wrote them
+    1 stdout  bytes as the command wrote them, one at least
     2 stderr
     3 exit    the JSON of `ExecEndModel`; the last frame, exactly one
 
@@ -95,10 +95,18 @@ PING = encode(FrameKind.PING)
 
 
 class FrameParser:
-    """Frames out of bytes that come in any pieces."""
+    """Frames out of bytes that come in any pieces.
+
+    Output is handed on as it comes, a long frame in several pieces: what has arrived before a connection breaks need
+    not come again.
+    """
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._head = bytearray()
+        self._kind = FrameKind.PING
+        self._left = 0
+        """Bytes of the frame's payload that are still to come."""
+        self._exit = bytearray()
         self._ended = False
 
     @property
@@ -107,34 +115,41 @@ class FrameParser:
         return self._ended
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """Frames that ``data`` completes; all of them must be taken before the next call.
+        """Frames and pieces of frames that are in ``data``; all of them must be taken before the next call.
 
         Raises:
             FrameError: an unknown kind, an absurd length, or anything after the exit frame.
         """
-        self._buffer += data
         position = 0
-        try:
-            while len(self._buffer) - position >= _HEADER.size:
-                kind, length = _HEADER.unpack_from(self._buffer, position)
-                self._judge(kind, length)
-                stop = position + _HEADER.size + length
-                if len(self._buffer) < stop:
+        while position < len(data):
+            if self._ended:
+                raise FrameError("there is something after the end of an exec's output")
+            if self._left == 0:
+                wanted = _HEADER.size - len(self._head)
+                self._head += data[position : position + wanted]
+                position += wanted
+                if len(self._head) < _HEADER.size:
                     return
-                payload = bytes(memoryview(self._buffer)[position + _HEADER.size : stop])
-                position = stop
-                self._ended = kind == FrameKind.EXIT
-                yield Frame(FrameKind(kind), payload)
-            if self._ended and len(self._buffer) > position:
-                raise FrameError("there are bytes after the end of an exec's output")
-        finally:
-            del self._buffer[:position]
+                self._begin(*_HEADER.unpack(self._head))
+                self._head.clear()
+                if self._left == 0 and self._kind is not FrameKind.EXIT:
+                    yield Frame(self._kind)
+                continue
+            piece = data[position : position + self._left]
+            position += len(piece)
+            self._left -= len(piece)
+            if self._kind is not FrameKind.EXIT:
+                yield Frame(self._kind, piece)
+                continue
+            self._exit += piece
+            if self._left == 0:
+                self._ended = True
+                yield Frame(FrameKind.EXIT, bytes(self._exit))
 
-    def _judge(self, kind: int, length: int) -> None:
-        if self._ended:
-            raise FrameError("there is a frame after the end of an exec's output")
-        if kind > FrameKind.EXIT or length > MAX_PAYLOAD_BYTES or (kind == FrameKind.PING and length):
+    def _begin(self, kind: int, length: int) -> None:
+        if kind > FrameKind.EXIT or length > MAX_PAYLOAD_BYTES or (kind == FrameKind.PING) != (length == 0):
             raise FrameError(f"bytes that are no frame: kind {kind}, {length} bytes")
+        self._kind, self._left = FrameKind(kind), length
 
 
 def encode_event(frame: Frame, offset: int) -> bytes:

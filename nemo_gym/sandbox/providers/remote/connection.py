@@ -77,13 +77,14 @@ class BrokerConnection:
 
     def __init__(self, *, request_timeout_s: float, patience_s: float) -> None:
         self.request_timeout_s, self.patience_s = request_timeout_s, patience_s
-        self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
+        self._sessions: dict[tuple[asyncio.AbstractEventLoop, bool], aiohttp.ClientSession] = {}
 
     async def aclose(self) -> None:
         """Close the running loop's connections; those of loops that ended are gone with them."""
-        session = self._sessions.pop(asyncio.get_running_loop(), None)
-        if session is not None:
-            await session.close()
+        for fresh in (False, True):
+            session = self._sessions.pop((asyncio.get_running_loop(), fresh), None)
+            if session is not None:
+                await session.close()
 
     @contextlib.asynccontextmanager
     async def open(
@@ -124,7 +125,7 @@ class BrokerConnection:
             headers["Content-Type"] = routes.TAR
         while True:
             try:
-                response = await self._session().request(
+                response = await self._session(fresh=stream is not None).request(
                     method,
                     _url(url, query),
                     headers=headers,
@@ -164,13 +165,16 @@ class BrokerConnection:
                 if not options.get("repeatable") or not await pauses.again():
                     raise _unreachable(method, url, error, started="unknown") from error
 
-    def _session(self) -> aiohttp.ClientSession:
-        loop = asyncio.get_running_loop()
-        session = self._sessions.get(loop)
+    def _session(self, *, fresh: bool) -> aiohttp.ClientSession:
+        """The session to use. ``fresh`` connections for what is sent once: a kept one may be closed by the other side
+        just as it is used again."""
+        key = (asyncio.get_running_loop(), fresh)
+        session = self._sessions.get(key)
         if session is None or session.closed:
-            self._sessions = {known: session for known, session in self._sessions.items() if not known.is_closed()}
-            session = self._sessions[loop] = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            self._sessions = {known: session for known, session in self._sessions.items() if not known[0].is_closed()}
+            connector = aiohttp.TCPConnector(limit=0, force_close=True) if fresh else None
+            session = self._sessions[key] = aiohttp.ClientSession(
+                connector=connector or aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
                 read_bufsize=2**20,

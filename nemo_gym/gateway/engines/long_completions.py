@@ -61,6 +61,8 @@ class LongCompletion:
     stop_reason: str | int | None
     token_ids: array[int]
     """int32."""
+    ids_json: bytes
+    """The same as a JSON array without spaces."""
     logprobs: array[float]
     """float32."""
     prompt_token_ids: msgspec.Raw
@@ -94,11 +96,18 @@ def long_completion(raw: bytes | bytearray) -> LongCompletion | None:
         except (msgspec.DecodeError, RecursionError, OverflowError):
             return None
     (choice,) = rest.choices
-    token_ids = _ids_in(bytes(raw[ids:ids_end]))
+    ids_json = bytes(raw[ids:ids_end])
+    token_ids = _ids_in(ids_json)
     if token_ids is None or choice.logprobs != _MARK or choice.token_ids != _MARK:
         return None
     return LongCompletion(
-        choice.finish_reason, choice.stop_reason, token_ids, logprobs, choice.prompt_token_ids, rest.usage
+        choice.finish_reason,
+        choice.stop_reason,
+        token_ids,
+        ids_json,
+        logprobs,
+        choice.prompt_token_ids,
+        rest.usage,
     )
 
 

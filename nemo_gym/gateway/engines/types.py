@@ -128,6 +128,8 @@ class Generation:
     """Prompt tokens that came from the engine's prefix cache, where it says."""
     segments: tuple[Segment, ...] = ()
     """Who sampled which tokens, where the answer was continued after an interruption; else empty."""
+    ids_json: bytes | None = None
+    """``token_ids`` as a JSON array without spaces, where the engine wrote them so."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,7 @@ class VllmEngine(HttpEngine):
             choice.stop_reason,
             self.span(first),
             _cached(usage or {}),
+            ids_json=choice.ids_json if isinstance(choice, LongCompletion) else None,
         )
 
     async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenDelta | Generation, None]:

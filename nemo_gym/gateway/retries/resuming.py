@@ -189,6 +189,7 @@ class _Answer:
             logprobs=(*self.logprobs, *last.logprobs),
             weights=WeightsSpan(self.segments[0].weights.first, self.segments[-1].weights.last),
             segments=tuple(self.segments),
+            ids_json=None,
         )
 
     def whole(self, finish: FinishReason) -> Generation:

@@ -166,6 +166,7 @@ class TokenBackend:
                 str(generation.finish_reason),
                 generation.weights.last or generation.weights.first,
                 _details(sampled),
+                generation.ids_json,
             ),
             message,
         )

@@ -140,7 +140,7 @@ class TokenForest:
         entries = [entry.digest for entry in new if entry.digest is not None]
         if new and new[-1].role == "assistant":
             entries.pop()  # the answer continues it, and its digest covers both
-        placed = extended(parent, prepared.context, ids)
+        placed = extended(parent, prepared.context, ids, sampled.ids_json)
         media = prepared.media()
         turn = Turn(
             turn_id=len(self._turns),

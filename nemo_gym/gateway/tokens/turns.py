@@ -26,6 +26,8 @@ class Sampled:
     """Which weights sampled this."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """Plain data for observers (engine, call id, seconds); goes to the turn of the trajectory."""
+    ids_json: bytes | None = None
+    """``ids`` as a JSON array without spaces, where somebody has it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,8 +118,10 @@ class Extended:
     text_end: int
 
 
-def extended(parent: Turn | None, context: Sequence[int], sampled: Sequence[int]) -> Extended:
-    """The tokens of a turn behind ``parent``.
+def extended(
+    parent: Turn | None, context: Sequence[int], sampled: Sequence[int], sampled_json: bytes | None = None
+) -> Extended:
+    """The tokens of a turn behind ``parent``; ``sampled_json`` as `Sampled.ids_json`.
 
     The first turn to continue another appends to its tokens in place, so a conversation's tokens exist once.
     """
@@ -129,7 +133,8 @@ def extended(parent: Turn | None, context: Sequence[int], sampled: Sequence[int]
     else:
         tokens, text = parent.tokens[: parent.end], parent.text[: parent.text_end]
     ends = []
-    for new, added in ((context, numbers(context)), (sampled, numbers(sampled))):
+    written = numbers(sampled) if sampled_json is None else sampled_json[1:-1]
+    for new, added in ((context, numbers(context)), (sampled, written)):
         if text and added:
             text += b","
         text += added

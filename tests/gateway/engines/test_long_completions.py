@@ -94,7 +94,8 @@ def same_or_left(raw: bytes) -> bool:
     if found is not None:
         (choice,) = whole.choices
         assert (found.finish_reason, found.stop_reason) == (choice.finish_reason, choice.stop_reason)
-        assert tuple(found.token_ids) == choice.token_ids
+        assert tuple(found.token_ids) == choice.token_ids == tuple(orjson.loads(found.ids_json))
+        assert b" " not in found.ids_json
         assert found.logprobs == array("f", choice.logprobs)
         assert bytes(found.prompt_token_ids) == bytes(choice.prompt_token_ids)
         assert found.usage == whole.usage

@@ -23,7 +23,8 @@ def test_prompt_without_copies_equals_its_array_in_every_form() -> None:
         assert [prompt.tail(count).tolist() for count in (1, 5, 10_000)] == [ids[-1:], ids[-5:], ids]
         assert prompt[2:-1].tolist() == ids[2:-1]
         sampled = session.policy.encode(text)
-        turn = session.forest.commit(prepared, Sampled(sampled, [-1.0] * len(sampled)), said(text))
+        told = orjson.dumps(sampled) if text == "d" else None
+        turn = session.forest.commit(prepared, Sampled(sampled, [-1.0] * len(sampled), ids_json=told), said(text))
         assert (orjson.loads(turn.prompt_json()), orjson.loads(turn.sampled_json())) == (ids, sampled)
         messages = [*messages, said(text), user("next")]
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import zlib
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nemo_gym.gateway.journal import JournalBusyError, JournalDamagedError, JournalError, JournalLog
-from nemo_gym.gateway.journal.frames import frame
+from nemo_gym.gateway.journal.frames import frame, framed, read_frames
 
 
 def opened(directory: Path, **options: int) -> tuple[JournalLog, list[bytes]]:
@@ -127,3 +130,10 @@ async def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
     await written(directory, b"x")
     assert directory.stat().st_mode & 0o077 == 0
     assert all(path.stat().st_mode & 0o077 == 0 for path in directory.iterdir())
+
+
+@given(pieces=st.lists(st.binary(max_size=70), max_size=5))
+def test_checksums_are_those_of_zlib_so_that_any_build_reads_the_journal(pieces: list[bytes]) -> None:
+    head = framed(pieces)[0]
+    assert int.from_bytes(bytes(head)[8:12], "little") == zlib.crc32(b"".join(pieces))
+    assert read_frames(b"".join(framed(pieces))).payloads == [b"".join(pieces)]

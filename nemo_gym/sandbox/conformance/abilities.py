@@ -10,11 +10,27 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from nemo_gym.errors import SandboxCreateError
+from nemo_gym.errors import SandboxCapabilityError, SandboxCreateError
 from nemo_gym.sandbox.base import SandboxProvider, SandboxSpec
 from nemo_gym.sandbox.capabilities import CAPABILITY_PROTOCOLS, SandboxCapabilities, SupportsSnapshot
-from nemo_gym.sandbox.conformance.base import Checks, StartBox, eventually, sh
+from nemo_gym.sandbox.conformance.base import Checks, StartBox, eventually, python, sh
 from nemo_gym.sandbox.facade import AsyncSandbox
+
+NEST = """
+import ctypes, json, os
+libc = ctypes.CDLL(None, use_errno=True)
+NEWNS, NEWUSER, NEWPID, REC_PRIVATE = 0x20000, 0x10000000, 0x20000000, 0x44000
+uid, gid = os.getuid(), os.getgid()
+made = libc.unshare(NEWNS | NEWPID | (NEWUSER if %r else 0)) == 0
+if made and uid and os.getuid() != uid:
+    open("/proc/self/setgroups", "w").write("deny")
+    open("/proc/self/uid_map", "w").write(f"0 {uid} 1")
+    open("/proc/self/gid_map", "w").write(f"0 {gid} 1")
+made = made and libc.mount(None, b"/", None, REC_PRIVATE, None) == 0
+made = made and libc.mount(b"tmpfs", b"/tmp", b"tmpfs", 0, None) == 0
+print(json.dumps(made))
+"""
+"""What every container engine begins with: namespaces of its own, and a file system mounted there."""
 
 
 class AbilityChecks(Checks):
@@ -39,6 +55,22 @@ class AbilityChecks(Checks):
             if getattr(capabilities, field.name) is False:
                 assert capabilities.reasons.get(field.name), f"no reason is given for missing '{field.name}'"
         assert capabilities.network_policies
+
+    async def test_nested_containers_can_be_made_exactly_where_that_is_declared(
+        self, provider: SandboxProvider, start: StartBox, spec: SandboxSpec
+    ) -> None:
+        capabilities = provider.capabilities
+        wanted = spec.replace(requires=("nested_containers",))
+        if not capabilities.nested_containers:
+            with pytest.raises(SandboxCapabilityError) as caught:
+                await provider.create(wanted)
+            assert capabilities.reasons["nested_containers"] in str(caught.value)
+        box = await start(requires=wanted.requires if capabilities.nested_containers else ())
+        for user_namespace in (True, False):
+            if await python(box, NEST % user_namespace):
+                assert capabilities.nested_containers, "a container can be made in a box, and that is not declared"
+                return
+        assert not capabilities.nested_containers, "no container can be made in a box, and that is declared"
 
     @pytest.fixture
     async def image_name(self, provider: SandboxProvider) -> AsyncIterator[str]:

@@ -62,6 +62,12 @@ class DockerConfig:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
                 raise ConfigError(f"docker sandbox: {field} must be a positive number, not {value!r}")
 
+    @property
+    def lets_boxes_nest(self) -> bool:
+        """Whether processes in a box may make namespaces and mounts, as container engines do."""
+        names = {name.upper().removeprefix("CAP_") for name in self.capabilities}
+        return bool(names & {"SYS_ADMIN", "ALL"}) and self.seccomp == "engine"
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> DockerConfig:
         """Build from configuration; an unknown key raises `ConfigError` with the nearest right name."""

@@ -61,6 +61,12 @@ _STATES = {
 _CAP_SYS_ADMIN = 1 << 21
 
 
+_NO_NESTING = (
+    "processes in a box may make no namespaces and no mounts, so no containers either; where its policy may be trusted"
+    " with the host, the settings capabilities: [SYS_ADMIN] and seccomp: engine let them"
+)
+
+
 class DockerProvider:
     """Boxes as containers, with their leases kept by a watchdog process.
 
@@ -95,6 +101,7 @@ class DockerProvider:
             "cpu_limit": bool(info.get("CpuCfsQuota")),
             "pids_limit": bool(info.get("PidsLimit", True)),
             "loopback_door": doors,
+            "nested_containers": self.config.lets_boxes_nest,
         }
         reasons = {
             "memory_limit": "the engine's kernel has no memory control group",
@@ -103,7 +110,7 @@ class DockerProvider:
             "disk_limit": f"the engine's storage driver '{info.get('Driver')}' has no per-container quota that can be "
             "relied on",
             "gpu": "not offered by this provider",
-            "nested_containers": "containers of this provider have no privileges to run others",
+            "nested_containers": _NO_NESTING,
             "endpoint": "boxes have no network that could be reached from outside; use a door",
             "loopback_door": "entering a container's network needs root on the engine's own machine"
             if self._local

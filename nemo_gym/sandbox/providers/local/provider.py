@@ -44,6 +44,10 @@ from nemo_gym.sandbox.providers.local.requests import BASE_ENV, argv, create_req
 from nemo_gym.sandbox.providers.local.streams import read_stream, write_stream
 from nemo_gym.sandbox.transfer import absolute, download, upload
 
+_NO_NESTING = (
+    "processes in a box have no capabilities and cannot make namespaces, so no containers either; sandbox=docker has"
+    " settings that let them"
+)
 _LIMIT_NAMES = {"memory": "memory_limit", "pids": "pids_limit", "cpu": "cpu_limit"}
 
 
@@ -77,7 +81,7 @@ class LocalProvider:
         """What this machine lets us do; starts the supervisor to ask it."""
         reasons = {
             "endpoint": "nothing outside reaches a box's network; use exec, or a door for the way out",
-            "nested_containers": "processes in a box have no capabilities and cannot make user namespaces",
+            "nested_containers": _NO_NESTING,
             "gpu": "device nodes are not passed into boxes",
         }
         try:

@@ -39,6 +39,7 @@ from nemo_gym.sandbox.base import ExecOutcome, SandboxProvider, SandboxResources
 from nemo_gym.sandbox.capabilities import CAPABILITY_PROTOCOLS, SandboxCapabilities
 from nemo_gym.sandbox.providers.docker.config import DockerConfig
 from nemo_gym.sandbox.providers.local.options import LocalOptions
+from nemo_gym.sandbox.providers.remote.options import RemoteOptions
 from nemo_gym.session import AgentOutcome, SessionDescriptor
 from nemo_gym.verdict import FailureKind
 from resources_servers.math.app import MathConfig
@@ -196,6 +197,7 @@ SERVERS = ROOT / "responses_api_models", ROOT / "responses_api_agents"
     [
         (PAGES / "swe-bench.md", "key (`swe_bench", _own(SweBenchConfig, BaseResourcesServerConfig)),
         (PAGES / "sandboxes.md", "key (`sandbox.local", {field.name for field in dataclasses.fields(LocalOptions)}),
+        (PAGES / "leases.md", "key (`sandbox.remote", {field.name for field in dataclasses.fields(RemoteOptions)}),
         (PAGES / "sandboxes.md", "key (`sandbox.docker", {field.name for field in dataclasses.fields(DockerConfig)}),
         (
             SERVERS[1] / "mini_swe_agent" / "README.md",

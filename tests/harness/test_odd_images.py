@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -94,6 +95,8 @@ async def place(
         made = DockerProvider(**settings)
     yield Place(made, {request.param: settings})
     await made.aclose()
+    if request.param == "docker":
+        subprocess.run(["docker", "rmi", "--force", *roots], check=True, capture_output=True)
     await close_global_aiohttp_client()
 
 

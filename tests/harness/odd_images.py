@@ -67,6 +67,11 @@ def import_into_docker(root: Path, name: str) -> None:
         subprocess.run(["docker", "import", "-", name], stdin=packing.stdout, check=True, capture_output=True)
 
 
+def remove_from_docker(*names: str) -> None:
+    """Remove what `import_into_docker` made."""
+    subprocess.run(["docker", "rmi", "--force", *names], check=True, capture_output=True)
+
+
 def _compile(source: str, target: Path, *options: str) -> None:
     command = ["musl-gcc", "-O1", *options, "-x", "c", "-", "-o", str(target)]
     subprocess.run(command, input=source, text=True, check=True, capture_output=True)

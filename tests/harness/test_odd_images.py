@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +25,16 @@ from responses_api_agents.opencode_agent.app import OpencodeAgent
 from responses_api_agents.openhands_agent.app import OpenHandsAgent
 from responses_api_agents.qwen_code_agent.app import QwenCodeAgent
 from tests.docker_engine import docker_engine
-from tests.harness.odd_images import BARE, MUSL, NO_BASH, bare_root, import_into_docker, musl_root, root_without_bash
+from tests.harness.odd_images import (
+    BARE,
+    MUSL,
+    NO_BASH,
+    bare_root,
+    import_into_docker,
+    musl_root,
+    remove_from_docker,
+    root_without_bash,
+)
 from tests.harness.stage import DONE, RUN, act, descriptor, stage, task
 from tests.servers.stack import Stack
 
@@ -96,7 +104,7 @@ async def place(
     yield Place(made, {request.param: settings})
     await made.aclose()
     if request.param == "docker":
-        subprocess.run(["docker", "rmi", "--force", *roots], check=True, capture_output=True)
+        remove_from_docker(*roots)
     await close_global_aiohttp_client()
 
 

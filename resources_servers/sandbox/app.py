@@ -64,7 +64,7 @@ class SandboxBroker(SimpleServer):
             )
         state_dir = await asyncio.to_thread(lambda: self.state_dir)
         self._broker = assemble(self.config, state_dir, provider, self._credentials)
-        await self._broker.upkeep.start()
+        await self._broker.start()
         install_routes(self._app, self._broker)
 
     async def ready(self) -> dict[str, Any] | None:

@@ -25,6 +25,7 @@ from resources_servers.sandbox.lifecycle.boxes import Boxes
 from resources_servers.sandbox.lifecycle.creation import Creations
 from resources_servers.sandbox.lifecycle.reconcile import Reconciler
 from resources_servers.sandbox.lifecycle.upkeep import Upkeep
+from resources_servers.sandbox.lifecycle.warm import WarmPools
 from resources_servers.sandbox.metrics import Metrics
 from resources_servers.sandbox.registry.database import open_engine
 from resources_servers.sandbox.registry.execs import ExecStore
@@ -65,14 +66,16 @@ def assemble(
     space.load()
     execs = Execs(ExecStore(writer), backend, space, max_output_bytes=config.max_output_bytes)
     reconciler = Reconciler(boxes, execs)
+    warm = WarmPools(boxes, config.warm, config.prefetch)
     return BrokerService(
         config=config,
         writer=writer,
         backend=backend,
         boxes=boxes,
         execs=execs,
-        creations=Creations(boxes),
+        creations=Creations(boxes, warm),
         access=Access(TokenSigner(derive("sandbox-lease")), boxes, credentials, config.tokens),
+        warm=warm,
         upkeep=Upkeep(
             boxes,
             reconciler,

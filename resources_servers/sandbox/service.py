@@ -6,6 +6,9 @@ import asyncio
 import contextlib
 from dataclasses import dataclass, field
 
+import structlog
+
+from nemo_gym.errors import NemoGymError
 from resources_servers.sandbox.config import BrokerConfig
 from resources_servers.sandbox.execs.manager import Execs
 from resources_servers.sandbox.leases.access import Access
@@ -13,8 +16,11 @@ from resources_servers.sandbox.lifecycle.backend import Backend
 from resources_servers.sandbox.lifecycle.boxes import Boxes
 from resources_servers.sandbox.lifecycle.creation import Creations
 from resources_servers.sandbox.lifecycle.upkeep import Upkeep
+from resources_servers.sandbox.lifecycle.warm import WarmPools
 from resources_servers.sandbox.metrics import Metrics
 from resources_servers.sandbox.registry.writer import GroupCommitWriter
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass
@@ -26,6 +32,7 @@ class BrokerService:
     execs: Execs
     creations: Creations
     access: Access
+    warm: WarmPools
     upkeep: Upkeep
     metrics: Metrics
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
@@ -33,7 +40,16 @@ class BrokerService:
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the broker is told to stop: no more creates, and streams end so that clients come back later."""
 
+    async def start(self) -> None:
+        await self.upkeep.start()
+        try:
+            await self.warm.start()
+        except NemoGymError as error:
+            # The reconciler comes back to what could not be let go.
+            log.warning("warm_pools_not_started", error=str(error)[:300])
+
     async def aclose(self) -> None:
+        await self.warm.aclose()
         await self.upkeep.aclose()
         if self.config.on_stop == "destroy":
             await self.upkeep.destroy_all()

@@ -41,15 +41,28 @@ class Admission:
     def waiting(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    def has_room(self, owner: str) -> bool:
-        return (self._max_boxes is None or self.total < self._max_boxes) and self._may_have_more(owner)
+    @property
+    def has_place(self) -> bool:
+        """Whether the bound on all leaves room for one more."""
+        return self._max_boxes is None or self.total < self._max_boxes
 
-    def _may_have_more(self, owner: str) -> bool:
+    def has_room(self, owner: str) -> bool:
+        return self.has_place and self.may_have_more(owner)
+
+    def may_have_more(self, owner: str) -> bool:
+        """Whether the owner's own bound leaves room for one more."""
         return self._max_per_owner is None or self.held[owner] < self._max_per_owner
 
     def occupy(self, owner: str) -> None:
         """Count a box that is there already (adopted after a restart), whatever the bounds say."""
         self.held[owner] += 1
+
+    def swap(self, before: str, after: str) -> None:
+        """Give a place that ``before`` holds to ``after``."""
+        self.held[before] -= 1
+        if self.held[before] <= 0:
+            del self.held[before]
+        self._take(after)
 
     async def enter(self, owner: str) -> None:
         """Wait for a place. Raises `BrokerError` ``quota`` (the owner's own boxes fill its bound), or ``no_room``."""
@@ -86,11 +99,11 @@ class Admission:
         self._served[owner] = next(self._turns)
 
     def _someone_goes_first(self, owner: str) -> bool:
-        return any(queue and self._may_have_more(other) for other, queue in self._waiting.items() if other != owner)
+        return any(queue and self.may_have_more(other) for other, queue in self._waiting.items() if other != owner)
 
     def _hand_on(self) -> None:
-        while self._max_boxes is None or self.total < self._max_boxes:
-            ready = [owner for owner, queue in self._waiting.items() if queue and self._may_have_more(owner)]
+        while self.has_place:
+            ready = [owner for owner, queue in self._waiting.items() if queue and self.may_have_more(owner)]
             if not ready:
                 return
             owner = min(ready, key=lambda name: (self.held[name], self._served.get(name, -1)))
@@ -111,7 +124,7 @@ class Admission:
 
     def _refused(self, owner: str, why: str) -> BrokerError:
         retry_after_s = max(1.0, min(self._timeout_s, 10.0))
-        if not self._may_have_more(owner):
+        if not self.may_have_more(owner):
             return BrokerError(
                 "quota",
                 f"{why}: '{owner}' has {self.held[owner]} boxes of at most {self._max_per_owner}; close some, or raise"

@@ -95,12 +95,12 @@ class Backend:
         assert isinstance(self.provider, Connectable)
         return await self.provider.connect(orjson.loads(descriptor))
 
-    async def destroy(self, sandbox_id: str, handle: SandboxHandle | None) -> None:
-        """Destroy the box; without a handle, whatever carries its label. Raises `SandboxError` when it may still be
-        there."""
+    async def destroy(self, sandbox_id: str, handle: SandboxHandle | None, *, by_label: bool = True) -> None:
+        """Destroy the box: by its handle where there is one, and whatever carries its label, with ``by_label`` or
+        without a handle. Raises `SandboxError` when it may still be there."""
         if handle is not None:
             await self.provider.close(handle)
-        else:
+        if handle is None or by_label:
             await self.provider.reap({BROKER_LABEL: self.identity, SANDBOX_LABEL: sandbox_id})
 
     async def judged(self, error: SandboxError, handle: SandboxHandle, code: str = "backend_refused") -> NemoGymError:

@@ -51,6 +51,8 @@ class Box:
     closing: asyncio.Task[None] | None = None
     adopting: bool = False
     """Known to the registry and, after a restart, not looked for in the backend yet."""
+    interrupted: bool = False
+    """Its create was cut short and begun again: a backend that does not know the two to be one has its twin."""
     execs: dict[str, ExecRun] = field(default_factory=dict)
     doors: dict[str, bytes] = field(default_factory=dict)
     """Digests of the doors that are open, by name."""

@@ -111,6 +111,7 @@ class Boxes:
             raise gone(box.sandbox_id, "it was closed before it was ready")
         creating = box.creating
         if creating is None or creating.done():
+            box.interrupted |= interrupted
             work = self._bring_up(box, body, interrupted)
             creating = box.creating = self._spawn(work, f"create {box.sandbox_id}")
         await asyncio.wait({creating})
@@ -198,7 +199,7 @@ class Boxes:
         await self._end_creation(box)
         if box.state is BoxState.GONE:
             return
-        await self.backend.destroy(box.sandbox_id, box.handle)
+        await self.backend.destroy(box.sandbox_id, box.handle, by_label=box.interrupted)
         await self._ended(box, box.reason or reason)
 
     async def _end_creation(self, box: Box) -> None:
@@ -209,9 +210,15 @@ class Boxes:
 
     async def lost(self, box: Box, reason: str = "lost") -> None:
         """The backend has no such box any more, and nobody asked for that."""
-        if box.state is not BoxState.GONE:
-            box.reason = reason
-            await self._ended(box, reason)
+        if box.state is BoxState.GONE:
+            return
+        try:
+            # Should it be there after all, it shall not outlive its record.
+            await self.backend.destroy(box.sandbox_id, None)
+        except SandboxError as error:
+            log.warning("sandbox_destroy_failed", sandbox_id=box.sandbox_id, error=str(error)[:500])
+        box.reason = reason
+        await self._ended(box, reason)
 
     async def _ended(self, box: Box, reason: str, detail: str | None = None) -> None:
         for run in [*box.execs.values()]:

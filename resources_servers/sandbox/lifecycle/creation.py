@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from nemo_gym.sandbox.wire.boxes import CreateSandbox
 from nemo_gym.sandbox.wire.problems import BrokerError
 from resources_servers.sandbox.lifecycle.box import Box
 from resources_servers.sandbox.lifecycle.boxes import Boxes, gone
+from resources_servers.sandbox.lifecycle.order import CreateOrder
+from resources_servers.sandbox.lifecycle.warm import WarmPools
 from resources_servers.sandbox.registry.records import BoxState
 
 IN_PROGRESS_WAIT_S = 20.0
@@ -24,24 +25,12 @@ class _Pending:
     """Nothing was written nor asked for yet: it can be dropped without a trace."""
 
 
-@dataclass(frozen=True, slots=True)
-class CreateOrder:
-    """Who asks for a box, under which key, and for what."""
-
-    creator: str
-    owner: str
-    key: str
-    digest: bytes
-    ttl_s: float
-    body: CreateSandbox
-
-
 class Creations:
     """Creates under way. One goes on when its caller has left, as the caller may ask again by its key; only one that
     still waits for a place is dropped."""
 
-    def __init__(self, boxes: Boxes) -> None:
-        self._boxes = boxes
+    def __init__(self, boxes: Boxes, warm: WarmPools) -> None:
+        self._boxes, self._warm = boxes, warm
         self._pending: dict[tuple[str, str], _Pending] = {}
 
     async def create(self, order: CreateOrder) -> tuple[Box, bool]:
@@ -112,6 +101,10 @@ class Creations:
             return box, False
         spec = order.body.to_spec()
         (await boxes.backend.capabilities()).check(spec, boxes.backend.name)
+        if not boxes.admission.waiting and (box := await self._warm.take(order)) is not None:
+            return box, True
+        if not boxes.admission.has_place:
+            await self._warm.give_way()
         await boxes.admission.enter(order.owner)
         pending = self._pending.get((order.creator, order.key))
         if pending is not None:

@@ -64,6 +64,26 @@ class BoxStore:
 
         await self._writer.call(operation)
 
+    async def hand_over(
+        self, sandbox_id: str, lease: LeaseRecord, sealed_doors: Mapping[str, bytes], **changes: Any
+    ) -> None:
+        """A box gets another owner, with a lease of its own and none besides."""
+        changes["labels"] = orjson.dumps(changes["labels"])
+
+        def operation(connection: Connection) -> None:
+            connection.execute(delete(leases).where(leases.c.sandbox_id == sandbox_id))
+            connection.execute(insert(leases).values(**asdict(lease)))
+            connection.execute(update(boxes).where(boxes.c.sandbox_id == sandbox_id).values(**changes))
+            for name, door in sealed_doors.items():
+                connection.execute(insert(doors).values(sandbox_id=sandbox_id, name=name, door=door))
+
+        await self._writer.call(operation)
+
+    async def forget_key(self, sandbox_id: str) -> None:
+        """The key of a box that its asker never got may be used again."""
+        statement = update(boxes).where(boxes.c.sandbox_id == sandbox_id).values(idempotency_key=None)
+        await self._writer.call(lambda connection: connection.execute(statement) and None)
+
     async def confirm(self, sandbox_id: str, *, backend_id: str, descriptor: bytes | None, expires_at: float) -> None:
         """The backend has the box."""
         await self._update(

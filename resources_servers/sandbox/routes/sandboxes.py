@@ -18,7 +18,7 @@ from nemo_gym.sandbox.wire.routes import IDEMPOTENCY_KEY_HEADER, SANDBOXES, sand
 from nemo_gym.serving.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
 from nemo_gym.session import LeaseScope
 from resources_servers.sandbox.lifecycle.box import Box, gone_view
-from resources_servers.sandbox.lifecycle.creation import CreateOrder
+from resources_servers.sandbox.lifecycle.order import CreateOrder
 from resources_servers.sandbox.routes.bodies import RESPONSES, digest, json_body, parse
 from resources_servers.sandbox.routes.models import reply
 from resources_servers.sandbox.service import BrokerService

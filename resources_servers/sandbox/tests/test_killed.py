@@ -162,8 +162,10 @@ async def play(place: Path, backend: dict[str, Any], kill_steps: list[int], **se
             async with asyncio.timeout(240):
                 await playing.work(client)
                 await playing.judge()
-        except NemoGymError as error:
-            raise AssertionError(f"{error!r} {error.details}\n{playing.broker.said()}") from error
+        except (NemoGymError, AssertionError) as error:
+            said = f"{error!r} {getattr(error, 'details', '')}; closed: {playing.closed}"
+            crossed = playing.log.read_text()
+            raise AssertionError(f"{said}\n{crossed}\n{playing.broker.said()}") from error
         finally:
             await client.aclose()
         return playing.log.read_text().splitlines()

@@ -1,0 +1,81 @@
+"""Boxes that wait: handed out alive, once, and out of the way when their places are wanted."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from nemo_gym.sandbox.registry import create_provider
+from resources_servers.sandbox.lifecycle.backend import SANDBOX_LABEL
+from resources_servers.sandbox.tests.api import Api, calling, eventually
+from resources_servers.sandbox.tests.conftest import StartBroker
+
+WARM = {"size": 2, "spec": {"env": {"KIND": "warm"}}}
+SPEC = {"env": {"KIND": "warm"}}
+
+
+async def warm_ids(api: Api) -> list[str]:
+    return await api.ids(**{"nemo_gym.role": "warm"})
+
+
+async def filled(api: Api, size: int = 2) -> list[str]:
+    async def full() -> bool:
+        views = (await api.call("GET", "/v1/sandboxes", params={"label": "nemo_gym.role=warm"})).json["sandboxes"]
+        return len([view for view in views if view["ready"]]) == size
+
+    await eventually(full, f"{size} boxes are warm")
+    return await warm_ids(api)
+
+
+async def test_create_is_served_by_a_warm_box_that_then_belongs_to_its_asker_alone(start_broker: StartBroker) -> None:
+    broker = start_broker(warm=[WARM])
+    async with calling(broker) as api:
+        warm = await filled(api)
+        answers = await asyncio.gather(*(api.create(f"key-{n}", spec=SPEC, labels={"n": str(n)}) for n in range(2)))
+        assert sorted(a.json["sandbox"]["sandbox_id"] for a in answers) == sorted(warm)
+        box = await api.box(spec={"env": {"KIND": "another"}})
+        assert box.sandbox_id not in warm
+        again = await api.create("key-0", spec=SPEC, labels={"n": "0"})
+        assert again.status == 200
+        assert again.json["lease"]["token"] == answers[0].json["lease"]["token"]
+        assert await api.ids(n="1") == [answers[1].json["sandbox"]["sandbox_id"]]
+        assert not set(await filled(api)) & set(warm)
+        broker.kill()
+        broker.start()
+        assert await api.ids(n="1") == [answers[1].json["sandbox"]["sandbox_id"]]
+
+
+async def test_warm_box_that_died_is_not_handed_out(start_broker: StartBroker, local_backend: dict[str, Any]) -> None:
+    broker = start_broker(warm=[{**WARM, "size": 1}], reconcile_interval_s=600)
+    backend = create_provider(local_backend)
+    try:
+        async with calling(broker) as api:
+            (dead,) = await filled(api, 1)
+            assert len(await backend.reap({SANDBOX_LABEL: dead})) == 1
+            box = await api.box(spec=SPEC)
+            assert box.sandbox_id != dead
+            assert (await box.run('echo "$KIND"')).stdout == b"warm\n"
+    finally:
+        await backend.aclose()
+
+
+async def test_warm_boxes_give_way_when_their_places_are_wanted(start_broker: StartBroker) -> None:
+    broker = start_broker(warm=[WARM], max_boxes=2, queue_timeout_s=60)
+    async with calling(broker) as api:
+        await filled(api)
+        boxes = [await api.box(spec={"env": {"n": str(n)}}) for n in range(2)]
+        assert len({box.sandbox_id for box in boxes}) == 2
+        assert len(await api.ids()) == 2
+        await boxes[0].ask("DELETE")
+        await filled(api, 1)
+
+
+async def test_prefetched_image_leaves_no_box_and_a_missing_one_no_broken_broker(start_broker: StartBroker) -> None:
+    broker = start_broker(prefetch=["host", "no-such-image"])
+    async with calling(broker) as api:
+
+        async def tried() -> bool:
+            return b"image_not_fetched" in broker.log.read_bytes() and await api.ids() == []
+
+        await eventually(tried, "both images were tried")
+        await api.box()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from nemo_gym.sandbox.conformance.upstream import upstream
 from nemo_gym.sandbox.doors import GENERATION_ROUTES, INFERENCE_ROUTES
 from nemo_gym.sandbox.providers.remote import RemoteProvider
 from nemo_gym.sandbox.providers.remote.box import box_of
+from nemo_gym.sandbox.providers.remote.connection import watched_socket
 from resources_servers.sandbox.tests.broker_process import BrokerProcess
 from tests.sandbox.unreliable_network import Relay, relay
 
@@ -293,3 +295,11 @@ async def test_reference_works_through_another_address_of_the_broker(
         await borrower.aclose()
     with pytest.raises(SandboxError, match="lease_token"):
         await borrower.connect({"provider": "local", "sandbox_id": "x"})
+
+
+async def test_connections_notice_a_peer_that_vanished() -> None:
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with watched_socket((family, socket.SOCK_STREAM, 0, "", ("", 0))) as made:
+            assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert 0 < made.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 30
+            assert 0 < made.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 60_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import signal
 import time
 from collections.abc import Mapping
@@ -102,10 +103,16 @@ class Execs:
         return run
 
     async def attach_stdin(self, box: Box, handle: SandboxHandle, run: ExecRun, data: bytes) -> None:
-        """Start a command that waits for its standard input. Raises `BrokerError` ``stdin_not_expected``."""
+        """Start a command that waits for its standard input. The same bytes again change nothing, as do any for a
+        command that ended with an earlier process of the broker. Raises `BrokerError` ``stdin_not_expected``."""
+        given = hashlib.sha256(data).digest()
+        if run.stdin_digest == given or (run.submission is None and run.end is not None):
+            if run.started is not None:
+                await asyncio.shield(run.started)
+            return
         if run.phase != "awaiting_stdin":
             raise BrokerError("stdin_not_expected", f"exec '{run.exec_id}' is {run.phase}: it takes no standard input")
-        run.phase = "running"
+        run.phase, run.stdin_digest = "running", given
         run.started = asyncio.get_running_loop().create_future()
         await asyncio.shield(asyncio.create_task(self._start(box, handle, run, data)))
 
@@ -158,7 +165,10 @@ class Execs:
         """Signal a command; nothing when it has ended. One that still waits for its standard input never starts."""
         if run.phase == "awaiting_stdin":
             await run.finish(ExecEnd(ExecOutcome.SIGNALED, signal=number))
-        elif run.process is not None:
+            return
+        if run.started is not None:
+            await asyncio.wait({run.started})  # one that is just being started is there to be signalled then
+        if run.process is not None:
             await run.process.signal(number)
 
     async def end_those_of(self, box: Box, lease_ids: set[str]) -> None:

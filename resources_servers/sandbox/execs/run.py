@@ -51,6 +51,8 @@ class ExecRun:
         self.pumping: asyncio.Task[None] | None = None
         self.lease_id: str | None = None
         """By which it was submitted."""
+        self.stdin_digest: bytes | None = None
+        """Of the standard input that it was given."""
         self._changed = asyncio.Event()
 
     @property

@@ -88,7 +88,8 @@ def exec_routes(broker: BrokerService) -> APIRouter:
         summary="Give a command its standard input, and start it",
     )
     async def attach_stdin(request: Request, sandbox_id: str, exec_id: ExecId) -> Response:
-        """Takes a lease of scope `operate`, for an exec that was submitted with `stdin: attached`; once."""
+        """Takes a lease of scope `operate`, for an exec that was submitted with `stdin: attached`. Once; the same
+        bytes again change nothing."""
         grant = await broker.access.box(request, sandbox_id, LeaseScope.OPERATE)
         require_media_type(request, OCTET_STREAM)
         box = live(grant)

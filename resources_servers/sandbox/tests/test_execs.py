@@ -115,7 +115,9 @@ async def test_standard_input_is_given_once_and_starts_the_command(api: Api) -> 
     assert (await box.ask("PUT", f"/execs/{exec_id}/stdin", data=data, headers=kind)).status == 200
     assert (await box.output(exec_id)).stdout == data
     again = await box.ask("PUT", f"/execs/{exec_id}/stdin", data=data, headers=kind)
-    assert (again.status, again.code) == (409, "stdin_not_expected")
+    assert (again.status, again.json["state"]) == (200, "ended")
+    other = await box.ask("PUT", f"/execs/{exec_id}/stdin", data=data[1:], headers=kind)
+    assert (other.status, other.code) == (409, "stdin_not_expected")
 
 
 async def test_signal_reaches_the_process_tree_and_ends_it(api: Api) -> None:
@@ -127,6 +129,21 @@ async def test_signal_reaches_the_process_tree_and_ends_it(api: Api) -> None:
     assert (end["outcome"], end["signal"], end["return_code"]) == ("signaled", 9, None)
     assert (await box.ask("POST", f"/execs/{exec_id}/signal", json={"signal": 9})).status == 204
     assert (await box.ask("POST", "/execs/none/signal", json={"signal": 9})).code == "exec_not_found"
+
+
+async def test_signal_that_meets_a_command_being_started_still_ends_it(api: Api) -> None:
+    box = await api.box()
+
+    async def one(number: int) -> None:
+        exec_id = f"e-{number}"
+        submitting = asyncio.create_task(box.submit("exec sleep 600", exec_id))
+        while (await box.ask("POST", f"/execs/{exec_id}/signal", json={"signal": 9})).status != 204:
+            pass
+        await submitting
+        ended = (await box.ask("GET", f"/execs/{exec_id}?wait_s=20")).json
+        assert (ended["state"], ended["end"]["outcome"]) == ("ended", "signaled")
+
+    await asyncio.gather(*(one(number) for number in range(8)))
 
 
 async def test_timeout_and_truncation_are_told_by_the_end(api: Api) -> None:

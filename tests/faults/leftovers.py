@@ -79,7 +79,7 @@ def _cgroups(scope: Scope, containers: set[str]) -> set[str]:
     found = set()
     for record in scope.state_dir.glob("*/supervisor.json"):
         for base in json.loads(record.read_bytes())["cgroups"]:
-            found |= {str(path) for path in Path(base).glob("*/")}
+            found |= {f"{base}/{name}" for name in next(os.walk(base), (base, [], []))[1]}
     for directory, _, _ in os.walk(CGROUP_ROOT):
         if any(container in directory for container in containers):
             found.add(directory)

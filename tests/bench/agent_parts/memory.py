@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -74,8 +75,9 @@ def box_processes(state_dir: Path) -> list[Path]:
     pids: set[str] = set()
     for record in state_dir.glob("*/supervisor.json"):
         for base in json.loads(record.read_bytes())["cgroups"]:
-            for members in Path(base).glob("*/**/cgroup.procs"):
-                pids.update(_members(members))
+            # Groups come and go meanwhile, which `os.walk` does not mind.
+            for group, _, _ in os.walk(base):
+                pids.update(_members(Path(group, "cgroup.procs")) if group != base else ())
     return [Path("/proc", pid) for pid in pids]
 
 

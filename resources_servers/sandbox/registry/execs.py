@@ -5,11 +5,21 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy import Connection, Row, bindparam, delete, exists, insert, select, update
 
 from resources_servers.sandbox.registry.records import ExecRecord
 from resources_servers.sandbox.registry.tables import execs
 from resources_servers.sandbox.registry.writer import GroupCommitWriter
+
+# Made once: every command takes two of them.
+_IS = (execs.c.sandbox_id == bindparam("of_box")) & (execs.c.exec_id == bindparam("of_exec"))
+_FIND = select(execs).where(_IS)
+_NEW = ("sandbox_id", "exec_id", "body_digest", "submitted_at")
+_INSERT = insert(execs).from_select(
+    _NEW, select(*(bindparam(name, type_=execs.c[name].type) for name in _NEW)).where(~exists().where(_IS))
+)
+_END = update(execs).where(_IS, execs.c.end.is_(None)).values(end=bindparam("said"))
+_DISCARD = delete(execs).where(_IS, execs.c.end.is_(None))
 
 
 class ExecStore:
@@ -22,29 +32,35 @@ class ExecStore:
         """The intent to run, before the backend is asked; the record of this id where there is one already, and
         nothing is written then."""
 
+        key = {"of_box": sandbox_id, "of_exec": exec_id}
+        values = {
+            "sandbox_id": sandbox_id,
+            "exec_id": exec_id,
+            "body_digest": body_digest,
+            "submitted_at": time.time(),
+        }
+
         def operation(connection: Connection) -> ExecRecord | None:
-            row = connection.execute(select(execs).where(_is(sandbox_id, exec_id))).first()
-            if row is not None:
-                return _exec(row)
-            values = {"sandbox_id": sandbox_id, "exec_id": exec_id, "body_digest": body_digest}
-            connection.execute(insert(execs).values(**values, submitted_at=time.time()))
-            return None
+            if connection.execute(_INSERT, {**key, **values}).rowcount:
+                return None
+            row = connection.execute(_FIND, key).first()
+            return None if row is None else _exec(row)
 
         return await self._writer.call(operation)
 
     async def end(self, sandbox_id: str, exec_id: str, end: bytes) -> None:
         """The one end of an exec; what was written first stays."""
-        statement = update(execs).where(_is(sandbox_id, exec_id), execs.c.end.is_(None)).values(end=end)
-        await self._writer.call(lambda connection: connection.execute(statement) and None)
+        values = {"of_box": sandbox_id, "of_exec": exec_id, "said": end}
+        await self._writer.call(lambda connection: connection.execute(_END, values) and None)
 
     async def discard(self, sandbox_id: str, exec_id: str) -> None:
         """Forget an exec that surely never started."""
-        statement = delete(execs).where(_is(sandbox_id, exec_id), execs.c.end.is_(None))
-        await self._writer.call(lambda connection: connection.execute(statement) and None)
+        values = {"of_box": sandbox_id, "of_exec": exec_id}
+        await self._writer.call(lambda connection: connection.execute(_DISCARD, values) and None)
 
     async def find(self, sandbox_id: str, exec_id: str) -> ExecRecord | None:
         def operation(connection: Connection) -> ExecRecord | None:
-            row = connection.execute(select(execs).where(_is(sandbox_id, exec_id))).first()
+            row = connection.execute(_FIND, {"of_box": sandbox_id, "of_exec": exec_id}).first()
             return None if row is None else _exec(row)
 
         return await self._writer.call(operation)
@@ -57,10 +73,6 @@ class ExecStore:
             return [_exec(row) for row in connection.execute(query)]
 
         return await self._writer.call(operation)
-
-
-def _is(sandbox_id: str, exec_id: str) -> Any:
-    return (execs.c.sandbox_id == sandbox_id) & (execs.c.exec_id == exec_id)
 
 
 def _exec(row: Row[Any]) -> ExecRecord:

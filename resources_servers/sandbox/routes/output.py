@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from starlette.responses import Response, StreamingResponse
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from nemo_gym.sandbox.wire.frames import (
     MAX_PAYLOAD_BYTES,
@@ -28,6 +30,29 @@ _KINDS: dict[Stream, FrameKind] = {"stdout": FrameKind.STDOUT, "stderr": FrameKi
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
+class OutputReply(Response):
+    """A stream that looks for its reader with every piece and every ping.
+
+    The framework's own waits for the reader's leaving beside the stream, in a group of tasks; most commands are over
+    before such a group is made.
+    """
+
+    def __init__(self, chunks: AsyncIterator[bytes], status: int, media_type: str) -> None:
+        self.background = None
+        self.status_code, self.media_type = status, media_type
+        self.init_headers(_HEADERS)
+        self._chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for chunk in self._chunks:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            if await request.is_disconnected():
+                return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 def output_reply(
     broker: BrokerService, grant: Grant, run: ExecRun, accept: str, offset: int, status: int = 200
 ) -> Response:
@@ -39,8 +64,8 @@ def output_reply(
     if run.end is not None and offset < run.end.output_bytes:
         _require_kept(run, offset)
     if OCTET_STREAM in accept:
-        return StreamingResponse(_frames(_pieces(broker, grant, run, offset), run), status, _HEADERS, OCTET_STREAM)
-    return StreamingResponse(_events(_pieces(broker, grant, run, offset), run, offset), status, _HEADERS, EVENT_STREAM)
+        return OutputReply(_frames(_pieces(broker, grant, run, offset), run), status, OCTET_STREAM)
+    return OutputReply(_events(_pieces(broker, grant, run, offset), run, offset), status, EVENT_STREAM)
 
 
 def _require_kept(run: ExecRun, offset: int) -> None:

@@ -28,10 +28,11 @@ from resources_servers.sandbox.routes.service import service_routes
 from resources_servers.sandbox.service import BrokerService
 
 _BODIES = (CreateSandbox, RenewLease, MintLease, ExecSubmission, SignalExec, DoorModel, CommitImage, Problem)
+# In the order in which they are tried: the most frequent first.
 _FACTORIES = (
+    exec_routes,
     sandbox_routes,
     lease_routes,
-    exec_routes,
     archive_routes,
     door_routes,
     image_routes,

@@ -9,10 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 from hypothesis import seed as seeded
-from schemathesis.core.result import Ok
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -20,16 +18,11 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from resources_servers.sandbox.tests.broker_process import BrokerProcess
+from resources_servers.sandbox.tests.described import operations_of
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "12"))
 """Per operation and kind of credential."""
 CHECKS = (status_code_conformance, content_type_conformance, response_schema_conformance)
-
-
-@schemathesis.serializer("application/x-tar")
-def tar_bytes(ctx: Any, value: Any) -> bytes:
-    """Bodies of archives: whatever was made up, as bytes."""
-    return value if isinstance(value, bytes) else str(value).encode("utf-8", "replace")
 
 
 def lent(broker: BrokerProcess) -> tuple[str, str]:
@@ -42,9 +35,7 @@ def lent(broker: BrokerProcess) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def operations(broker: BrokerProcess) -> Mapping[str, Any]:
-    schema = schemathesis.openapi.from_url(f"{broker.url}/openapi.json")
-    found = [result.ok() for result in schema.get_all_operations() if isinstance(result, Ok)]
-    return {f"{operation.method.upper()} {operation.path}": operation for operation in found}
+    return operations_of(broker.url)
 
 
 def test_description_has_every_route(operations: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
 from nemo_gym.credentials import CREDENTIAL_HEADER, Role, StackKeys
+from nemo_gym.sandbox.wire.frames import FrameKind, FrameParser
 from nemo_gym.session import LeaseScope
 from resources_servers.sandbox.leases.tokens import PREFIX, TokenSigner
 from resources_servers.sandbox.registry.records import LeaseRecord
@@ -93,7 +94,8 @@ class Owner:
         with self.http.stream(
             "GET", f"{box.path}/execs/{exec_id}/output", headers={**token, "Accept": "application/octet-stream"}
         ) as output:
-            return output.read().decode("utf-8", "replace")
+            frames = [*FrameParser().feed(output.read())]
+        return b"".join(frame.payload for frame in frames if frame.kind is FrameKind.STDOUT).decode()
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +233,7 @@ def test_no_token_opens_what_it_is_not_for_on_any_route(
     owner.ask("DELETE", f"{box.path}/leases/{revoked['lease_id']}", bearer(box.tokens["owner"]))
     owner.run(box, "echo kept > /srv/mark")
     before = owner.run(box, "find /srv /tmp -xdev -type f | sort | xargs sha256sum")
+    assert "/srv/mark" in before
     view = owner.ask("GET", box.path, bearer(box.tokens["owner"]))
     time.sleep(0.3)
 

@@ -74,8 +74,11 @@ class SandboxBroker(SimpleServer):
         return {"provider": self.broker.backend.name, "identity": self.broker.backend.identity}
 
     async def stopping(self) -> None:
-        self.broker.draining.set()
-        for box in self.broker.boxes.live.values():
+        if self._broker is None:
+            return
+        self._broker.draining.set()
+        self._broker.creations.drain()
+        for box in self._broker.boxes.live.values():
             for run in box.execs.values():
                 run.notify()  # readers of output look up and see that it is time to leave
 

@@ -79,10 +79,12 @@ class ExecRun:
             return False
         return True
 
-    async def ended(self, timeout_s: float) -> bool:
-        """Wait for the end; whether it has come within ``timeout_s`` seconds."""
+    async def ended(self, timeout_s: float, unless: asyncio.Event | None = None) -> bool:
+        """Wait for the end; whether it has come within ``timeout_s`` seconds, or before ``unless`` was set."""
         deadline = time.monotonic() + timeout_s
         while self.end is None and (left_s := deadline - time.monotonic()) > 0:
+            if unless is not None and unless.is_set():
+                break
             await self.changed(left_s)
         return self.end is not None
 

@@ -32,6 +32,7 @@ class Creations:
     def __init__(self, boxes: Boxes, warm: WarmPools) -> None:
         self._boxes, self._warm = boxes, warm
         self._pending: dict[tuple[str, str], _Pending] = {}
+        self._draining = False
 
     async def create(self, order: CreateOrder) -> tuple[Box, bool]:
         """The box, and whether this request is the one that made it.
@@ -41,6 +42,8 @@ class Creations:
                 (``sandbox_gone``), it is not there yet (``create_in_progress``), or there is no place.
             SandboxError: what the provider said.
         """
+        if self._draining:
+            raise draining()
         name = (order.creator, order.key)
         pending = self._pending.get(name)
         is_first = pending is None
@@ -56,6 +59,8 @@ class Creations:
             if not pending.task.done():
                 said = f"the box of Idempotency-Key '{order.key[:64]}' is being made; ask again for it"
                 raise BrokerError("create_in_progress", said, retry_after_s=1)
+            if pending.task.cancelled() and self._draining:
+                raise draining()
             if pending.task.cancelled():
                 raise BrokerError("create_in_progress", "the create was dropped; ask again", retry_after_s=1)
             box, is_new = pending.task.result()
@@ -65,6 +70,13 @@ class Creations:
             if not pending.waiters and pending.queued and not pending.task.done():
                 pending.task.cancel()
                 self._finished(name, pending.task)
+
+    def drain(self) -> None:
+        """Refuse creates from now on, those that wait for a place included."""
+        self._draining = True
+        for pending in self._pending.values():
+            if pending.queued:
+                pending.task.cancel()
 
     async def discard(self, creator: str, key: str) -> str | None:
         """Take back a create, whether it is under way, done, or still to come; the id of the box that is destroyed."""
@@ -118,6 +130,10 @@ class Creations:
             ttl_s=order.ttl_s,
         )
         return box, True
+
+
+def draining() -> BrokerError:
+    return BrokerError("draining", "the broker is stopping; ask again when it is back", retry_after_s=2)
 
 
 def _reused(key: str) -> BrokerError:

@@ -78,7 +78,7 @@ def exec_routes(broker: BrokerService) -> APIRouter:
         """Takes a lease of any scope. With `wait_s`, answers when it has ended, or after that many seconds."""
         _, run = await find(request, sandbox_id, exec_id, LeaseScope.READ)
         if wait_s:
-            await run.ended(wait_s)
+            await run.ended(wait_s, broker.draining)
         return reply(run.view())
 
     @router.put(

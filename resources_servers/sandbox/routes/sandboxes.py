@@ -54,8 +54,6 @@ def sandbox_routes(broker: BrokerService) -> APIRouter:
                 f"creating a box needs the header {IDEMPOTENCY_KEY_HEADER}: a name of your own for this request, so"
                 " that it can be sent again without making a second box",
             )
-        if broker.draining.is_set():
-            raise BrokerError("draining", "the broker is stopping; ask again when it is back", retry_after_s=2)
         body = await parse(request, CreateSandbox, broker.config.max_body_bytes)
         ttl_s = checked_ttl(broker, body.ttl_s or broker.config.default_ttl_s)
         owner = body.labels.get(OWNER_LABEL) or caller.name

@@ -25,6 +25,7 @@ from nemo_gym.errors import (
     SandboxError,
     SandboxLostError,
 )
+from nemo_gym.sandbox.providers.local.options import SupervisedOptions
 from nemo_gym.sandbox.providers.local.protocol import PROTOCOL_VERSION, Connection, Message, close_all
 from nemo_gym.sandbox.providers.local.supervisor.main import BOOT, OPTIONS_VARIABLE, SOCKET_NAME
 
@@ -45,8 +46,8 @@ def release() -> str:
     clients of a new release start a new supervisor while boxes of the old one live out their leases."""
     digest = hashlib.sha256(f"{PROTOCOL_VERSION} {sys.version}".encode())
     package = Path(nemo_gym.__file__).resolve().parent / "sandbox"
-    local = package / "providers" / "local"
-    own = [*local.glob("*.py"), *(local / "supervisor").glob("*.py")]
+    local, apptainer = package / "providers" / "local", package / "providers" / "apptainer"
+    own = [*local.glob("*.py"), *(local / "supervisor").glob("*.py"), *apptainer.glob("*.py")]
     for path in sorted([package / "linux.py", package / "archive.py", *own]):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
@@ -63,13 +64,11 @@ def prepare_state_dir(path: Path) -> None:
         info = path.lstat()
     except OSError as error:
         raise SandboxCreateError(
-            f"the local provider's state_dir {path} cannot be made: {error.strerror}; set state_dir to a directory "
+            f"the provider's state_dir {path} cannot be made: {error.strerror}; set state_dir to a directory "
             "this user may write, on a disk with space"
         ) from error
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
-        raise SandboxCreateError(
-            f"the local provider's state_dir {path} is not a directory of this user's; set another"
-        )
+        raise SandboxCreateError(f"the provider's state_dir {path} is not a directory of this user's; set another")
     if stat.S_IMODE(info.st_mode) & 0o077:
         path.chmod(0o700)
 
@@ -80,11 +79,11 @@ class SupervisorClient:
     Bound to the event loop it is first used on.
     """
 
-    def __init__(self, state_dir: Path, *, linger_s: float, use_cgroups: bool) -> None:
-        self.root = state_dir
-        self.state_dir = state_dir / release()
-        self._linger_s = linger_s
-        self._use_cgroups = use_cgroups
+    def __init__(self, options: SupervisedOptions) -> None:
+        self.root = options.state_dir
+        self.state_dir = options.state_dir / release()
+        self._options = options
+        self._name = f"the {options.provider} sandbox supervisor"
         self._connection: Connection | None = None
         self._connecting: asyncio.Lock = asyncio.Lock()
         self._numbers = itertools.count(1)
@@ -123,7 +122,7 @@ class SupervisorClient:
         connection.send({**message, "id": number}, descriptors)
         if connection.closed:
             self._pending.pop(number, None)
-            raise SandboxLostError("the local sandbox supervisor is gone", retryable=True)
+            raise SandboxLostError(f"{self._name} is gone", retryable=True)
         try:
             answer, received = await future
         finally:
@@ -132,7 +131,7 @@ class SupervisorClient:
             close_all(received)
             problem = answer["error"]
             kind = _ERRORS.get(problem["kind"], SandboxError)
-            raise kind(problem["message"], provider="local", kind=problem["kind"])
+            raise kind(problem["message"], provider=self._options.provider, kind=problem["kind"])
         return answer, received
 
     def expect_end(self, exec_id: str, callback: Callable[[Message | None], None]) -> None:
@@ -153,7 +152,7 @@ class SupervisorClient:
             sock.send(b"P" + json.dumps({"op": "hello", "id": 0, "probe": True}).encode())
             packet = sock.recv(1 << 20)
         if not packet:
-            raise SandboxLostError("the local sandbox supervisor is gone", retryable=True)
+            raise SandboxLostError(f"{self._name} is gone", retryable=True)
         greeting: Message = json.loads(packet[1:])
         return greeting
 
@@ -190,7 +189,7 @@ class SupervisorClient:
                     )
                 return connection
             raise SandboxCreateError(
-                f"the local sandbox supervisor ended right after its start; see {self.state_dir / 'supervisor.log'}"
+                f"{self._name} ended right after its start; see {self.state_dir / 'supervisor.log'}"
             )
 
     def _try_to_connect(self) -> socket.socket | None:
@@ -228,7 +227,7 @@ class SupervisorClient:
             os.close(lock)
         if sock is None:
             raise SandboxCreateError(
-                f"the local sandbox supervisor ended right after its start; see {self.state_dir / 'supervisor.log'}"
+                f"{self._name} ended right after its start; see {self.state_dir / 'supervisor.log'}"
             )
         return sock
 
@@ -236,8 +235,9 @@ class SupervisorClient:
         options = {
             "import_root": str(Path(nemo_gym.__file__).resolve().parent.parent),
             "state_dir": str(self.state_dir),
-            "linger_s": self._linger_s,
-            "use_cgroups": self._use_cgroups,
+            "linger_s": self._options.linger_s,
+            "use_cgroups": self._options.use_cgroups,
+            "builder": self._options.builder,
         }
         environment = _ENVIRONMENT | {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         environment[OPTIONS_VARIABLE] = json.dumps(options)
@@ -253,11 +253,9 @@ class SupervisorClient:
             )
         if started.stdout:
             with contextlib.suppress(ValueError):
-                raise SandboxCreateError(str(json.loads(started.stdout)["error"]), provider="local")
+                raise SandboxCreateError(str(json.loads(started.stdout)["error"]), provider=self._options.provider)
         if started.stdout or started.returncode:
-            raise SandboxCreateError(
-                f"the local sandbox supervisor could not be started; see {self.state_dir / 'supervisor.log'}"
-            )
+            raise SandboxCreateError(f"{self._name} could not be started; see {self.state_dir / 'supervisor.log'}")
 
     def _received(self, message: Message, descriptors: list[int]) -> None:
         if message.get("event") == "end":
@@ -275,7 +273,7 @@ class SupervisorClient:
     def _lost(self) -> None:
         for future in self._pending.values():
             if not future.done():
-                future.set_exception(SandboxLostError("the local sandbox supervisor is gone", retryable=True))
+                future.set_exception(SandboxLostError(f"{self._name} is gone", retryable=True))
         ends, self._ends = self._ends, {}
         for callback in ends.values():
             callback(None)

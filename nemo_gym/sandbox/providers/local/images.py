@@ -19,7 +19,7 @@ import stat
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -45,6 +45,8 @@ class ImageManifest:
     xattrs: str = "trusted"
     """Where overlayfs keeps its notes in the layers: ``trusted`` (made by root) or ``user``."""
     created_at: float = 0.0
+    base_dir: str | None = None
+    """A directory that holds a whole root filesystem below the layers, used where it is."""
     version: int = _MANIFEST_VERSION
 
 
@@ -142,21 +144,36 @@ class ImageStore:
             if staged.exists():
                 remove_directory(staged)
 
+    def add_base(self, name: str, directory: Path, labels: Mapping[str, str]) -> None:
+        """Make a directory that holds a whole root filesystem the image ``name``, without a copy."""
+        manifest = ImageManifest(name, host_base=False, labels=dict(labels), base_dir=str(directory))
+        with self.locked(exclusive=True):
+            self._write(replace(manifest, created_at=time.time()))
+
     def publish(self, name: str, parent: ImageManifest, staged: Path, labels: Mapping[str, str], xattrs: str) -> None:
         """Make the staged layer, on top of ``parent``'s, the image ``name``; replaces an older one of that name."""
         layer = uuid.uuid4().hex[:12]
         with self.locked(exclusive=True):
             staged.rename(self.layers / layer)
             manifest = ImageManifest(
-                name, parent.host_base, [*parent.layers, layer], dict(labels), xattrs, created_at=time.time()
+                name,
+                parent.host_base,
+                [*parent.layers, layer],
+                dict(labels),
+                xattrs,
+                created_at=time.time(),
+                base_dir=parent.base_dir,
             )
-            temporary = self.root / "staging" / f"{layer}.json"
-            with temporary.open("w") as file:
-                json.dump(asdict(manifest), file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self._path(name))
+            self._write(manifest)
         self.collect()
+
+    def _write(self, manifest: ImageManifest) -> None:
+        temporary = self.root / "staging" / f"{uuid.uuid4().hex[:12]}.json"
+        with temporary.open("w") as file:
+            json.dump(asdict(manifest), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self._path(manifest.name))
 
     def remove(self, name: str) -> None:
         """Forget an image and delete the layers nobody uses any more. Boxes made of it keep theirs until they close.

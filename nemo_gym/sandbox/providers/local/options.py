@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import nemo_gym
 from nemo_gym.configuration.suggest import reject_unknown_keys
@@ -21,22 +21,26 @@ _SUITE_PACKAGES = ("nemo_gym", "resources_servers", "responses_api_agents", "res
 _SYSTEM_ROOTS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 
 
-def default_state_dir() -> Path:
+def default_state_dir(provider: str = "local") -> Path:
     """Where boxes live by default: on a disk, private to the user."""
     if os.geteuid() == 0:
-        return Path("/var/lib/nemo-gym/local")
+        return Path("/var/lib/nemo-gym") / provider
     base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(base) / "nemo-gym" / "local"
+    return Path(base) / "nemo-gym" / provider
 
 
-def default_image_dir() -> Path:
+def default_image_dir(provider: str = "local") -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "nemo-gym" / "images" / "local"
+    return Path(base) / "nemo-gym" / "images" / provider
 
 
 @dataclass(frozen=True)
-class LocalOptions:
-    """Settings of the provider. Paths may begin with ``~``."""
+class SupervisedOptions:
+    """Settings of every provider whose boxes a supervisor holds. Paths may begin with ``~``."""
+
+    provider: ClassVar[str]
+    builder: ClassVar[str]
+    """Module whose ``build`` makes a box in the supervisor."""
 
     state_dir: Path = field(default_factory=default_state_dir)
     """Directory of the supervisor and of what boxes write; one supervisor per directory."""
@@ -46,8 +50,6 @@ class LocalOptions:
     """Image of specs that name none."""
     default_resources: SandboxResources = field(default_factory=SandboxResources)
     """Limits of boxes whose spec leaves them open."""
-    bwrap: str = "bwrap"
-    """Name or path of bubblewrap."""
     hide: tuple[str, ...] = ()
     """Further paths below the host's system directories that boxes of the ``host`` image must not see."""
     linger_s: float = 10.0
@@ -55,14 +57,27 @@ class LocalOptions:
     use_cgroups: bool = True
     """``False`` does without cgroups: no limits, and process trees are followed by their parents."""
 
+    def program(self) -> str:
+        """The path of the program that makes boxes.
+
+        Raises:
+            SandboxCreateError: it is not installed; the message says how to install it.
+        """
+        raise NotImplementedError
+
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> LocalOptions:
+    def program_names(cls) -> tuple[str, ...]:
+        """Options that name a program."""
+        return ()
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
         """Build from configuration.
 
         Raises:
             ConfigError: an unknown key or a value of the wrong kind; the message names it.
         """
-        where = "sandbox provider 'local'"
+        where = f"sandbox provider '{cls.provider}'"
         reject_unknown_keys(values, [f.name for f in dataclasses.fields(cls)], where=where)
         known = dict(values)
         for name in ("state_dir", "image_dir"):
@@ -80,12 +95,30 @@ class LocalOptions:
                 known["linger_s"] = float(known["linger_s"])
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"{where}: linger_s must be a number of seconds") from error
-        for name in ("default_image", "bwrap"):
+        for name in ("default_image", *cls.program_names()):
             if name in known and not (isinstance(known[name], str) and known[name]):
                 raise ConfigError(f"{where}: {name} must be a non-empty string")
         if "use_cgroups" in known and not isinstance(known["use_cgroups"], bool):
             raise ConfigError(f"{where}: use_cgroups must be true or false")
         return cls(**known)
+
+
+@dataclass(frozen=True)
+class LocalOptions(SupervisedOptions):
+    """Settings of the local provider."""
+
+    provider: ClassVar[str] = "local"
+    builder: ClassVar[str] = "nemo_gym.sandbox.providers.local.supervisor.construction"
+
+    bwrap: str = "bwrap"
+    """Name or path of bubblewrap."""
+
+    def program(self) -> str:
+        return find_bwrap(self.bwrap)
+
+    @classmethod
+    def program_names(cls) -> tuple[str, ...]:
+        return ("bwrap",)
 
 
 def find_bwrap(name: str) -> str:

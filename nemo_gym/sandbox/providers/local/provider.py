@@ -38,7 +38,7 @@ from nemo_gym.sandbox.doors import DoorServer
 from nemo_gym.sandbox.outputs import run_to_end
 from nemo_gym.sandbox.providers.local.client import SupervisorClient
 from nemo_gym.sandbox.providers.local.images import ImageError, ImageStore
-from nemo_gym.sandbox.providers.local.options import LocalOptions, find_bwrap
+from nemo_gym.sandbox.providers.local.options import LocalOptions, SupervisedOptions
 from nemo_gym.sandbox.providers.local.process import LocalProcess
 from nemo_gym.sandbox.providers.local.requests import BASE_ENV, argv, create_request, filled, stdin_file
 from nemo_gym.sandbox.providers.local.streams import read_stream, write_stream
@@ -69,9 +69,10 @@ class LocalProvider:
     """
 
     name = "local"
+    options_class: type[SupervisedOptions] = LocalOptions
 
     def __init__(self, **options: Any) -> None:
-        self.options = LocalOptions.from_mapping(options)
+        self.options: SupervisedOptions = self.options_class.from_mapping(options)
         self._images = ImageStore(self.options.image_dir)
         self._clients: dict[asyncio.AbstractEventLoop, SupervisorClient] = {}
         self._doors: dict[str, _LocalBox] = {}
@@ -85,7 +86,7 @@ class LocalProvider:
             "gpu": "device nodes are not passed into boxes",
         }
         try:
-            find_bwrap(self.options.bwrap)
+            self.options.program()
             greeting = self._new_client().ask_for_greeting()
         except SandboxError as error:
             reason = str(error)
@@ -129,7 +130,7 @@ class LocalProvider:
     async def create(self, spec: SandboxSpec) -> SandboxHandle:
         spec = dataclasses.replace(spec, resources=filled(spec.resources, self.options.default_resources))
         await self._check(spec)
-        request = create_request(spec, self.options)
+        request = create_request(await self._with_image(spec), self.options)
         box_id: str = request["spec"]["box"]
         client = self._client()
         try:
@@ -145,7 +146,9 @@ class LocalProvider:
         except asyncio.CancelledError:
             client.notify({"op": "close", "box": box_id})
             raise
-        handle = SandboxHandle(str(answer["box"]), self.name, _LocalBox(dict(spec.env), spec.workdir, spec.user))
+        handle = SandboxHandle(
+            str(answer["box"]), self.name, _LocalBox({**answer["env"], **spec.env}, spec.workdir, spec.user)
+        )
         try:
             for door in spec.doors:
                 await self.open_door(handle, door)
@@ -381,9 +384,7 @@ class LocalProvider:
     # ---------------------------------------------------------------------------------------------- internals
 
     def _new_client(self) -> SupervisorClient:
-        return SupervisorClient(
-            self.options.state_dir, linger_s=self.options.linger_s, use_cgroups=self.options.use_cgroups
-        )
+        return SupervisorClient(self.options)
 
     def _client(self) -> SupervisorClient:
         loop = asyncio.get_running_loop()
@@ -392,18 +393,23 @@ class LocalProvider:
             self._clients[loop] = self._new_client()
         return self._clients[loop]
 
+    async def _with_image(self, spec: SandboxSpec) -> SandboxSpec:
+        """The spec with an image that the supervisor knows."""
+        return spec
+
     async def _check(self, spec: SandboxSpec) -> None:
         capabilities = await asyncio.to_thread(lambda: self.capabilities)
         if not capabilities.network_policies:
             raise SandboxCreateError(capabilities.reasons["network_none"], provider=self.name)
         if spec.provider_options:
             raise SandboxCapabilityError(
-                f"sandbox provider 'local' has no provider_options; the spec gives {', '.join(spec.provider_options)}"
+                f"sandbox provider '{self.name}' has no provider_options; the spec gives "
+                + ", ".join(spec.provider_options)
             )
         capabilities.check(spec, self.name)
 
 
 def _box_of(handle: SandboxHandle) -> _LocalBox:
     if not isinstance(handle.raw, _LocalBox):
-        raise SandboxError(f"sandbox {handle.sandbox_id} is not a handle of the local provider")
+        raise SandboxError(f"sandbox {handle.sandbox_id} was not made by this kind of provider")
     return handle.raw

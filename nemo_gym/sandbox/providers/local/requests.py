@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nemo_gym.errors import ConfigError, SandboxCreateError, SandboxError
 from nemo_gym.sandbox.base import DEFAULT_TTL_S, NetworkPolicy, SandboxResources, SandboxSpec
-from nemo_gym.sandbox.providers.local.options import LocalOptions, find_bwrap, hidden_paths
+from nemo_gym.sandbox.providers.local.options import SupervisedOptions, hidden_paths
 from nemo_gym.sandbox.providers.local.protocol import Message, memory_file
 from nemo_gym.sandbox.transfer import absolute
 
@@ -20,14 +20,14 @@ BASE_ENV = {
 }
 
 
-def create_request(spec: SandboxSpec, options: LocalOptions) -> Message:
+def create_request(spec: SandboxSpec, options: SupervisedOptions) -> Message:
     """The request that makes a box. Raises `ConfigError` or `SandboxError` naming what is wrong with the spec."""
     box_id = uuid.uuid4().hex[:12]
     for path in (*spec.files, *([spec.workdir] if spec.workdir else []), *(m.target for m in spec.mounts)):
         absolute(path)
     for mount in spec.mounts:
         if not Path(mount.source).exists():
-            raise SandboxCreateError(f"mounts: there is no '{mount.source}' on this host", provider="local")
+            raise SandboxCreateError(f"mounts: there is no '{mount.source}' on this host", provider=options.provider)
     ttl_s = spec.ttl_s if spec.ttl_s is not None else DEFAULT_TTL_S
     if ttl_s <= 0:
         raise ConfigError(f"ttl_s must be positive, not {ttl_s}")
@@ -36,7 +36,8 @@ def create_request(spec: SandboxSpec, options: LocalOptions) -> Message:
     if spec.entrypoint is not None:
         entrypoint = {
             "argv": list(spec.entrypoint),
-            "env": {**BASE_ENV, **spec.env},
+            "base_env": BASE_ENV,
+            "env": dict(spec.env),
             "cwd": spec.workdir or "/",
             "user": spec.user,
         }
@@ -47,7 +48,7 @@ def create_request(spec: SandboxSpec, options: LocalOptions) -> Message:
             "idempotency_key": spec.idempotency_key,
             "image": spec.image or options.default_image,
             "image_dir": str(options.image_dir),
-            "bwrap": find_bwrap(options.bwrap),
+            "program": options.program(),
             "hostname": f"box-{box_id}",
             "open_network": spec.network is NetworkPolicy.OPEN,
             "mounts": [[os.path.abspath(m.source), m.target] for m in spec.mounts],  # noqa: PTH100

@@ -59,6 +59,7 @@ class Box:
         self.upper = upper
         self.parts = parts
         self.groups = groups
+        self.env = dict(built.env)
         self.init_fd = built.init_fd
         self.monitor_fd = built.monitor_fd
         self.created_at = time.time()

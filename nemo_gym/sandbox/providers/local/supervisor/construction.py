@@ -8,7 +8,7 @@ import errno
 import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,10 +17,10 @@ from nemo_gym.sandbox import init_program, linux
 from nemo_gym.sandbox.providers.local.protocol import close_all, memory_file
 from nemo_gym.sandbox.providers.local.supervisor import children, disk
 
-_SHM_BYTES = 1024 * 1024 * 1024
-_RUN_BYTES = 64 * 1024 * 1024
-_PROC_READ_ONLY = ("/proc/sys", "/proc/fs")
-_PROC_ABSENT = (
+SHM_BYTES = 1024 * 1024 * 1024
+RUN_BYTES = 64 * 1024 * 1024
+PROC_READ_ONLY = ("/proc/sys", "/proc/fs")
+PROC_ABSENT = (
     *("/proc/sysrq-trigger", "/proc/kcore", "/proc/kmsg", "/proc/keys", "/proc/timer_list", "/proc/sched_debug"),
     *("/proc/latency_stats", "/proc/acpi", "/proc/scsi", "/proc/asound"),
 )
@@ -46,7 +46,8 @@ class BoxPlan:
     directory: Path
     layers: Path
     overlays: Sequence[Overlay]
-    bwrap: str
+    program: str
+    """Path of what makes the box's namespaces."""
     hostname: str
     open_network: bool
     mounts: Sequence[tuple[str, str]] = ()
@@ -79,6 +80,8 @@ class BuiltBox:
     init_pid: int
     network_fd: int
     """The box's network namespace."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """What the image sets for every process."""
 
 
 async def build(plan: BoxPlan) -> BuiltBox:
@@ -112,7 +115,7 @@ async def build(plan: BoxPlan) -> BuiltBox:
     try:
         await children.readable(unshared_read)
         if os.read(unshared_read, 1):
-            _write_maps(pid, plan.identity)
+            write_maps(pid, plan.identity)
         os.close(mapped_write)
         mapped_write = -1
         await children.readable(ready_read)
@@ -121,7 +124,7 @@ async def build(plan: BoxPlan) -> BuiltBox:
             said, stderr_done = await children.read_all(stderr_read), True
             error_read = -1 if error_read_done else error_read
             stderr_read = -1 if stderr_done else stderr_read
-            raise BuildError(_explain(plan, json.loads(problem) if problem else None, said))
+            raise BuildError(explain(plan, json.loads(problem) if problem else None, said))
         init_pid = int(json.loads(os.read(info_read, 65536))["child-pid"])
         init_fd = os.pidfd_open(init_pid)
         network_fd = os.open(f"/proc/{init_pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
@@ -135,7 +138,7 @@ async def build(plan: BoxPlan) -> BuiltBox:
             await asyncio.shield(children.wait_for_exit(pid, pidfd))
 
 
-def _write_maps(pid: int, identity: str) -> None:
+def write_maps(pid: int, identity: str) -> None:
     for name in ("uid_map", "gid_map"):
         Path(f"/proc/{pid}/{name}").write_text(identity)
 
@@ -161,7 +164,8 @@ def _become_bwrap(
             disk.make_and_mount(plan.directory / "disk.img", plan.writable, plan.disk_bytes)
         for overlay in plan.overlays:
             step = f"overlay {overlay.part}"
-            _mount_overlay(plan, overlay)
+            target = plan.directory / "root"
+            mount_overlay(plan, overlay, target if overlay.part == "root" else target / overlay.part)
         step = "user namespace"
         linux.unshare(linux.CLONE_NEWUSER)
         linux.die_with_parent(parent)
@@ -176,12 +180,13 @@ def _become_bwrap(
         os.dup2(stderr_fd, 2)
         for descriptor in inherited:
             os.set_inheritable(descriptor, True)
-        os.execve(plan.bwrap, list(arguments), {"PATH": "/usr/bin:/bin"})
+        os.execve(plan.program, list(arguments), {"PATH": "/usr/bin:/bin"})
     except OSError as error:
         children.report_error(error_fd, step, error)
 
 
-def _mount_overlay(plan: BoxPlan, overlay: Overlay) -> None:
+def mount_overlay(plan: BoxPlan, overlay: Overlay, target: Path) -> None:
+    """Mount one overlay of a box; its upper directory is made as the lower one is."""
     os.chdir(plan.layers)
     upper, work = plan.writable / "upper" / overlay.part, plan.writable / "work" / overlay.part
     for directory in (upper, work):
@@ -199,9 +204,6 @@ def _mount_overlay(plan: BoxPlan, overlay: Overlay) -> None:
         "index=off",
         "userxattr" if plan.user_overlays else "redirect_dir=on,metacopy=off",
     ]
-    target = plan.directory / "root"
-    if overlay.part != "root":
-        target /= overlay.part
     linux.mount("overlay", str(target), "overlay", linux.MS_NODEV | linux.MS_NOSUID, ",".join(options))
 
 
@@ -212,14 +214,14 @@ def _escape(path: str) -> str:
 
 
 def _bwrap_arguments(plan: BoxPlan, program: int, info_fd: int, files: dict[str, int]) -> list[str]:
-    arguments = [plan.bwrap, "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
+    arguments = [plan.program, "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
     if not plan.open_network:
         arguments += ["--unshare-net"]
     arguments += ["--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL", "--clearenv"]
     arguments += ["--hostname", plan.hostname, "--bind", str(plan.directory / "root"), "/"]
     arguments += ["--proc", "/proc", *_protect_proc(), "--dev", "/dev"]
     # Files in memory count as memory that nobody can reclaim, so they must leave room for a process to delete them.
-    shm, run = _SHM_BYTES, _RUN_BYTES
+    shm, run = SHM_BYTES, RUN_BYTES
     if plan.memory_bytes is not None:
         shm, run = min(shm, plan.memory_bytes // 2), min(run, plan.memory_bytes // 8)
     arguments += ["--perms", "1777", "--size", str(shm), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
@@ -243,10 +245,10 @@ def _bwrap_arguments(plan: BoxPlan, program: int, info_fd: int, files: dict[str,
 def _protect_proc() -> list[str]:
     """A box's user 0 may be the host's by number, and files of /proc that concern the whole machine go by that."""
     arguments: list[str] = []
-    for path in _PROC_READ_ONLY:
+    for path in PROC_READ_ONLY:
         if os.path.exists(path):  # noqa: PTH110 - plain strings throughout
             arguments += ["--ro-bind", path, path]
-    for path in _PROC_ABSENT:
+    for path in PROC_ABSENT:
         if os.path.isdir(path):  # noqa: PTH112
             arguments += ["--perms", "0555", "--size", "4096", "--tmpfs", path, "--remount-ro", path]
         elif os.path.exists(path):  # noqa: PTH110
@@ -254,11 +256,11 @@ def _protect_proc() -> list[str]:
     return arguments
 
 
-def _explain(plan: BoxPlan, problem: dict[str, Any] | None, said: bytes) -> str:
+def explain(plan: BoxPlan, problem: dict[str, Any] | None, said: bytes) -> str:
     """One sentence for whoever reads the error: what failed, and what to do."""
     if problem is None:
         text = said.decode("utf-8", "replace").strip() or "it ended without a word"
-        return f"{plan.bwrap} could not make the box: {text}"
+        return f"{plan.program} could not make the box: {text}"
     step, number, message = str(problem["step"]), problem.get("errno"), problem.get("message")
     if number == errno.ENOSPC:
         if step == "user namespace":
@@ -283,7 +285,7 @@ def _explain(plan: BoxPlan, problem: dict[str, Any] | None, said: bytes) -> str:
         return f"the box's limited disk could not be made: {message}"
     if step == "bwrap":
         return (
-            f"cannot run '{plan.bwrap}' ({message}): install the package bubblewrap "
+            f"cannot run '{plan.program}' ({message}): install the package bubblewrap "
             "(`apt-get install bubblewrap`, `dnf install bubblewrap`) or set the provider's option bwrap"
         )
     return f"making the box failed while {step}: {message}"

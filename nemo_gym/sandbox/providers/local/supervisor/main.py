@@ -13,6 +13,7 @@ import errno
 import fcntl
 import gc
 import hashlib
+import importlib
 import json
 import os
 import signal
@@ -173,7 +174,11 @@ def _listen(state_dir: Path) -> socket.socket:
 async def _serve(options: dict[str, Any], state_dir: Path, cgroups: Cgroups, listener: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     supervisor = Supervisor(
-        state_dir, cgroups, user_overlays=bool(options["ordinary"]), linger_s=float(options["linger_s"])
+        state_dir,
+        cgroups,
+        user_overlays=bool(options["ordinary"]),
+        linger_s=float(options["linger_s"]),
+        build=importlib.import_module(options["builder"]).build,
     )
 
     def accept() -> None:

@@ -17,11 +17,13 @@ from typing import Any
 
 from nemo_gym.sandbox.providers.local import host_image
 from nemo_gym.sandbox.providers.local.cgroups import Cgroups
-from nemo_gym.sandbox.providers.local.images import ImageError, ImageStore
+from nemo_gym.sandbox.providers.local.images import ImageError, ImageManifest, ImageStore
 from nemo_gym.sandbox.providers.local.protocol import PROTOCOL_VERSION, Connection, Message, close_all
 from nemo_gym.sandbox.providers.local.supervisor import children, construction, disk, files
 from nemo_gym.sandbox.providers.local.supervisor.boxes import Box, remove_files
 from nemo_gym.sandbox.providers.local.supervisor.execs import StartError
+
+Builder = Callable[[construction.BoxPlan], Awaitable[construction.BuiltBox]]
 
 _REMEMBERED_DEAD = 4096
 _MAX_IDS = 65536
@@ -47,13 +49,16 @@ class Client:
 class Supervisor:
     """All boxes of one state directory."""
 
-    def __init__(self, state_dir: Path, cgroups: Cgroups, *, user_overlays: bool, linger_s: float) -> None:
+    def __init__(
+        self, state_dir: Path, cgroups: Cgroups, *, user_overlays: bool, linger_s: float, build: Builder
+    ) -> None:
         self._state_dir = state_dir
         self._boxes_dir = state_dir / "boxes"
         self._cgroups = cgroups
         self._user_overlays = user_overlays
         self._xattrs = "user" if user_overlays else "trusted"
         self._linger_s = linger_s
+        self._make = build
         self._boxes: dict[str, Box] = {}
         self._creating: dict[str, asyncio.Task[Box]] = {}
         self._by_key: dict[str, str] = {}
@@ -164,7 +169,7 @@ class Supervisor:
         if key is not None and key in self._by_key:
             box_id = self._by_key[key]
         if box_id in self._boxes and self._boxes[box_id].termination_reason is None:
-            return {"box": box_id}
+            return {"box": box_id, "env": dict(self._boxes[box_id].env)}
         task = self._creating.get(box_id)
         if task is None:
             if key is not None:
@@ -184,7 +189,7 @@ class Supervisor:
             self.consider_leaving()
         if client.connection is not None and client.connection.closed and key is None:
             await self._destroy(box, "its creator left before it was ready")
-        return {"box": box_id}
+        return {"box": box_id, "env": dict(box.env)}
 
     async def _build(self, box_id: str, spec: Message) -> Box:
         store = ImageStore(Path(spec["image_dir"]))
@@ -195,12 +200,10 @@ class Supervisor:
             with store.locked(exclusive=False):
                 manifest = store.resolve(spec["image"], self._xattrs)
                 locks = store.hold_layers(manifest)
-            overlays = [
-                construction.Overlay("root", await self._lowers(store, manifest.layers, "root", manifest.host_base))
-            ]
+            overlays = [construction.Overlay("root", await self._lowers(store, manifest, "root"))]
             if manifest.host_base:
                 for part in host_image.system_directories():
-                    overlays.append(construction.Overlay(part, await self._lowers(store, manifest.layers, part, True)))
+                    overlays.append(construction.Overlay(part, await self._lowers(store, manifest, part)))
             directory.mkdir(mode=0o700)
             limits: Message = spec["limits"]
             groups = self._cgroups.create_box(
@@ -211,7 +214,7 @@ class Supervisor:
                 directory=directory,
                 layers=store.layers,
                 overlays=overlays,
-                bwrap=spec["bwrap"],
+                program=spec["program"],
                 hostname=spec["hostname"],
                 open_network=spec["open_network"],
                 mounts=[(m[0], m[1]) for m in spec["mounts"]],
@@ -222,7 +225,7 @@ class Supervisor:
                 identity=f"0 0 {self._max_uid + 1}",
                 network_files=_network_files() if spec["open_network"] else {},
             )
-            built = await construction.build(plan)
+            built = await self._make(plan)
             box = Box(
                 box_id,
                 directory,
@@ -261,9 +264,12 @@ class Supervisor:
             await self._start_entrypoint(box, spec["entrypoint"])
         return box
 
-    async def _lowers(self, store: ImageStore, layers: list[str], part: str, host_base: bool) -> list[str]:
-        found = [f"{layer}/{part}" for layer in reversed(layers) if (store.layers / layer / part).is_dir()]
-        if host_base:
+    async def _lowers(self, store: ImageStore, manifest: ImageManifest, part: str) -> list[str]:
+        layers = reversed(manifest.layers)
+        found = [f"{layer}/{part}" for layer in layers if (store.layers / layer / part).is_dir()]
+        if manifest.base_dir is not None:
+            found.append(manifest.base_dir)
+        if manifest.host_base:
             found.append(str(await self._skeleton_path()) if part == "root" else f"/{part}")
         return found
 
@@ -292,7 +298,8 @@ class Supervisor:
     async def _start_entrypoint(self, box: Box, command: Message) -> None:
         null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         try:
-            await box.start_command("entrypoint", command, (null, null, null), lambda _: None)
+            with_image = {**command, "env": {**command["base_env"], **box.env, **command["env"]}}
+            await box.start_command("entrypoint", with_image, (null, null, null), lambda _: None)
         except StartError as error:
             await self._destroy(box, "its entry point could not be started")
             raise RequestError("create", f"the entry point could not be started: {error}") from error

@@ -1,0 +1,252 @@
+"""Making a box with Apptainer, in the supervisor: standard library only.
+
+The overlays are mounted and the user namespace is made as for local boxes, so that the box has user ids of its own
+where the kernel lets it and no way to make further user namespaces. Inside, Apptainer is root without rights outside:
+it needs neither a set-user-id program nor the site's configuration.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import csv
+import io
+import json
+import os
+import signal
+import socket
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_gym.sandbox import init_program, linux
+from nemo_gym.sandbox.providers.apptainer import finishing
+from nemo_gym.sandbox.providers.local.protocol import close_all
+from nemo_gym.sandbox.providers.local.supervisor import children, disk
+from nemo_gym.sandbox.providers.local.supervisor.construction import (
+    BoxPlan,
+    BuildError,
+    BuiltBox,
+    explain,
+    mount_overlay,
+    write_maps,
+)
+
+_CONFIGURATION = """\
+allow setuid = no
+allow pid ns = yes
+allow user ns = yes
+config passwd = no
+config group = no
+config resolv_conf = no
+mount proc = yes
+mount sys = no
+mount dev = minimal
+mount devpts = yes
+mount home = no
+mount tmp = no
+mount hostfs = no
+mount slave = no
+user bind control = yes
+enable overlay = yes
+enable underlay = no
+sessiondir max size = 16
+always use nv = no
+always use rocm = no
+root default capabilities = no
+memory fs type = tmpfs
+systemd cgroups = no
+"""
+"""What decides the box is the same on every machine, whatever its administrator configured for others."""
+
+_GO = b"g"
+_MS_NOEXEC = 0x8
+
+
+async def build(plan: BoxPlan) -> BuiltBox:
+    """Make a box. Whatever goes wrong, nothing of it is left but files below ``plan.directory``.
+
+    Raises:
+        BuildError: with the reason.
+    """
+    for name in ("root", "parts", "files"):
+        (plan.directory / name).mkdir(exist_ok=True)
+    (plan.directory / "apptainer.conf").write_text(_CONFIGURATION)
+    binds = _binds(plan)
+    error_read, error_write = os.pipe()
+    said_read, said_write = os.pipe()
+    go_read, go_write = os.pipe()
+    stderr_read, stderr_write = os.pipe()
+    program = init_program.open_program()
+    ready, ready_theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    # The kernel says who wrote, with the process id that it has here: the one of the box's first process.
+    ready.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    ready.setblocking(False)
+    arguments = _arguments(plan, binds, program)
+
+    def child() -> None:
+        _become_apptainer(
+            plan, arguments, binds, error_write, said_write, go_read, ready_theirs.fileno(), stderr_write, program
+        )
+
+    keep = [error_write, said_write, go_read, ready_theirs.fileno(), stderr_write, program]
+    try:
+        maker = children.fork(child, keep=keep)
+    finally:
+        close_all([error_write, said_write, go_read, stderr_write, program])
+        ready_theirs.close()
+    maker_fd = os.pidfd_open(maker)
+    monitor, monitor_fd, built = 0, -1, False
+    try:
+        await children.readable(said_read)
+        if os.read(said_read, 1):
+            write_maps(maker, plan.identity)
+            os.write(go_write, _GO)
+            monitor = int(os.read(said_read, 16) or b"0") if await _said_more(said_read) else 0
+        if monitor:
+            monitor_fd = os.pidfd_open(monitor)
+            os.write(go_write, _GO)
+        init_pid = await _first_process(ready)
+        if not init_pid:
+            (
+                problem,
+                error_read,
+            ) = await children.read_all(error_read), -1
+            (
+                said,
+                stderr_read,
+            ) = await children.read_all(stderr_read), -1
+            raise BuildError(_explain(plan, json.loads(problem) if problem else None, said))
+        init_fd = os.pidfd_open(init_pid)
+        try:
+            problem_found = await finishing.finish(init_fd, plan)
+            if problem_found is not None:
+                raise BuildError(f"making the box failed while {problem_found['step']}: {problem_found['message']}")
+            network_fd = os.open(f"/proc/{init_pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+            env = finishing.image_env(init_pid)
+        except BaseException:
+            os.close(init_fd)
+            raise
+        built = True
+        return BuiltBox(monitor, monitor_fd, init_fd, init_pid, network_fd, env)
+    finally:
+        ready.close()
+        close_all([d for d in (error_read, said_read, go_write, stderr_read) if d >= 0])
+        if not built:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(maker, signal.SIGKILL)
+            if monitor_fd >= 0:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(monitor_fd, signal.SIGKILL)
+                await asyncio.shield(children.wait_for_exit(monitor, monitor_fd))
+        await asyncio.shield(children.wait_for_exit(maker, maker_fd))
+
+
+async def _said_more(descriptor: int) -> bool:
+    await children.readable(descriptor)
+    return True
+
+
+async def _first_process(ready: socket.socket) -> int:
+    """The id of the box's first process once it runs; 0 when it never will."""
+    await children.readable(ready.fileno())
+    data, ancillary, _, _ = ready.recvmsg(16, socket.CMSG_SPACE(struct.calcsize("3i")))
+    if data != init_program.READY:
+        return 0
+    for level, kind, value in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
+            return int(struct.unpack("3i", value)[0])
+    return 0
+
+
+def _binds(plan: BoxPlan) -> list[tuple[str, str, bool]]:
+    """(outside, inside, whether it can be written), in the order they are mounted."""
+    binds = [(str(plan.directory / "parts" / o.part), f"/{o.part}", True) for o in plan.overlays if o.part != "root"]
+    for number, (path, data) in enumerate(plan.network_files.items()):
+        file = plan.directory / "files" / str(number)
+        file.write_bytes(data)
+        binds.append((str(file), path, False))
+    return binds + [(source, target, False) for source, target in plan.mounts]
+
+
+def _arguments(plan: BoxPlan, binds: Sequence[tuple[str, str, bool]], program: int) -> list[str]:
+    arguments = [plan.program, "--silent", "--config", str(plan.directory / "apptainer.conf"), "exec"]
+    arguments += ["--containall", "--no-home", "--no-init", "--no-privs", "--no-mount", "cwd,bind-paths"]
+    if not plan.open_network:
+        arguments += ["--net", "--network", "none"]
+    arguments += ["--uts", "--hostname", plan.hostname, "--writable"]
+    for source, target, writable in binds:
+        fields = ["type=bind", f"source={source}", f"destination={target}", *([] if writable else ["ro"])]
+        line = io.StringIO()
+        csv.writer(line, lineterminator="").writerow(fields)
+        arguments += ["--mount", line.getvalue()]
+    return [*arguments, str(plan.directory / "root"), f"/proc/self/fd/{program}"]
+
+
+def _become_apptainer(
+    plan: BoxPlan,
+    arguments: Sequence[str],
+    binds: Sequence[tuple[str, str, bool]],
+    error_fd: int,
+    said_fd: int,
+    go_fd: int,
+    ready_fd: int,
+    stderr_fd: int,
+    program: int,
+) -> None:
+    """In the child: mount the box's files, enter a user namespace, start Apptainer beside us, and leave."""
+    step = "mounting"
+    try:
+        os.setsid()
+        linux.unshare(linux.CLONE_NEWNS)
+        if plan.disk_bytes is not None:
+            step = "disk"
+            disk.make_and_mount(plan.directory / "disk.img", plan.writable, plan.disk_bytes)
+        for overlay in plan.overlays:
+            step = f"overlay {overlay.part}"
+            # Side by side, and not one in another: only a mount without others in it can become Apptainer's root.
+            target = plan.directory / ("root" if overlay.part == "root" else f"parts/{overlay.part}")
+            target.mkdir(exist_ok=True)
+            mount_overlay(plan, overlay, target)
+        step = "making the places of mounts"
+        finishing.make_places(plan.directory / "root", [(source, target) for source, target, _ in binds])
+        step = "user namespace"
+        linux.unshare(linux.CLONE_NEWUSER)
+        os.write(said_fd, b"u")
+        if os.read(go_fd, 1) != _GO:
+            os._exit(1)
+        # Inside, nobody may make further user namespaces: they are how most kernel holes are reached.
+        Path("/proc/sys/user/max_user_namespaces").write_text("0")
+        # Apptainer is process 1 of a process namespace, and its box is in there: with it ends everything.
+        linux.unshare(linux.CLONE_NEWPID)
+        pid = linux.fork_as_sibling()
+        if pid:
+            os.write(said_fd, str(pid).encode())
+            os._exit(0)
+        linux.die_with_parent()
+        os.close(said_fd)
+        if os.read(go_fd, 1) != _GO:  # the supervisor died before it could be told of our death
+            os._exit(1)
+        step = "apptainer"
+        linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWCGROUP)
+        # Apptainer finds its own processes by the numbers that they have in here.
+        linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | _MS_NOEXEC)
+        os.dup2(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), 0)
+        os.dup2(ready_fd, 1)
+        os.dup2(stderr_fd, 2)
+        os.set_inheritable(program, True)
+        environment = {
+            "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "HOME": str(plan.directory / "files"),
+            "LANG": "C.UTF-8",
+        }
+        os.execve(plan.program, list(arguments), environment)
+    except OSError as error:
+        children.report_error(error_fd, step, error)
+
+
+def _explain(plan: BoxPlan, problem: dict[str, Any] | None, said: bytes) -> str:
+    if problem is not None and problem["step"] == "apptainer":
+        return f"cannot run '{plan.program}' ({problem.get('message')}): set the provider's option apptainer"
+    return explain(plan, problem, said)

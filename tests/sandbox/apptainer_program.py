@@ -1,0 +1,21 @@
+"""Apptainer for the tests, which is no part of every machine they run on."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+WHY_NOT = (
+    "NOT TESTED: the apptainer provider. Apptainer is not on this machine; `scripts/install-system --with-apptainer` "
+    "installs it on Debian"
+)
+
+
+@pytest.fixture(scope="session")
+def apptainer() -> str:
+    """The path of the program; where it is missing, every test that needs it is skipped with a reason that says so."""
+    found = shutil.which("apptainer")
+    if found is None:
+        pytest.skip(WHY_NOT)
+    return found

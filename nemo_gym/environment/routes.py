@@ -33,6 +33,7 @@ from nemo_gym.credentials import (
 from nemo_gym.environment.attempts import AttemptKey, AttemptStore, Seed, StoredVerdict
 from nemo_gym.environment.grader import Grader
 from nemo_gym.environment.grading import work_digest
+from nemo_gym.environment.lending import Lending
 from nemo_gym.environment.plugin_call import PluginCall, plain
 from nemo_gym.environment.rows import (
     RESPONSE_KEY,
@@ -43,7 +44,7 @@ from nemo_gym.environment.rows import (
     public_verdict,
     row_digest,
 )
-from nemo_gym.errors import ConfigError, ContractError, FencedError, InvalidBodyError, RowError, SandboxError
+from nemo_gym.errors import ConfigError, ContractError, InvalidBodyError, RowError
 from nemo_gym.serving.middleware import caller_of, require_role
 from nemo_gym.serving.problems import JsonResponse, parse_json_object
 from nemo_gym.serving.sessions import LazySession
@@ -52,7 +53,6 @@ from nemo_gym.session import Artifact, BoxNeeds, RolloutIdentity, SessionDescrip
 if TYPE_CHECKING:
     from nemo_gym.base_resources_server import SimpleResourcesServer
     from nemo_gym.environment.mcp.endpoint import McpEndpoint
-    from nemo_gym.environment.owned_boxes import OwnedBoxes
 
 ATTEMPT_SESSION_KEY = "_ng_attempt"
 ROW_REF_SESSION_KEY = "_ng_row_ref"
@@ -116,14 +116,15 @@ class EnvironmentRoutes:
         self._control_key = server.derive_key("control-token")
         self._seed_hook = PluginCall(server.seed_session) if server.overrides("seed_session") else None
         self._grader = Grader(server)
+        self._lending = Lending(server, attempts, self._box_attempt)
         self._running: dict[tuple[str, str, str, int], asyncio.Task[Any]] = {}
         self._mcp: McpEndpoint | None = None
 
     def install(self, app: FastAPI) -> None:
         handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/seed_session": self.seed,
-            "/heartbeat": self.heartbeat,
-            "/harvest": self.harvest,
+            "/heartbeat": self._lending.heartbeat,
+            "/harvest": self._lending.harvest,
             "/verify": self.verify,
             "/close": self.close,
             "/rows": self.add_row,
@@ -275,28 +276,12 @@ class EnvironmentRoutes:
                 session[ALLOWED_TOOLS_SESSION_KEY] = [*names]
             descriptor = self._mcp.offered(descriptor)
             reply.setdefault("mcp", self._mcp.nemo_metadata(rollout))
-        if (lent := await self._lent(asked, descriptor)) is not None:
-            boxes, descriptor = lent
-            reply["heartbeat_s"] = boxes.heartbeat_s
+        if asked.caller is None or asked.caller.role is Role.PIPELINE:
+            descriptor, more = await self._lending.lent(descriptor, asked.envelope.box_needs)
+            reply |= more
         reply["descriptor"] = descriptor.model_dump(mode="json")
         self.attempts.keep_seed(rollout, Seed(digest, reply, session.copy()))
         return reply
-
-    async def _lent(self, asked: _Asked, descriptor: SessionDescriptor) -> tuple[OwnedBoxes, SessionDescriptor] | None:
-        """The descriptor with a box of this environment, where it makes boxes and its caller will care for it."""
-        assert asked.envelope is not None
-        boxes, needs = self._server.owned_boxes(), asked.envelope.box_needs
-        if boxes is None or needs is None or (asked.caller is not None and asked.caller.role is not Role.PIPELINE):
-            return None
-        lent = await boxes.lend(descriptor, needs)
-        if not boxes.owns(descriptor.rollout):
-            return None
-        try:
-            self.attempts.require_live(*AttemptKey.of(descriptor.rollout))
-        except FencedError:
-            await boxes.release(descriptor.rollout)
-            raise
-        return boxes, lent
 
     async def _nemo_seed(self, request: Request, row: dict[str, Any]) -> dict[str, Any]:
         return plain(await self._seed_hook(request, row)) if self._seed_hook is not None else {}
@@ -312,32 +297,6 @@ class EnvironmentRoutes:
                 key="oracle",
             )
         return solution
-
-    # -- boxes that the environment lends ------------------------------------------------------------------------
-
-    async def heartbeat(self, request: Request) -> Response:
-        """The pipeline still cares for an attempt whose box is this environment's."""
-        rollout, boxes = await self._ask_for_box(request)
-        await boxes.renew(rollout)
-        return JsonResponse({"heartbeat_s": boxes.heartbeat_s})
-
-    async def harvest(self, request: Request) -> Response:
-        """The agent has ended: take the box from it, and answer with what is in it."""
-        rollout, boxes = await self._ask_for_box(request)
-        artifacts = await self._once("harvest", rollout, "", lambda: self._harvested(boxes, rollout))
-        return JsonResponse(artifacts)
-
-    async def _harvested(self, boxes: OwnedBoxes, rollout: RolloutIdentity) -> dict[str, Any]:
-        return {"artifacts": [artifact.model_dump() for artifact in await boxes.harvest(rollout)]}
-
-    async def _ask_for_box(self, request: Request) -> tuple[RolloutIdentity, OwnedBoxes]:
-        rollout = await self._ask_rollout(request, Role.PIPELINE)
-        self._check_control(request, caller_of(request), rollout)
-        self.attempts.require_current(rollout)
-        boxes = self._server.owned_boxes()
-        if boxes is None:
-            raise ContractError(f"environment '{self._server.config.name}' makes no boxes for agents")
-        return rollout, boxes
 
     # -- verify --------------------------------------------------------------------------------------------------
 
@@ -413,11 +372,7 @@ class EnvironmentRoutes:
         return JsonResponse({"closed": True, "already_closed": not closed})
 
     async def _close_hook(self, rollout: RolloutIdentity) -> None:
-        if (boxes := self._server.owned_boxes()) is not None:
-            try:
-                await boxes.release(rollout)
-            except SandboxError as error:  # its lease ends it
-                log.warning("owned_box_not_released", rollout_id=rollout.rollout_id, error=str(error))
+        await self._lending.release(rollout)
         await self._server.close_session(rollout)
 
     async def add_row(self, request: Request) -> Response:
@@ -457,6 +412,12 @@ class EnvironmentRoutes:
 
     async def reverify_mode(self, request: Request) -> Response:
         return JsonResponse(self._server.reverify_mode().value)
+
+    async def _box_attempt(self, request: Request) -> RolloutIdentity:
+        rollout = await self._ask_rollout(request, Role.PIPELINE)
+        self._check_control(request, caller_of(request), rollout)
+        self.attempts.require_current(rollout)
+        return rollout
 
     async def _ask_rollout(self, request: Request, *roles: Role) -> RolloutIdentity:
         require_role(request, *roles)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import urllib.error
-import urllib.request
 import uuid
 from builtins import list as List  # noqa: N812 - the contract has a method of the builtin's name
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
@@ -38,6 +35,7 @@ from nemo_gym.sandbox.capabilities import SandboxCapabilities
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.outputs import run_to_end
 from nemo_gym.sandbox.providers.remote import archives
+from nemo_gym.sandbox.providers.remote.abilities import Abilities
 from nemo_gym.sandbox.providers.remote.box import RemoteBox, box_of
 from nemo_gym.sandbox.providers.remote.connection import BrokerConnection, BrokerUnreachableError, refusals
 from nemo_gym.sandbox.providers.remote.doors import DoorCounts
@@ -57,9 +55,7 @@ from nemo_gym.sandbox.wire.boxes import (
     SandboxPage,
     SandboxView,
 )
-from nemo_gym.sandbox.wire.capabilities import CapabilitiesView
 from nemo_gym.sandbox.wire.doors import DoorModel
-from nemo_gym.sandbox.wire.problems import error_of, parse_problem
 from nemo_gym.session import LeaseScope, SandboxRef
 
 log = structlog.get_logger(__name__)
@@ -67,12 +63,6 @@ log = structlog.get_logger(__name__)
 _ADMISSION_S = 300.0
 """What a broker may let a create wait for room, beyond the box's own ``ready_timeout_s``."""
 _COMMIT_TIMEOUT_S = 1800.0
-_CARRIED: Mapping[str, str | None] = {
-    "connect": None,
-    "idempotent_create": None,
-    "endpoint": "a port of a box is reached from the broker's host only; use exec, or a door for the way out",
-}
-"""Abilities that do not depend on the broker's backend: see `CapabilitiesView.to_capabilities`."""
 
 
 class RemoteProvider:
@@ -90,32 +80,20 @@ class RemoteProvider:
             request_timeout_s=self.options.request_timeout_s, patience_s=self.options.patience_s
         )
         self._broker: Broker | None = None
-        self._capabilities: SandboxCapabilities | None = None
+        self._abilities = Abilities(self._connection)
         self._background: set[asyncio.Future[None]] = set()
         self._doors = DoorCounts(self._connection)
 
     @property
     def capabilities(self) -> SandboxCapabilities:
         """What the broker's backend can and the wire carries. Asks the broker, once; blocks while it does."""
-        if self._capabilities is None:
-            broker = self._configured()
-            request = urllib.request.Request(broker.url + routes.CAPABILITIES, headers=dict(broker.headers))
-            try:
-                with urllib.request.urlopen(request, timeout=self.options.request_timeout_s) as answer:
-                    self._capabilities = _capabilities(answer.read())
-            except urllib.error.HTTPError as error:
-                raise error_of(parse_problem(error.code, error.read())) from error
-            except OSError as error:
-                raise BrokerUnreachableError(
-                    f"the broker at {broker.url} cannot be asked what it can do: {error}", retryable=True, started="no"
-                ) from error
-        return self._capabilities
+        return self._abilities.ask_blocking(self._configured())
 
     # -------------------------------------------------------------------------------------------------- life
 
     async def create(self, spec: SandboxSpec) -> SandboxHandle:
         broker = self._configured()
-        (await self._ask_capabilities(broker)).check(spec, self.name)
+        (await self._abilities.ask(broker)).check(spec, self.name)
         key = spec.idempotency_key or uuid.uuid4().hex
         with refusals():
             body = CreateSandbox.of(spec)
@@ -132,14 +110,14 @@ class RemoteProvider:
                     silence_s=ready_s + _ADMISSION_S,
                 )
         except (TimeoutError, BrokerUnreachableError) as error:
-            self._in_background(self._discard(broker, key))
+            self._take_back(broker, key, spec)
             raise SandboxCreateError(
                 str(error) or f"the broker did not give a box within {ready_s + _ADMISSION_S:g} s",
                 retryable=True,
                 provider=self.name,
             ) from error
         except asyncio.CancelledError:
-            self._in_background(self._discard(broker, key))
+            self._take_back(broker, key, spec)
             raise
         made = CreatedSandbox.model_validate_json(answer)
         box = _box(broker.url, made.lease)
@@ -375,23 +353,17 @@ class RemoteProvider:
             )
         return broker
 
-    async def _ask_capabilities(self, broker: Broker) -> SandboxCapabilities:
-        if self._capabilities is None:
-            try:
-                answer = await self._connection.ask(
-                    "GET", broker.url + routes.CAPABILITIES, headers=broker.headers, repeatable=True
-                )
-            except BrokerUnreachableError as error:
-                raise SandboxCreateError(str(error), retryable=True, provider=self.name) from error
-            self._capabilities = _capabilities(answer)
-        return self._capabilities
-
     async def _on(self, box: RemoteBox, method: str, path: str, **options: Any) -> bytes:
         return await self._connection.ask(method, box.url(path), headers=box.headers, **options)
 
     async def _view(self, box: RemoteBox) -> SandboxView:
         answer = await self._on(box, "GET", routes.sandbox(box.sandbox_id), repeatable=True)
         return SandboxView.model_validate_json(answer)
+
+    def _take_back(self, broker: Broker, key: str, spec: SandboxSpec) -> None:
+        # A key of the caller's own may have given its box to somebody else already: that one ends with its lease.
+        if spec.idempotency_key is None:
+            self._in_background(self._discard(broker, key))
 
     async def _discard(self, broker: Broker, key: str) -> None:
         """Take back a create that nobody waits for, whether it has arrived at the broker or is still to come."""
@@ -425,7 +397,3 @@ def _token(lease: LeaseView) -> str:
 
 def _label_query(labels: Mapping[str, str]) -> List[tuple[str, str]]:
     return [("label", f"{key}={value}") for key, value in labels.items()]
-
-
-def _capabilities(answer: bytes) -> SandboxCapabilities:
-    return CapabilitiesView.model_validate(json.loads(answer)).to_capabilities(carried=_CARRIED)

@@ -45,8 +45,7 @@ class Grant:
         """Whether the lease still holds: what goes on for long (streams) looks again and again."""
         if self.lease is None or self.box is None:
             return True
-        ended = self.lease.expires_at is not None and self.lease.expires_at <= time.time()
-        return not (self.lease.revoked or self.lease.epoch < self.box.epoch or ended)
+        return not (self.lease.revoked or self.lease.epoch < self.box.epoch or self.box.lease_has_ended(self.lease))
 
 
 class Access:
@@ -142,7 +141,9 @@ class Access:
             raise BrokerError("unauthenticated", "the lease of this token is not known any more")
         if lease.revoked or lease.epoch < epoch:
             raise FencedError(f"this lease of box '{sandbox_id}' was taken back", sandbox_id=sandbox_id)
-        if lease.expires_at is not None and lease.expires_at <= time.time():
+        # Of a box that is gone nothing is left but the record, by the wall clock.
+        ended = lease.expires_at is not None and lease.expires_at <= time.time()
+        if ended if box is None else box.lease_has_ended(lease):
             raise BrokerError("lease_expired", f"this lease of box '{sandbox_id}' has ended", sandbox_id=sandbox_id)
         if _RANK[lease.scope] < _RANK[wanted]:
             raise BrokerError(

@@ -57,6 +57,8 @@ class Box:
     doors: dict[str, bytes] = field(default_factory=dict)
     """Digests of the doors that are open, by name."""
     doors_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lease_deadlines: dict[str, float] = field(default_factory=dict)
+    """When leases with an end of their own end, by lease, on the monotonic clock."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Given to each exec: a box of the warm pool was made before it was known for what."""
 
@@ -65,7 +67,7 @@ class Box:
         """From the registry; what is left of its lease is counted from now, and is never more than its whole length,
         should the clock have jumped back."""
         left_s = min(record.expires_at - time.time(), record.ttl_s)
-        return cls(
+        box = cls(
             sandbox_id=record.sandbox_id,
             creator=record.creator,
             owner=record.owner,
@@ -82,6 +84,9 @@ class Box:
             reason=record.reason,
             backend_id=record.backend_id,
         )
+        for lease in leases:
+            box.lease_left_s(lease)
+        return box
 
     @property
     def ready(self) -> bool:
@@ -99,6 +104,19 @@ class Box:
     @property
     def owner_lease(self) -> LeaseRecord:
         return next(lease for lease in self.leases.values() if lease.scope is LeaseScope.OWNER)
+
+    def lease_left_s(self, lease: LeaseRecord) -> float:
+        """Seconds until a lease of this box ends, counted from when this process first saw it: with the box, or by
+        itself before."""
+        if lease.expires_at is None:
+            return self.left_s
+        now = time.monotonic()
+        own = self.lease_deadlines.setdefault(lease.lease_id, now + lease.expires_at - time.time()) - now
+        return min(own, self.left_s)
+
+    def lease_has_ended(self, lease: LeaseRecord) -> bool:
+        """Whether a lease ended by itself; the box's own end is told otherwise."""
+        return lease.expires_at is not None and self.lease_left_s(lease) <= 0 < self.left_s
 
     def has_labels(self, wanted: Mapping[str, str]) -> bool:
         return wanted.items() <= self.labels.items()
@@ -118,14 +136,14 @@ class Box:
         )
 
     def lease_view(self, lease: LeaseRecord, token: str | None = None) -> LeaseView:
-        expires_at = min(self.expires_at, lease.expires_at or self.expires_at)
+        left_s = max(0.0, self.lease_left_s(lease))
         return LeaseView(
             lease_id=lease.lease_id,
             sandbox_id=self.sandbox_id,
             scope=lease.scope,
             epoch=lease.epoch,
-            expires_at=expires_at,
-            ttl_s=max(0.0, expires_at - time.time()),
+            expires_at=time.time() + left_s,
+            ttl_s=left_s,
             token=token,
         )
 

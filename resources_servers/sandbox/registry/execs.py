@@ -15,8 +15,12 @@ from resources_servers.sandbox.registry.writer import GroupCommitWriter
 _IS = (execs.c.sandbox_id == bindparam("of_box")) & (execs.c.exec_id == bindparam("of_exec"))
 _FIND = select(execs).where(_IS)
 _NEW = ("sandbox_id", "exec_id", "body_digest", "submitted_at")
-_INSERT = insert(execs).from_select(
-    _NEW, select(*(bindparam(name, type_=execs.c[name].type) for name in _NEW)).where(~exists().where(_IS))
+_INSERT = (
+    insert(execs)
+    .from_select(
+        _NEW, select(*(bindparam(name, type_=execs.c[name].type) for name in _NEW)).where(~exists().where(_IS))
+    )
+    .returning(execs.c.exec_id)
 )
 _END = update(execs).where(_IS, execs.c.end.is_(None)).values(end=bindparam("said"))
 _DISCARD = delete(execs).where(_IS, execs.c.end.is_(None))
@@ -41,7 +45,8 @@ class ExecStore:
         }
 
         def operation(connection: Connection) -> ExecRecord | None:
-            if connection.execute(_INSERT, {**key, **values}).rowcount:
+            # What it returns says whether it wrote; the count of rows is not told by every driver.
+            if connection.execute(_INSERT, {**key, **values}).first() is not None:
                 return None
             row = connection.execute(_FIND, key).first()
             return None if row is None else _exec(row)

@@ -176,6 +176,23 @@ async def test_database_that_goes_away_is_said_and_comes_back(
         assert (await box.ask("DELETE")).status == 204
 
 
+async def test_command_runs_once_on_postgresql_too_and_is_known_after_a_restart(
+    start_broker: StartBroker, postgres: PostgresServer
+) -> None:
+    broker = start_broker(database_url=postgres.new_database())
+    async with calling(broker) as api:
+        box = await api.box()
+        command = "echo x >> /tmp/runs"
+        answers = await asyncio.gather(*(box.submit(command, "once") for _ in range(5)))
+        assert sorted(answer.status for _, answer in answers) == [200] * 4 + [201]
+        ended = await box.output("once")
+        broker.kill()
+        broker.start()
+        assert (await box.submit(command, "once"))[1].json["state"] == "ended"
+        assert await box.output("once") == ended
+        assert (await box.run("wc -l < /tmp/runs")).stdout == b"1\n"
+
+
 async def test_full_registry_disk_refuses_creates_and_keeps_serving(start_broker: StartBroker) -> None:
     broker = start_broker()
     async with calling(broker) as api:

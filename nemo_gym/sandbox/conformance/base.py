@@ -15,6 +15,7 @@ from nemo_gym.sandbox.base import (
     ExecEnd,
     ExecOutput,
     ExecProcess,
+    NetworkPolicy,
     SandboxExecResult,
     SandboxProvider,
     SandboxSpec,
@@ -100,9 +101,15 @@ class Checks:
             await provider.aclose()
 
     @pytest.fixture
-    def spec(self, image: str | None, run_labels: dict[str, str]) -> SandboxSpec:
-        """The plainest spec: the image, a lease that outlives the test, no network."""
-        return SandboxSpec(image=image, ttl_s=300, metadata=run_labels)
+    def network(self, provider: SandboxProvider) -> NetworkPolicy:
+        """None, unless this provider cannot give that."""
+        closed = NetworkPolicy.NONE in provider.capabilities.network_policies
+        return NetworkPolicy.NONE if closed else NetworkPolicy.OPEN
+
+    @pytest.fixture
+    def spec(self, image: str | None, run_labels: dict[str, str], network: NetworkPolicy) -> SandboxSpec:
+        """The plainest spec: the image, a lease that outlives the test, no network where that can be had."""
+        return SandboxSpec(image=image, ttl_s=300, metadata=run_labels, network=network)
 
     @pytest.fixture
     async def start(self, provider: SandboxProvider, spec: SandboxSpec) -> AsyncIterator[StartBox]:

@@ -11,7 +11,7 @@ import json
 import sys
 from typing import Any
 
-from nemo_gym.sandbox.base import SandboxSpec
+from nemo_gym.sandbox.base import NetworkPolicy, SandboxSpec
 from nemo_gym.sandbox.facade import AsyncSandbox
 from nemo_gym.sandbox.registry import create_provider
 
@@ -21,7 +21,9 @@ async def run(order: dict[str, Any]) -> None:
     if "connect" in order:
         box = await AsyncSandbox.connect(order["connect"], provider=provider)
     else:
-        box = await AsyncSandbox(provider, SandboxSpec(**order["spec"])).start()
+        box = await AsyncSandbox(
+            provider, SandboxSpec(**order["spec"] | {"network": NetworkPolicy(order["spec"]["network"])})
+        ).start()
     result = await box.exec(order["command"])
     sys.stdout.write(json.dumps({"sandbox_id": box.handle.sandbox_id, "stdout": result.stdout}) + "\n")
     sys.stdout.flush()

@@ -59,7 +59,15 @@ class NetworkChecks(Checks):
     def door(behind: Upstream, port: int = 8000, **changes: Any) -> Door:
         return Door(**{"name": "model", "port": port, "target": behind.url, "allow": INFERENCE_ROUTES, **changes})
 
-    async def test_box_without_network_has_loopback_alone(self, box: AsyncSandbox) -> None:
+    @staticmethod
+    def needs_none(network: NetworkPolicy, provider: SandboxProvider) -> None:
+        if network is not NetworkPolicy.NONE:
+            pytest.skip(provider.capabilities.reasons.get("network_none", "network=none is not supported"))
+
+    async def test_box_without_network_has_loopback_alone(
+        self, network: NetworkPolicy, provider: SandboxProvider, box: AsyncSandbox
+    ) -> None:
+        self.needs_none(network, provider)
         interfaces = await sh(box, "cat /proc/net/dev | tail -n +3 | cut -d: -f1 | tr -d ' '")
         assert interfaces.split() == ["lo"]
         assert len((await sh(box, "cat /proc/net/route")).splitlines()) <= 1
@@ -70,7 +78,10 @@ class NetworkChecks(Checks):
         )
         assert await python(box, code) is True
 
-    async def test_box_without_network_reaches_neither_host_nor_names_nor_the_world(self, box: AsyncSandbox) -> None:
+    async def test_box_without_network_reaches_neither_host_nor_names_nor_the_world(
+        self, network: NetworkPolicy, provider: SandboxProvider, box: AsyncSandbox
+    ) -> None:
+        self.needs_none(network, provider)
         abstract = f"\0conformance-{uuid.uuid4().hex}"
         with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
             unix.bind(abstract)

@@ -14,7 +14,7 @@ import pytest
 
 from nemo_gym.errors import NemoGymError, SandboxLostError
 from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import Door, SandboxProvider, SandboxSpec, SandboxStatus
+from nemo_gym.sandbox.base import Door, NetworkPolicy, SandboxProvider, SandboxSpec, SandboxStatus
 from nemo_gym.sandbox.capabilities import Connectable
 from nemo_gym.sandbox.conformance.base import PATIENCE_S, Checks, StartBox, eventually, sh
 from nemo_gym.sandbox.facade import AsyncSandbox
@@ -121,8 +121,9 @@ class OwnershipChecks(Checks):
         provider: SandboxProvider,
         image: str | None,
         run_labels: dict[str, str],
+        network: NetworkPolicy,
     ) -> None:
-        spec = {"image": image, "ttl_s": 120, "metadata": run_labels}
+        spec = {"image": image, "ttl_s": 120, "metadata": run_labels, "network": network}
         async with other_process(provider=provider_config, spec=spec, command="echo made", then="exit") as (
             child,
             said,
@@ -140,8 +141,9 @@ class OwnershipChecks(Checks):
         provider: SandboxProvider,
         image: str | None,
         run_labels: dict[str, str],
+        network: NetworkPolicy,
     ) -> None:
-        spec = {"image": image, "ttl_s": 4, "metadata": run_labels}
+        spec = {"image": image, "ttl_s": 4, "metadata": run_labels, "network": network}
         async with other_process(provider=provider_config, spec=spec, command="true", then="wait") as (child, said):
             child.kill()
             await child.wait()

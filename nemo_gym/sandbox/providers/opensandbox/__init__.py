@@ -1,0 +1,5 @@
+"""Boxes of an OpenSandbox server, through its own SDK. The `opensandbox` package is imported when it is first used."""
+
+from nemo_gym.sandbox.providers.opensandbox.provider import OpenSandboxProvider
+
+__all__ = ["OpenSandboxProvider"]

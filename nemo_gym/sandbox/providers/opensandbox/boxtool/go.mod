@@ -1,0 +1,3 @@
+module boxtool
+
+go 1.25

@@ -1,0 +1,225 @@
+"""From a spec to a box that runs commands, on a backend whose create may not be repeated and cannot be taken back.
+
+Every create is marked in the box's metadata with its key: the spec's, or one of its own. By that mark a box is found
+again whose making nobody heard of: to be adopted when the spec has an idempotency key, to be destroyed otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from nemo_gym.configuration.suggest import reject_unknown_keys
+from nemo_gym.errors import SandboxCreateError, SandboxCreateVerificationError, SandboxError, SandboxLostError
+from nemo_gym.sandbox.base import DEFAULT_TTL_S, NetworkPolicy, SandboxSpec
+from nemo_gym.sandbox.providers.opensandbox import labels
+from nemo_gym.sandbox.providers.opensandbox.box import OpenSandboxBox
+from nemo_gym.sandbox.providers.opensandbox.boxtool_build import boxtool
+from nemo_gym.sandbox.providers.opensandbox.connection import Connection, sdk_errors, status_of, told, translate
+from nemo_gym.sandbox.providers.opensandbox.tool import order, sdk_of
+from nemo_gym.sandbox.transfer import absolute
+
+if TYPE_CHECKING:
+    from opensandbox.models.sandboxes import SandboxInfo as BackendInfo
+
+_SHORTEST_TIMEOUT_S = 60
+"""What a create may ask for at least; a renewal may set less."""
+# Waits, and takes in the orphans of the box, for which the backend's usual first process does not care.
+_IDLE = ["/bin/sh", "-c", "trap : TERM INT; while :; do sleep 86400 & wait $!; done"]
+_LATE_S = 20.0
+"""How long the box of a create that failed without an answer is looked for: the server may still be making it."""
+_DEAD = frozenset(("failed", "terminated", "stopping"))
+
+
+class Creation:
+    """Creates the box of one spec. `discard` destroys it again, whatever stage it reached."""
+
+    def __init__(self, connection: Connection, spec: SandboxSpec) -> None:
+        self._connection = connection
+        self._config = connection.config
+        self._spec = spec
+        self.key = spec.idempotency_key or uuid.uuid4().hex
+        self._image = spec.image or connection.config.default_image
+        self.created: str | None = None
+        """The box this call made (another may have, for the same idempotency key)."""
+        self._late_s: float | None = None
+        """How long a box of this create may still appear; ``None`` when none can."""
+
+    def check(self) -> None:
+        """Refuse what can be refused without the server.
+
+        Raises:
+            ConfigError: an unknown provider option.
+            SandboxCreateError: there is no image, or a file's path is not absolute.
+        """
+        reject_unknown_keys(self._spec.provider_options, ["extensions"], where="opensandbox provider_options")
+        if self._image is None:
+            raise SandboxCreateError(
+                "opensandbox: the spec names no image; name one, or set sandbox.opensandbox.default_image"
+            )
+        for path in self._spec.files:
+            absolute(path)
+
+    async def run(self, deadline: float) -> OpenSandboxBox:
+        """Find the box of the spec's idempotency key, or make one; ready for commands when this returns."""
+        if self._spec.idempotency_key and (found := await self._first()) is not None:
+            return await self._adopt(found.id, deadline)
+        sandbox_id = await self._create()
+        if self._spec.idempotency_key:
+            winner = await self._first()
+            if winner is not None and winner.id != sandbox_id:
+                # Another create with this key was under way, and its box is the older one.
+                await self.discard()
+                return await self._adopt(winner.id, deadline)
+        box = OpenSandboxBox(sandbox_id, self._config.box_directory.rstrip("/"))
+        await self._furnish(box, deadline)
+        return box
+
+    async def _first(self) -> BackendInfo | None:
+        """The box that all creates with this key agree on: the oldest one that lives."""
+        async with told("looking for a box with the same idempotency key", kind=SandboxCreateError):
+            found = [i for i in await self._connection.made_by(self.key) if i.status.state.lower() not in _DEAD]
+        return min(found, key=lambda info: (info.created_at, info.id), default=None)
+
+    async def _create(self) -> str:
+        from opensandbox.models.sandboxes import Host, NetworkPolicy, SandboxImageSpec, Volume
+        from opensandbox.sandbox import Sandbox
+
+        spec = self._spec
+        ttl_s = DEFAULT_TTL_S if spec.ttl_s is None else spec.ttl_s
+        resource: dict[str, str] = {}
+        if spec.resources.cpu is not None:
+            resource["cpu"] = f"{round(spec.resources.cpu * 1000)}m"
+        if spec.resources.memory_mib is not None:
+            resource["memory"] = f"{int(spec.resources.memory_mib)}Mi"
+        options: dict[str, Any] = {}
+        if _closed(spec):
+            options["network_policy"] = NetworkPolicy(default_action="deny", egress=[])
+        if spec.mounts:
+            options["volumes"] = [
+                Volume(name=f"m{n}", host=Host(path=mount.source), mount_path=mount.target, read_only=True)
+                for n, mount in enumerate(spec.mounts)
+            ]
+        self._late_s = _LATE_S
+        try:
+            sdk = await Sandbox.create(
+                SandboxImageSpec(str(self._image)),
+                timeout=timedelta(seconds=max(ttl_s, _SHORTEST_TIMEOUT_S)),
+                env={str(name): str(value) for name, value in spec.env.items()} if spec.entrypoint else {},
+                metadata=labels.encode(spec.metadata, key=self.key),
+                resource=resource,
+                entrypoint=list(spec.entrypoint or _IDLE),
+                extensions=dict(spec.provider_options.get("extensions") or {}),
+                connection_config=await self._connection.create_config(),
+                skip_health_check=True,
+                **options,
+            )
+        except sdk_errors() as error:
+            # An answer of the server itself says that it is done with this request; one that it refused made nothing.
+            status = status_of(error)
+            if status is not None and status not in (502, 503, 504):
+                self._late_s = 0.0 if status >= 500 else None
+            raise translate(
+                error, f"creating a box of image '{self._image}'", kind=SandboxCreateError, image=self._image
+            ) from error
+        self.created, self._late_s = str(sdk.id), None
+        if ttl_s < _SHORTEST_TIMEOUT_S:
+            async with told("setting the lease of a new box", kind=SandboxCreateError):
+                await (await self._connection.manager()).renew_sandbox(sdk.id, timedelta(seconds=ttl_s))
+        return str(sdk.id)
+
+    async def _furnish(self, box: OpenSandboxBox, deadline: float) -> None:
+        """Put the helper and the spec's files into the box. The file with the defaults of commands comes last."""
+        from opensandbox.models.filesystem import WriteEntry
+
+        spec = self._spec
+        program = await asyncio.to_thread(boxtool, self._config.box_architecture)
+        defaults = {"env": dict(spec.env), "workdir": spec.workdir or "", "user": spec.user or ""}
+        async with told("making a new box ready", kind=SandboxCreateError):
+            sdk = await sdk_of(self._connection, box, timeout_s=deadline - time.monotonic())
+            entries = [
+                WriteEntry(path=absolute(path), data=text.encode("utf-8", "surrogateescape"), mode=644)
+                for path, text in spec.files.items()
+            ]
+            for name in ("in", "runs"):
+                entries.append(WriteEntry(path=f"{box.directory}/{name}/.keep", data=b"", mode=600))
+            entries.append(WriteEntry(path=box.tool, data=program, mode=755))
+            await sdk.files.write_files(entries)
+            data = json.dumps(defaults).encode("utf-8", "surrogateescape")
+            await sdk.files.write_file(f"{box.directory}/box.json", data, mode=600)
+            if _closed(spec):
+                policy = await sdk.get_egress_policy()
+                if (policy.default_action or "deny").lower() != "deny" or policy.egress:
+                    raise SandboxCreateVerificationError(
+                        "opensandbox: the box's egress sidecar does not deny everything, as network: none asks for"
+                    )
+        await self._verify(box, spec)
+
+    async def _verify(self, box: OpenSandboxBox, spec: SandboxSpec) -> None:
+        """The box must really run the helper: a missing program, a wrong processor type or an entry point that has
+        ended show here, and not in somebody's command."""
+        try:
+            found = await order(self._connection, box, "signal", "0", "0")
+        except SandboxLostError as error:
+            info = await self._connection.info(box.sandbox_id)
+            state = "gone" if info is None else f"{info.status.state}: {info.status.message}"
+            raise SandboxCreateVerificationError(
+                f"opensandbox: the new box does not run {box.tool} (it is {state}); its image "
+                f"'{self._image}' must have /bin/sh, its entry point must go on, and box_architecture be right"
+            ) from error
+        if found["outcome"] != "exited":
+            raise SandboxCreateVerificationError(f"opensandbox: the new box is not usable: {found.get('error')}")
+
+    async def _adopt(self, sandbox_id: str, deadline: float) -> OpenSandboxBox:
+        """A box that another create made, once that one has made it ready."""
+        box = OpenSandboxBox(sandbox_id, self._config.box_directory.rstrip("/"))
+        while True:
+            left_s = deadline - time.monotonic()
+            try:
+                sdk = await sdk_of(self._connection, box, timeout_s=left_s)
+                await sdk.files.get_file_info([f"{box.directory}/box.json"])
+                return box
+            except sdk_errors() as error:
+                info = await self._connection.info(sandbox_id)
+                if info is None or info.status.state.lower() in _DEAD or left_s <= 0:
+                    raise translate(error, f"waiting for box {sandbox_id}", kind=SandboxCreateError) from error
+            await asyncio.sleep(0.1)
+
+    async def discard(self) -> None:
+        """Destroy what this call made. Where the server never told, its box is looked for by its mark until it has
+        had time to appear.
+
+        Raises:
+            SandboxError: it could not be destroyed; its lease will.
+        """
+        if self.created is not None:
+            await self._connection.kill(self.created)
+            self.created = None
+        if self._late_s is None or self._spec.idempotency_key:
+            # The box of an idempotency key may be another create's by now; its lease is what ends it.
+            return
+        deadline = time.monotonic() + self._late_s
+        last: SandboxError | None = None
+        while True:
+            try:
+                found = await self._connection.made_by(self.key)
+                for info in found:
+                    await self._connection.kill(info.id)
+                last = None
+                if found:
+                    return
+            except sdk_errors() as error:
+                last = translate(error, "looking for a box that was not wanted any more")
+            if time.monotonic() >= deadline:
+                break
+            await asyncio.sleep(0.5)
+        if last is not None:
+            raise last
+
+
+def _closed(spec: SandboxSpec) -> bool:
+    return spec.network == NetworkPolicy.NONE.value

@@ -1,0 +1,201 @@
+"""One command in a box, from its start to its one end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal as signals
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+from nemo_gym.errors import NemoGymError, SandboxError, SandboxLostError
+from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecRequest
+from nemo_gym.sandbox.providers.opensandbox.box import OpenSandboxBox
+from nemo_gym.sandbox.providers.opensandbox.connection import Connection, sdk_errors
+from nemo_gym.sandbox.providers.opensandbox.frames import END, STARTED, STDERR, STDOUT, Frame
+from nemo_gym.sandbox.providers.opensandbox.tool import ToolRun, ending, order, put_file, request_argument
+
+_OUTCOMES = {
+    "exited": ExecOutcome.EXITED,
+    "signaled": ExecOutcome.SIGNALED,
+    "timed_out": ExecOutcome.TIMED_OUT,
+    "out_of_memory": ExecOutcome.OUT_OF_MEMORY,
+}
+_SIGNAL_TIMEOUT_S = 30.0
+
+
+class OpenSandboxExec:
+    """A running command (`ExecProcess`). ``truncated`` names the streams of which output was dropped.
+
+    The command runs below a helper program in the box, which alone says how it ended. What the backend says of the
+    helper's own end (0 where a connection merely closed, -1 for any kill) is never taken for the command's.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        box: OpenSandboxBox,
+        request: ExecRequest,
+        *,
+        in_background: Callable[[Awaitable[None]], None],
+    ) -> None:
+        self.exec_id = uuid.uuid4().hex
+        self.truncated: set[str] = set()
+        self._connection = connection
+        self._box = box
+        self._request = request
+        self._in_background = in_background
+        self._running: ToolRun | None = None
+        self._first: Frame | None = None
+        self._lost = False
+        self._killed = False
+        self._ended = False
+        self._consumed = False
+        self._began = time.monotonic()
+
+    async def start(self) -> None:
+        """Start the command. A box that is gone makes it an exec whose only event is ``LOST``.
+
+        Raises:
+            SandboxError: there is no such user in the box.
+        """
+        try:
+            await self._submit()
+            if self._running is not None:
+                self._first = await self._running.next()
+        except SandboxLostError:
+            self._lost = True
+        except BaseException:
+            self._abandon()
+            raise
+        if self._first is not None and self._first.kind == END:
+            found = ending(self._first)
+            if found["outcome"] == "error":
+                await self._close()
+                raise SandboxError(f"opensandbox: the command was not run: {found.get('error')}")
+
+    async def _submit(self) -> None:
+        request = self._request
+        stdin = ""
+        if request.stdin is not None:
+            stdin = await put_file(self._connection, self._box, request.stdin, f"{self.exec_id}.stdin")
+        command = request.command
+        order: dict[str, Any] = {
+            "argv": ["/bin/sh", "-c", command] if isinstance(command, str) else list(command),
+            "cwd": request.cwd or "",
+            "env": dict(request.env),
+            "timeout_s": request.timeout_s,
+            "user": request.user or "",
+            "stdin": stdin,
+            "merge_stderr": request.merge_stderr,
+        }
+        argument = await request_argument(self._connection, self._box, order)
+        self._running = ToolRun(self._connection, self._box, "run", self.exec_id, argument)
+        self._running.begin()
+
+    async def events(self) -> AsyncGenerator[ExecOutput | ExecEnd, None]:
+        """Output in order, and then exactly one `ExecEnd`. Can be iterated once."""
+        if self._consumed:
+            raise SandboxError("the events of an exec can be read once")
+        self._consumed = True
+        kept = {"stdout": 0, "stderr": 0}
+        try:
+            end: ExecEnd | None = None
+            while end is None and not self._lost:
+                try:
+                    frame = await self._next()
+                except SandboxLostError:
+                    self._lost = True
+                    break
+                if frame.kind == END:
+                    end = self._end_of(ending(frame))
+                elif frame.kind in (STDOUT, STDERR):
+                    stream = "stdout" if frame.kind == STDOUT else "stderr"
+                    data = frame.data[: max(self._request.max_output_bytes - kept[stream], 0)]
+                    if len(data) < len(frame.data):
+                        self.truncated.add(stream)
+                    if data:
+                        kept[stream] += len(data)
+                        yield ExecOutput("stdout" if frame.kind == STDOUT else "stderr", data)
+            if end is None:
+                end = await self._lost_end()
+            else:
+                self._ended = True
+                if self._running is not None:
+                    await self._running.settle()
+            yield end
+        finally:
+            self._abandon()
+
+    async def _next(self) -> Frame:
+        first, self._first = self._first, None
+        if first is not None and first.kind != STARTED:
+            return first
+        if self._running is None:
+            raise SandboxLostError("the command was never submitted")
+        return await self._running.next()
+
+    def _end_of(self, found: dict[str, Any]) -> ExecEnd:
+        outcome = _OUTCOMES.get(found["outcome"])
+        duration_s = time.monotonic() - self._began
+        if found["outcome"] == "refused" and self._killed:
+            # The kill came first, and kept it from starting.
+            return ExecEnd(ExecOutcome.SIGNALED, signal=int(signals.SIGKILL), duration_s=duration_s)
+        if outcome is None:
+            return ExecEnd(ExecOutcome.LOST, duration_s=duration_s)
+        return ExecEnd(
+            outcome,
+            return_code=int(found["code"]) if outcome is ExecOutcome.EXITED else None,
+            signal=int(found["signal"]) if found.get("signal") else None,
+            duration_s=duration_s,
+        )
+
+    async def _lost_end(self) -> ExecEnd:
+        """Lost, unless the server says that memory ran out, which kills the helper as it may any process."""
+        duration_s = time.monotonic() - self._began
+        with contextlib.suppress(*sdk_errors(TimeoutError)):
+            info = await asyncio.wait_for(self._connection.info(self._box.sandbox_id), 10)
+            if info is not None and "oom" in f"{info.status.reason} {info.status.message}".lower():
+                return ExecEnd(ExecOutcome.OUT_OF_MEMORY, signal=int(signals.SIGKILL), duration_s=duration_s)
+        return ExecEnd(ExecOutcome.LOST, duration_s=duration_s)
+
+    def _abandon(self) -> None:
+        """Nobody listens any more: what still runs is killed, and only then the connection given up."""
+
+        async def finish() -> None:
+            try:
+                if not self._ended:
+                    # Best effort: a box that is gone has nothing left to kill.
+                    with contextlib.suppress(NemoGymError):
+                        await self.kill()
+            finally:
+                await self._close()
+
+        if self._ended or self._running is None:
+            self._in_background(self._close())
+        else:
+            self._in_background(finish())
+
+    async def _close(self) -> None:
+        if self._running is not None:
+            await self._running.close()
+
+    async def signal(self, number: int) -> None:
+        """Send a signal to the command's whole process tree."""
+        if self._ended or self._running is None:
+            return
+        if number == signals.SIGKILL:
+            self._killed = True
+        with contextlib.suppress(SandboxLostError):
+            found = await order(
+                self._connection, self._box, "signal", self.exec_id, str(int(number)), timeout_s=_SIGNAL_TIMEOUT_S
+            )
+            if found["outcome"] == "error":
+                # Better no box than one with a command in it that cannot be stopped.
+                await self._connection.kill(self._box.sandbox_id)
+
+    async def kill(self) -> None:
+        """Kill the command's whole process tree, daemons that left its session included. Idempotent."""
+        await self.signal(signals.SIGKILL)

@@ -1,0 +1,314 @@
+"""`OpenSandboxProvider`: boxes of an OpenSandbox server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from builtins import list as List  # noqa: N812 - the contract has a method of the builtin's name
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from nemo_gym.errors import SandboxCreateError, SandboxError, SandboxLostError
+from nemo_gym.sandbox.base import (
+    DEFAULT_MAX_OUTPUT_BYTES,
+    DEFAULT_READY_TIMEOUT_S,
+    ExecRequest,
+    NetworkPolicy,
+    SandboxExecResult,
+    SandboxHandle,
+    SandboxInfo,
+    SandboxSpec,
+    SandboxStatus,
+)
+from nemo_gym.sandbox.capabilities import SandboxCapabilities
+from nemo_gym.sandbox.labels import MANAGED
+from nemo_gym.sandbox.outputs import run_to_end
+from nemo_gym.sandbox.providers.opensandbox import archives, labels
+from nemo_gym.sandbox.providers.opensandbox.box import OpenSandboxBox, box_of
+from nemo_gym.sandbox.providers.opensandbox.config import OpenSandboxConfig
+from nemo_gym.sandbox.providers.opensandbox.connection import Connection, sdk_errors, told
+from nemo_gym.sandbox.providers.opensandbox.creation import Creation
+from nemo_gym.sandbox.providers.opensandbox.execution import OpenSandboxExec
+from nemo_gym.sandbox.providers.opensandbox.tool import sdk_of
+from nemo_gym.sandbox.transfer import download, upload
+
+if TYPE_CHECKING:
+    from opensandbox.models.sandboxes import SandboxInfo as BackendInfo
+
+log = structlog.get_logger(__name__)
+
+_STATES = {
+    "pending": SandboxStatus.STARTING,
+    "running": SandboxStatus.RUNNING,
+    "pausing": SandboxStatus.RUNNING,
+    "paused": SandboxStatus.RUNNING,
+    "resuming": SandboxStatus.RUNNING,
+    "stopping": SandboxStatus.STOPPED,
+    "terminated": SandboxStatus.STOPPED,
+    "failed": SandboxStatus.ERROR,
+}
+
+
+class OpenSandboxProvider:
+    """Boxes of an OpenSandbox server, whose leases the server keeps.
+
+    Args:
+        options: see `OpenSandboxConfig`.
+    """
+
+    name = "opensandbox"
+
+    def __init__(self, **options: Any) -> None:
+        self.config = OpenSandboxConfig.from_mapping(options)
+        self._connection = Connection(self.config)
+        self._background: set[asyncio.Future[None]] = set()
+
+    @cached_property
+    def capabilities(self) -> SandboxCapabilities:
+        """What the configuration says of the server, which cannot be asked for it; nothing is sent anywhere."""
+        config = self.config
+        found = {
+            "memory_limit": "memory" in config.limits,
+            "cpu_limit": "cpu" in config.limits,
+            "endpoint": not config.use_server_proxy,
+        }
+        limit = "the configuration says (limits) that the server does not enforce it"
+        reasons = {
+            "memory_limit": limit,
+            "cpu_limit": limit,
+            "pids_limit": "the server limits processes for all its boxes alike, not for one (docker.pids_limit)",
+            "disk_limit": "the backend has no limit of what a box writes",
+            "gpu": "not offered by this provider",
+            "nested_containers": "the server drops the privileges that containers in a box would need",
+            "loopback_door": "the server puts nothing of ours beside a box's network, and its own egress sidecar "
+            "cannot add credentials for one route alone; let the agent run outside the box, or use sandbox=docker",
+            "endpoint": "behind the server's proxy a box's port is reached with the server's own key alone, which "
+            "must not be handed on",
+            "snapshot": "the server's snapshots have neither names of our choice nor labels to find them by",
+            "network_none": "the server's boxes have a network; where it puts an egress sidecar beside them, set "
+            "egress_policy: true",
+        }
+        policies = {NetworkPolicy.OPEN} | ({NetworkPolicy.NONE} if config.egress_policy else set())
+        if config.egress_policy:
+            del reasons["network_none"]
+        return SandboxCapabilities(
+            network_policies=frozenset(policies),
+            connect=True,
+            reasons={name: why for name, why in reasons.items() if not found.get(name, False)},
+            **found,
+        )
+
+    # ------------------------------------------------------------------------------------------- life of a box
+
+    async def create(self, spec: SandboxSpec) -> SandboxHandle:
+        self.capabilities.check(spec, self.name)
+        creation = Creation(self._connection, spec)
+        creation.check()
+        timeout_s = DEFAULT_READY_TIMEOUT_S if spec.ready_timeout_s is None else spec.ready_timeout_s
+        # The server goes on with a create whose client has left. So this call's goes on too, until it knows the box
+        # that it must destroy.
+        creating = asyncio.ensure_future(creation.run(time.monotonic() + timeout_s))
+        try:
+            async with asyncio.timeout(timeout_s):
+                box = await asyncio.shield(creating)
+        except TimeoutError as error:
+            self._in_background(self._take_back(creation, creating))
+            raise SandboxCreateError(
+                f"opensandbox: the box was not ready after ready_timeout_s={timeout_s:g} seconds", retryable=True
+            ) from error
+        except asyncio.CancelledError:
+            self._in_background(self._take_back(creation, creating))
+            raise
+        except SandboxCreateError as error:
+            if error.retryable:
+                # Whether the server made something may show only later; nobody should wait for that.
+                self._in_background(self._take_back(creation, creating))
+            else:
+                await self._take_back(creation, creating)
+            raise
+        except BaseException:
+            await self._take_back(creation, creating)
+            raise
+        return SandboxHandle(sandbox_id=box.sandbox_id, provider_name=self.name, raw=box)
+
+    async def _take_back(self, creation: Creation, creating: asyncio.Future[OpenSandboxBox]) -> None:
+        await asyncio.wait({creating})
+        if not creating.cancelled():
+            creating.exception()
+        try:
+            await creation.discard()
+        except SandboxError as error:
+            log.warning("opensandbox_create_not_taken_back", error=str(error), key=creation.key)
+
+    async def status(self, handle: SandboxHandle) -> SandboxStatus:
+        try:
+            info = await self._connection.info(handle.sandbox_id)
+        except sdk_errors():
+            return SandboxStatus.UNKNOWN
+        return SandboxStatus.STOPPED if info is None else _status(info)
+
+    async def renew(self, handle: SandboxHandle, ttl_s: float) -> None:
+        """Let the box live ``ttl_s`` seconds from now, which may be less than it had."""
+        await self._running(handle.sandbox_id, "renewing the lease of")
+        async with told(f"renewing the lease of box {handle.sandbox_id}"):
+            manager = await self._connection.manager()
+            await manager.renew_sandbox(handle.sandbox_id, timedelta(seconds=ttl_s))
+
+    async def close(self, handle: SandboxHandle) -> None:
+        async with told(f"destroying box {handle.sandbox_id}"):
+            await self._connection.kill(handle.sandbox_id)
+
+    async def list(self, labels: Mapping[str, str] | None = None) -> List[SandboxInfo]:
+        wanted = {**(labels or {}), MANAGED: "true"}
+        async with told("listing boxes"):
+            found = await self._connection.every(_select(wanted))
+        infos = [info for one in found if (info := _info(one)) is not None]
+        return [info for info in infos if wanted.items() <= info.labels.items()]
+
+    async def reap(self, labels: Mapping[str, str]) -> List[str]:
+        if not labels:
+            raise SandboxError("reap needs at least one label, as without any it would destroy every box")
+        ids = [info.sandbox_id for info in await self.list(labels)]
+        async with told("destroying boxes"):
+            await asyncio.gather(*(self._connection.kill(sandbox_id) for sandbox_id in ids))
+        return ids
+
+    async def aclose(self) -> None:
+        """Close the connections, once what nobody waits for (boxes nobody wants, abandoned commands) is done."""
+        loop = asyncio.get_running_loop()
+        while mine := {task for task in self._background if task.get_loop() is loop}:
+            await asyncio.wait(mine)
+        await self._connection.aclose()
+
+    # ------------------------------------------------------------------------------------------------ commands
+
+    async def start_exec(self, handle: SandboxHandle, request: ExecRequest) -> OpenSandboxExec:
+        process = OpenSandboxExec(self._connection, box_of(handle), request, in_background=self._in_background)
+        await process.start()
+        return process
+
+    async def exec(
+        self,
+        handle: SandboxHandle,
+        command: str | Sequence[str],
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        user: str | None = None,
+        stdin: bytes | None = None,
+        merge_stderr: bool = False,
+        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
+    ) -> SandboxExecResult:
+        request = ExecRequest(command, cwd, env or {}, timeout_s, user, stdin, merge_stderr, max_output_bytes)
+        return await run_to_end(self.start_exec(handle, request))
+
+    # --------------------------------------------------------------------------------------------------- files
+
+    async def put_archive(self, handle: SandboxHandle, path: str, tar: AsyncIterator[bytes]) -> None:
+        await archives.put(self._connection, box_of(handle), path, tar)
+
+    def get_archive(
+        self, handle: SandboxHandle, path: str, *, exclude: Sequence[str] = (), max_bytes: int | None = None
+    ) -> AsyncIterator[bytes]:
+        return archives.get(self._connection, box_of(handle), path, exclude=exclude, max_bytes=max_bytes)
+
+    async def upload_file(self, handle: SandboxHandle, source: Path, target: str) -> None:
+        await upload(self, handle, source, target)
+
+    async def download_file(self, handle: SandboxHandle, source: str, target: Path) -> None:
+        await download(self, handle, source, target)
+
+    # -------------------------------------------------------------------------------- ports and other processes
+
+    async def endpoint(self, handle: SandboxHandle, port: int) -> str:
+        """Raises `SandboxError` when the provider goes through the server's proxy; see its capabilities."""
+        if self.config.use_server_proxy:
+            raise SandboxError(f"opensandbox: no port is given out: {self.capabilities.reasons['endpoint']}")
+        async with told(f"asking for port {port} of box {handle.sandbox_id}"):
+            sdk = await sdk_of(self._connection, box_of(handle))
+            found = await sdk.get_endpoint(port)
+        scheme = self.config.url.partition("://")[0]
+        return f"{scheme}://{found.endpoint}"
+
+    async def serialize_handle(self, handle: SandboxHandle, *, scope: str) -> dict[str, Any]:
+        """Names the box; the server's key is not in it, whoever connects needs their own."""
+        box = box_of(handle)
+        return {
+            "provider": self.name,
+            "url": self.config.url,
+            "sandbox_id": box.sandbox_id,
+            "directory": box.directory,
+            "scope": scope,
+        }
+
+    async def connect(self, descriptor: Mapping[str, Any]) -> SandboxHandle:
+        sandbox_id = descriptor.get("sandbox_id")
+        if descriptor.get("provider") != self.name or not isinstance(sandbox_id, str):
+            raise SandboxError("opensandbox: this is not a descriptor of a box of the opensandbox provider")
+        if descriptor.get("url") != self.config.url:
+            raise SandboxError(
+                f"opensandbox: the box is at {descriptor.get('url')}, and this provider talks to {self.config.url}; "
+                "configure its url"
+            )
+        info = await self._running(sandbox_id, "connecting to")
+        if labels.decode(info.metadata) is None:
+            raise SandboxError(f"opensandbox: {sandbox_id} is not a box of this suite")
+        directory = str(descriptor.get("directory") or self.config.box_directory).rstrip("/")
+        return SandboxHandle(sandbox_id, self.name, OpenSandboxBox(sandbox_id, directory))
+
+    # ----------------------------------------------------------------------------------------------- internals
+
+    async def _running(self, sandbox_id: str, doing: str) -> BackendInfo:
+        """The server's description of a box that runs. Raises `SandboxLostError` when it does not."""
+        async with told(f"{doing} box {sandbox_id}"):
+            info = await self._connection.info(sandbox_id)
+        if info is None or _status(info) in (SandboxStatus.STOPPED, SandboxStatus.ERROR):
+            state = "gone" if info is None else info.status.state
+            raise SandboxLostError(f"opensandbox: {doing} box {sandbox_id}: it is {state}")
+        return info
+
+    def _in_background(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(self._told_only(work))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    @staticmethod
+    async def _told_only(work: Awaitable[None]) -> None:
+        # Nobody waits for it, so nobody can be told but the log; a lease ends what it could not.
+        with contextlib.suppress(asyncio.CancelledError):
+            try:
+                await work
+            except sdk_errors(SandboxError) as error:
+                log.warning("opensandbox_background", error=str(error))
+
+
+def _select(wanted: Mapping[str, str]) -> dict[str, str]:
+    return labels.select(wanted)
+
+
+def _status(info: BackendInfo) -> SandboxStatus:
+    return _STATES.get(info.status.state.lower(), SandboxStatus.UNKNOWN)
+
+
+def _info(info: BackendInfo) -> SandboxInfo | None:
+    """A box as the contract lists it; ``None`` when it is not of this suite."""
+    given = labels.decode(info.metadata)
+    if given is None:
+        return None
+    status = _status(info)
+    ended = status in (SandboxStatus.STOPPED, SandboxStatus.ERROR)
+    return SandboxInfo(
+        sandbox_id=info.id,
+        status=status,
+        labels=given,
+        expires_at=info.expires_at.timestamp() if info.expires_at else None,
+        created_at=info.created_at.timestamp(),
+        termination_reason=(info.status.message or info.status.reason) if ended else None,
+    )

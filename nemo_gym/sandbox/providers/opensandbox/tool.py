@@ -1,0 +1,211 @@
+"""One run of the helper program in a box, heard from its first word to its last, or lost."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import uuid
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from nemo_gym.errors import SandboxError, SandboxLostError
+from nemo_gym.sandbox.providers.opensandbox.box import OpenSandboxBox
+from nemo_gym.sandbox.providers.opensandbox.connection import Connection, never_started, sdk_errors, translate
+from nemo_gym.sandbox.providers.opensandbox.frames import END, PING, Frame, FrameParser
+
+if TYPE_CHECKING:
+    from opensandbox.models.execd import OutputMessage
+    from opensandbox.sandbox import Sandbox
+
+_QUIET_S = 15.0
+"""Longer than the helper's heartbeat: then the server is asked whether the box still runs."""
+_QUEUED_FRAMES = 64
+_RETRIES = 4
+_LONGEST_ARGUMENT = 60_000
+"""Of a request in base64; the kernel allows 128 KiB for one argument."""
+_ATTACH_S = 30.0
+_ALIVE = frozenset(("pending", "running", "pausing", "paused", "resuming"))
+
+
+async def sdk_of(connection: Connection, box: OpenSandboxBox, *, timeout_s: float = _ATTACH_S) -> Sandbox:
+    """The SDK's object of a box, for the event loop that runs."""
+    loop = asyncio.get_running_loop()
+    if box.sdk is None or box.loop is not loop:
+        box.sdk, box.loop = await connection.attach(box.sandbox_id, timeout_s=timeout_s), loop
+    return box.sdk
+
+
+async def put_file(connection: Connection, box: OpenSandboxBox, data: Any, name: str) -> str:
+    """Write bytes, or what an open binary file holds, where the helper program reads it; its path in the box.
+
+    Raises:
+        SandboxLostError: the box is gone, or cannot be reached.
+    """
+    path = box.incoming(name)
+    try:
+        sdk = await sdk_of(connection, box)
+        await sdk.files.write_file(path, data, mode=600)
+    except sdk_errors() as error:
+        await _raise_lost(connection, box, error)
+        raise translate(error, f"writing a file into box {box.sandbox_id}") from error
+    return path
+
+
+async def _raise_lost(connection: Connection, box: OpenSandboxBox, error: BaseException) -> None:
+    """Raise `SandboxLostError` unless the server says that the box runs as it should."""
+    try:
+        info = await connection.info(box.sandbox_id)
+    except sdk_errors() as asked:
+        raise SandboxLostError(f"opensandbox: nothing is known of box {box.sandbox_id}: {asked}") from error
+    if info is None or info.status.state.lower() not in _ALIVE:
+        state = "gone" if info is None else f"{info.status.state} ({info.status.message or info.status.reason})"
+        raise SandboxLostError(f"opensandbox: the box {box.sandbox_id} is {state}") from error
+
+
+class ToolRun:
+    """What one run of the helper says. ``begin`` first, then ``next`` until its `END`, and ``close`` always."""
+
+    def __init__(self, connection: Connection, box: OpenSandboxBox, *arguments: str) -> None:
+        self._connection = connection
+        self._box = box
+        self._argv = [box.tool, *arguments]
+        self._frames: asyncio.Queue[Frame | None] = asyncio.Queue(_QUEUED_FRAMES)
+        self._parser = FrameParser()
+        self._task: asyncio.Task[None] | None = None
+        self._heard = 0.0
+        self._said_anything = False
+        self._ended = False
+        self._failure: BaseException | None = None
+
+    def begin(self) -> None:
+        self._heard = asyncio.get_running_loop().time()
+        self._task = asyncio.create_task(self._run())
+
+    async def next(self) -> Frame:
+        """The next frame, heartbeats left out.
+
+        Raises:
+            SandboxLostError: the helper's end was not heard, and will not be: the box is gone, the stream ended
+                without it (whatever the backend takes that for), or there was silence for too long.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            if self._ended and self._frames.empty():
+                raise self._lost()
+            quiet_s = loop.time() - self._heard
+            try:
+                frame = await asyncio.wait_for(self._frames.get(), max(_QUIET_S - quiet_s, 1.0))
+            except TimeoutError:
+                await self._check_silence(loop.time() - self._heard)
+                continue
+            if frame is None:
+                raise self._lost()
+            if frame.kind != PING:
+                return frame
+
+    def _lost(self) -> SandboxLostError:
+        why = f": {self._failure}" if self._failure else ""
+        return SandboxLostError(f"opensandbox: what ran in box {self._box.sandbox_id} ended without its end{why}")
+
+    async def _check_silence(self, quiet_s: float) -> None:
+        """A box that is paused, and one whose daemon died without its connection ending, just say nothing."""
+        if quiet_s < _QUIET_S:
+            return
+        if quiet_s >= self._connection.config.silence_s:
+            raise SandboxLostError(
+                f"opensandbox: nothing was heard of box {self._box.sandbox_id} for {quiet_s:.0f} s; is it paused?"
+            )
+        try:
+            info = await asyncio.wait_for(self._connection.info(self._box.sandbox_id), 5)
+        except sdk_errors(TimeoutError):
+            return
+        if info is None or info.status.state.lower() not in _ALIVE:
+            raise SandboxLostError(f"opensandbox: the box {self._box.sandbox_id} does not run any more")
+
+    async def _run(self) -> None:
+        try:
+            for attempt in range(_RETRIES):
+                try:
+                    await self._once()
+                    return
+                except sdk_errors() as error:
+                    self._failure = error
+                    if self._said_anything or not never_started(error) or attempt == _RETRIES - 1:
+                        return
+                    info = await self._connection.info(self._box.sandbox_id)
+                    if info is None or info.status.state.lower() not in _ALIVE:
+                        return
+                    await asyncio.sleep(0.2 * 3**attempt)
+        except sdk_errors() as error:
+            self._failure = error
+        finally:
+            # A reader that waits must hear of the end; one that is slow finds it when it has read the rest.
+            self._ended = True
+            with contextlib.suppress(asyncio.QueueFull):
+                self._frames.put_nowait(None)
+
+    async def _once(self) -> None:
+        from opensandbox.models.execd import ExecutionHandlers
+
+        async def listen(message: OutputMessage) -> None:
+            self._heard = asyncio.get_running_loop().time()
+            self._said_anything = True
+            for frame in self._parser.feed(message.text):
+                await self._frames.put(frame)
+
+        sdk = await sdk_of(self._connection, self._box)
+        # No timeout of the backend's: it would kill the helper, and look like a kill by anybody.
+        await sdk.commands.run(self._argv, handlers=ExecutionHandlers(on_stdout=listen, skip_accumulation=True))
+
+    async def close(self) -> None:
+        """Stop listening. What runs in the box is not stopped by this (though a backend may)."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({self._task})
+
+    async def settle(self, timeout_s: float = 1.0) -> None:
+        """After the end was heard: let the answer end by itself, so that its connection can be used again."""
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=timeout_s)
+        await self.close()
+
+
+async def order(
+    connection: Connection, box: OpenSandboxBox, *arguments: str, timeout_s: float | None = None
+) -> dict[str, Any]:
+    """Run the helper for something that has no output, to its end.
+
+    Raises:
+        SandboxLostError: see `ToolRun.next`; also after ``timeout_s`` seconds.
+    """
+    running = ToolRun(connection, box, *arguments)
+    running.begin()
+    try:
+        async with asyncio.timeout(timeout_s):
+            while (frame := await running.next()).kind != END:
+                pass
+        await running.settle()
+    except TimeoutError as error:
+        raise SandboxLostError(f"opensandbox: box {box.sandbox_id} did not answer within {timeout_s:g} s") from error
+    finally:
+        await running.close()
+    return ending(frame)
+
+
+def ending(frame: Frame) -> dict[str, Any]:
+    try:
+        return frame.ending()
+    except ValueError as error:
+        raise SandboxError(f"opensandbox: the helper in the box said nonsense: {error}") from error
+
+
+async def request_argument(connection: Connection, box: OpenSandboxBox, request: Mapping[str, Any]) -> str:
+    """A request as the helper takes it: in its arguments, or where it is too long for them in a file."""
+    data = json.dumps(request).encode("utf-8", "surrogateescape")
+    encoded = base64.b64encode(data).decode()
+    if len(encoded) <= _LONGEST_ARGUMENT:
+        return encoded
+    return "@" + await put_file(connection, box, data, f"{uuid.uuid4().hex}.json")

@@ -1,0 +1,1 @@
+"""Doubles of sandbox backends, for tests of whoever builds on them."""

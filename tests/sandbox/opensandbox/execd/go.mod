@@ -1,0 +1,3 @@
+module execd
+
+go 1.25

@@ -1,0 +1,170 @@
+"""A real ``opensandbox-server`` on a real Docker Engine, with a stand-in for the daemon that it puts into boxes.
+
+The stand-in is compiled from ``execd/``; the real one is only to be had from registries of images.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import signal
+import socket
+import subprocess
+import tarfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import docker
+from docker.errors import ImageNotFound
+
+from nemo_gym.sandbox.providers.docker.engine import Engine
+from nemo_gym.sandbox.providers.docker.host_image import ensure_host_image
+from nemo_gym.sandbox.providers.opensandbox.boxtool_build import build
+
+HERE = Path(__file__).parent
+INSTALL = HERE.parents[2] / "scripts" / "install-opensandbox-server"
+API_KEY = "key-of-the-tests"
+_START_S = 120.0
+
+CONFIG = """
+[server]
+host = "127.0.0.1"
+port = {port}
+api_key = "{key}"
+[log]
+level = "INFO"
+[runtime]
+type = "docker"
+execd_image = "{execd}"
+[docker]
+network_mode = "bridge"
+publish_host = "127.0.0.1"
+port_range_min = {first_port}
+port_range_max = {last_port}
+[storage]
+allowed_host_paths = ["{mounts}"]
+[ingress]
+mode = "direct"
+[store]
+type = "sqlite"
+path = "{store}"
+"""
+
+
+@dataclass
+class Server:
+    """A server that runs, or was killed and can be started again with the same state."""
+
+    url: str
+    image: str
+    """The engine's name of the image that boxes start from."""
+    argv: list[str]
+    environment: dict[str, str]
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.argv, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.log.parent
+            )
+        deadline = time.monotonic() + _START_S
+        while True:
+            with contextlib.suppress(OSError):
+                try:
+                    urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+                except urllib.error.HTTPError:
+                    pass
+                return
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"opensandbox-server does not serve: {self.log.read_text()[-3000:]}")
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.terminate()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.kill()
+            self.process = None
+
+    def provider(self, **options: Any) -> dict[str, Any]:
+        """The provider's configuration for this server."""
+        return {"opensandbox": {"url": self.url, "api_key": API_KEY, "default_image": self.image, **options}}
+
+
+def execd_image(client: docker.DockerClient, engine_url: str) -> str:
+    """The image the server takes the daemon and its start script from, made when the engine does not have it."""
+    program, script = build(HERE / "execd", "execd"), HERE / "execd" / "bootstrap.sh"
+    shell = ensure_host_image(Engine(engine_url, request_timeout_s=120))
+    seen = hashlib.sha256(program.read_bytes() + script.read_bytes() + shell.encode()).hexdigest()[:16]
+    name = f"nemo-gym/test-execd:{seen}"
+    try:
+        client.images.get(name)
+    except ImageNotFound:
+        # Begun with `tail` by the server, so it needs one: the machine's own image with two files more.
+        container = client.containers.create(shell, command=["true"])
+        try:
+            buffer = io.BytesIO()
+            with tarfile.open(fileobj=buffer, mode="w") as tar:
+                for path, inside in ((program, "execd"), (script, "bootstrap.sh")):
+                    info = tar.gettarinfo(str(path), inside)
+                    info.mode, info.uid, info.gid = 0o755, 0, 0
+                    with path.open("rb") as content:
+                        tar.addfile(info, content)
+            container.put_archive("/", buffer.getvalue())
+            repository, _, tag = name.partition(":")
+            container.commit(repository=repository, tag=tag)
+        finally:
+            container.remove(force=True)
+    return name
+
+
+@contextlib.contextmanager
+def opensandbox_server(directory: Path, engine_url: str) -> Iterator[Server]:
+    """A server whose state is in ``directory``; its boxes are removed at the end, whatever their leases say."""
+    installed = subprocess.run([str(INSTALL)], capture_output=True, text=True, timeout=900)
+    assert installed.returncode == 0, f"scripts/install-opensandbox-server: {installed.stderr[-2000:]}"
+    client = docker.DockerClient(base_url=engine_url, timeout=120)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    first_port = 41000 + os.getpid() % 40 * 400
+    config = directory / "server.toml"
+    config.write_text(
+        CONFIG.format(
+            port=port,
+            key=API_KEY,
+            execd=execd_image(client, engine_url),
+            first_port=first_port,
+            last_port=first_port + 399,
+            mounts=directory.parent,
+            store=directory / "server.db",
+        )
+    )
+    server = Server(
+        url=f"http://127.0.0.1:{port}",
+        image=ensure_host_image(Engine(engine_url, request_timeout_s=120)),
+        argv=[installed.stdout.strip().splitlines()[-1], "--config", str(config)],
+        environment={**os.environ, "DOCKER_HOST": engine_url, "HOME": str(directory)},
+        log=directory / "server.log",
+    )
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+        client.close()

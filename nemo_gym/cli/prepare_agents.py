@@ -17,15 +17,27 @@ from nemo_gym.harness.package import CliPackage
 
 
 def prepare_agents(settings: Sequence[str]) -> int:
-    """Fetch what is missing; ``agents`` names some of them. Raises `ConfigError`, also for an archive that is not the
-    pinned one."""
+    """Fetch what is missing; ``agents`` names some of them. Raises `ConfigError` when all have been tried, also for an
+    archive that is not the pinned one."""
     from nemo_gym.harness.provision.fetch import fetch
 
     packages = cli_packages()
+    command.parser(
+        "ng_prepare agents",
+        "Fetch the CLIs that agents run, in their pinned versions, once per machine; agents=a,b fetches some of them."
+        f" Agents: {', '.join(packages)}.",
+        words="agents=NAME,NAME",
+    ).parse_args(settings)
+    failed: list[str] = []
     for name in chosen(settings, packages):
         package = packages[name]
         print(f"{name}: {package.name} {package.version} …", flush=True)
-        print(f"{name}: {fetch(package)}", flush=True)
+        try:
+            print(f"{name}: {fetch(package)}", flush=True)
+        except ConfigError as error:
+            failed.append(f"{name}: {error.message}")
+    if failed:
+        raise ConfigError("; ".join(failed), key="agents")
     return command.EXIT_OK
 
 

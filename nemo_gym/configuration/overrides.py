@@ -110,25 +110,28 @@ def _require_known(merged: Merged, override: Override, known: set[str]) -> None:
         pass
     else:
         return
-    parent = path[:-1]
-    try:
-        siblings = lookup(merged.values, parent)
-    except KeyError:
-        siblings = None
-    depth_of_settings = 3 if path[0] == "sandbox" else 4
-    if len(path) >= depth_of_settings and isinstance(siblings, dict):
+    block = path[:2] if path[0] == "sandbox" else path[:3]
+    if len(path) > len(block) and _is_mapping(merged, block):
         return
-    choices = set(siblings if isinstance(siblings, dict) else ())
+    parents = next(path[:length] for length in reversed(range(len(path))) if _is_mapping(merged, path[:length]))
+    choices = set(lookup(merged.values, parents) if parents else merged.values)
+    wrong = path[len(parents)]
     if len(path) == 1:
         choices |= known
-    elif siblings is None:
-        choices = set(merged.values)
-    wrong = path[-1] if siblings is not None else path[0]
     raise ConfigError(
         f"{COMMAND_LINE}: unknown key '{override.key}'{nearest(wrong, choices)}; to add a key that no file has,"
         f" write '+{override.key}=…'",
         key=override.key,
     )
+
+
+def _is_mapping(merged: Merged, path: Sequence[str]) -> bool:
+    if not path:
+        return True
+    try:
+        return isinstance(lookup(merged.values, path), dict)
+    except KeyError:
+        return False
 
 
 def _set(merged: Merged, override: Override) -> None:

@@ -5,13 +5,17 @@ Asks the provider itself, so it takes a moment: ``ng_run`` does it while its ser
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
 
 from nemo_gym.configuration.backend import backend_of
 from nemo_gym.configuration.compatibility import sandbox_provider, side_of
 from nemo_gym.configuration.compose import Composition
+from nemo_gym.configuration.groups import available
 from nemo_gym.configuration.keys import AGENT_TYPE, MODEL_TYPE
 from nemo_gym.configuration.servers import ServerBlock, references
+from nemo_gym.configuration.suggest import nearest
 from nemo_gym.errors import ConfigError, SandboxError
 from nemo_gym.session import Topology
 
@@ -29,7 +33,7 @@ def check_sandbox(composition: Composition, topology: Topology | None) -> None:
         if lacking:
             raise ConfigError(
                 f"sandbox provider '{name}' cannot serve '{server.instance}' on this machine: {'; '.join(lacking)}"
-                f"{_others(name)}",
+                f"{_others(name, composition.roots)}",
                 key="sandbox",
                 missing=lacking,
             )
@@ -63,14 +67,24 @@ def _lacking(composition: Composition, server: ServerBlock, name: str, wanted: l
         else:
             has = bool(getattr(capabilities, capability, False))
         if not has:
-            reason = capabilities.reasons.get(capability, "not offered by this provider")
+            reason = capabilities.reasons.get(capability) or _not_offered(capability)
             # One cause (a missing program) may take away everything; it is said once.
             lacking[reason] = f"{lacking[reason]}, {capability}" if reason in lacking else capability
     return [f"{names}: {reason}" for reason, names in lacking.items()]
 
 
-def _others(name: str) -> str:
+def _not_offered(capability: str) -> str:
+    from nemo_gym.sandbox.capabilities import SandboxCapabilities
+
+    known = [field.name for field in fields(SandboxCapabilities) if field.type == "bool"]
+    if capability in (*known, "network_none"):
+        return "not offered by this provider"
+    return f"there is no such capability{nearest(capability, known)}; there are {', '.join(known)}"
+
+
+def _others(name: str, roots: Sequence[Path]) -> str:
     from nemo_gym.sandbox.registry import list_providers
 
-    others = [other for other in list_providers() if other != name]
+    choices = available("sandbox", roots)
+    others = [other for other in list_providers() if other != name and other in choices]
     return f". Others: {', '.join(f'sandbox={other}' for other in others)}" if others else ""

@@ -88,6 +88,7 @@ class CliAgent(SimpleResponsesAPIAgent):
 
     def setup_webserver(self) -> FastAPI:
         self._harness = self._configured_harness()
+        self.installed()  # a CLI that nobody fetched is said once, before any row is run
         return super().setup_webserver()
 
     def _configured_harness(self) -> CliHarness:

@@ -119,6 +119,22 @@ def test_help_explains_and_ends_well(root: Path, name: str) -> None:
     assert f"usage: ng_{name}" in done.stdout
 
 
+def test_help_of_agents_names_those_that_run_a_cli(root: Path) -> None:
+    done = command(root, "prepare", "agents", "--help")
+    assert done.returncode == 0
+    assert "agents=NAME,NAME" in done.stdout
+    assert "claude_code, codex" in done.stdout
+
+
+def test_agents_that_cannot_be_fetched_keep_no_other_from_being_tried(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "no-npm").mkdir()
+    nothing = {"PATH": str(tmp_path / "no-npm"), "NEMO_GYM_CACHE_DIR": str(tmp_path / "cache")}
+    done = command(root, "prepare", "agents", "agents=codex,qwen_code", **nothing)
+    assert done.returncode == 2
+    assert "codex: fetching agent CLIs needs npm" in done.stderr
+    assert "qwen_code: fetching agent CLIs needs npm" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("name", "words", "message"),
     [

@@ -130,6 +130,11 @@ def test_capability_that_the_provider_lacks_is_refused_with_its_reason(root: Pat
         sandboxed(root, "mathy.resources_servers.mathy.requires=[nested_containers]")
 
 
+def test_capability_that_does_not_exist_is_refused_with_its_right_name(root: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no such capability \(did you mean 'nested_containers'\?\); there are"):
+        sandboxed(root, "mathy.resources_servers.mathy.requires=[nested_containerz]")
+
+
 def test_missing_provider_binary_is_one_error_that_says_what_to_install(root: Path) -> None:
     with pytest.raises(ConfigError) as error:
         sandboxed(root, "sandbox.local.bwrap=no-such-program")

@@ -37,13 +37,17 @@ def test_tilde_removes(root: Path) -> None:
     assert set(composition.servers) == {"policy_model", "mathy"}
 
 
+def test_settings_within_a_servers_block_are_the_class_to_judge_however_deep(root: Path) -> None:
+    assert solver(root, "solver.responses_api_agents.solver.max_steps.at_most=9")["max_steps"] == {"at_most": 9}
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [
         ("num_repeat=2", r"unknown key 'num_repeat' \(did you mean 'num_repeats'\?\)"),
         ("enviroment=mathy", r"unknown key 'enviroment' \(did you mean 'environment'\?\)"),
         ("solvr.responses_api_agents.solver.max_steps=1", r"did you mean 'solver'\?"),
-        ("solver.responses_api_agnts.solver.max_steps=1", "unknown key"),
+        ("solver.responses_api_agnts.solver.max_steps=1", r"did you mean 'responses_api_agents'\?"),
         ("~nothing", "there is no such key"),
         ("num_repeats=1,2", "sweeps are not supported"),
         ("num_repeats", "write key=value"),

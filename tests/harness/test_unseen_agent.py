@@ -11,6 +11,7 @@ from nemo_gym.errors import ConfigError
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.providers.local import LocalProvider
 from nemo_gym.session import AgentOutcome, Topology
+from responses_api_agents.codex_agent.app import CodexAgent
 from tests.architecture.docs import example_files
 from tests.harness.conftest import Weather
 from tests.harness.stage import RUN, act, descriptor, outputs, stage
@@ -92,6 +93,17 @@ def test_setting_the_harness_does_not_know_is_refused_with_those_it_does(
     with (
         pytest.raises(ConfigError, match=r"agent 'tiny': harness: trys: .*; it takes: tries"),
         stage(tmp_path, {"local": local_settings}, harness={"trys": 1}),
+    ):
+        pass
+
+
+def test_agent_whose_cli_was_not_fetched_does_not_start(
+    tmp_path: Path, local_settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEMO_GYM_CACHE_DIR", str(tmp_path / "empty"))
+    with (
+        pytest.raises(ConfigError, match=r"the agent CLI 'codex' .* is not in .*empty; run: ng_prepare agents"),
+        stage(tmp_path, {"local": local_settings}, agent=CodexAgent),
     ):
         pass
 

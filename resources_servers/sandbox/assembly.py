@@ -82,6 +82,7 @@ def assemble(
             space,
             reconcile_interval_s=config.reconcile_interval_s,
             retention_s=config.retention_s,
+            output_retention_s=config.output_retention_s,
         ),
         metrics=Metrics(boxes, reconciler, space),
         held=held,

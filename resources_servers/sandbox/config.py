@@ -62,7 +62,9 @@ class BrokerConfig(BaseRunServerInstanceConfig):
 
     reconcile_interval_s: float = Field(30.0, gt=0)
     retention_s: float = Field(48 * 3600.0, gt=0)
-    """How long what was known of a box, its idempotency key and its output are kept after it is gone."""
+    """How long what was known of a box, and its idempotency key, are kept after it is gone."""
+    output_retention_s: float = Field(3600.0, gt=0)
+    """How long its commands' output is kept after it is gone."""
     on_stop: Literal["keep", "destroy"] = "keep"
     """What becomes of boxes when the broker is told to stop: kept until their lease ends, for the broker that starts
     next on the same state, or destroyed. A broker that is killed always keeps them."""

@@ -136,6 +136,10 @@ class SpoolSpace:
         if size:
             self._ended[(sandbox_id, exec_id)] = size
 
+    def boxes(self) -> set[str]:
+        """Ids of boxes of which there is output."""
+        return {path.name for path in self.root.iterdir()}
+
     def forget(self, sandbox_id: str) -> None:
         """Drop all output of a box."""
         directory = self.directory(sandbox_id)

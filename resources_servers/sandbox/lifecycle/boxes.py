@@ -205,7 +205,9 @@ class Boxes:
     async def _end_creation(self, box: Box) -> None:
         creating = box.creating
         if creating is not None and not creating.done():
-            creating.cancel()
+            # One that was begun by an earlier process is joined by ours; cancelling ours would not take it back.
+            if not box.interrupted:
+                creating.cancel()
             await asyncio.wait({creating})
 
     async def lost(self, box: Box, reason: str = "lost") -> None:

@@ -17,7 +17,7 @@ from resources_servers.sandbox.registry.records import BoxState
 log = structlog.get_logger(__name__)
 
 _EXPIRY_TICK_S = 0.2
-_FORGET_EVERY_S = 60.0
+_FORGET_EVERY_S = 15.0
 
 
 class Upkeep:
@@ -31,9 +31,13 @@ class Upkeep:
         *,
         reconcile_interval_s: float,
         retention_s: float,
+        output_retention_s: float,
     ) -> None:
         self._boxes, self.reconciler, self._space = boxes, reconciler, space
         self._reconcile_interval_s, self._retention_s = reconcile_interval_s, retention_s
+        self._output_retention_s = output_retention_s
+        self._ownerless: dict[str, float] = {}
+        """When a box was first seen to be gone whose output is still there."""
         self._tasks: list[asyncio.Task[None]] = []
         self._expiring: set[asyncio.Task[None]] = set()
         self.unreconciled: str | None = "the first reconciliation has not ended yet"
@@ -96,6 +100,14 @@ class Upkeep:
             self.unreconciled = str(error)
 
     async def _forget(self) -> None:
+        now = time.monotonic()
+        there = await asyncio.to_thread(self._space.boxes)
+        self._ownerless = {
+            sandbox_id: self._ownerless.get(sandbox_id, now) for sandbox_id in there - self._boxes.live.keys()
+        }
+        for sandbox_id, since in self._ownerless.items():
+            if now - since > self._output_retention_s:
+                self._space.forget(sandbox_id)
         while ids := await self._boxes.store.forget(time.time() - self._retention_s):
             for sandbox_id in ids:
                 self._space.forget(sandbox_id)

@@ -212,6 +212,24 @@ async def test_oldest_output_is_dropped_when_the_spool_is_full(start_broker: Sta
         assert len((await box.output(ids[2])).stdout) == 500_000
 
 
+async def test_output_is_dropped_a_while_after_its_box_is_gone(start_broker: StartBroker) -> None:
+    broker = start_broker(output_retention_s=1)
+    async with calling(broker) as api:
+        box, lasting = await api.box(), await api.box()
+        ids = [(await one.submit("echo said"))[0] for one in (box, lasting)]
+        await box.output(ids[0])
+        await lasting.output(ids[1])
+        await box.ask("DELETE")
+
+        async def dropped() -> bool:
+            answer = await box.ask("GET", f"/execs/{ids[0]}/output")
+            return answer.status == 410 and answer.code == "output_gone"
+
+        await eventually(dropped, "the output is dropped")
+        assert (await lasting.output(ids[1])).stdout == b"said\n"
+        assert [path.name for path in (broker.state_dir / "spool").iterdir()] == [lasting.sandbox_id]
+
+
 async def test_command_under_way_is_lost_and_killed_when_the_broker_was_killed(start_broker: StartBroker) -> None:
     broker = start_broker()
     async with calling(broker) as api:

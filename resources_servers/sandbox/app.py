@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from pydantic import PrivateAttr
 
 from nemo_gym.credentials import Role
@@ -18,7 +19,7 @@ from resources_servers.sandbox.assembly import assemble
 from resources_servers.sandbox.config import BrokerConfig
 from resources_servers.sandbox.routes.request_ids import RequestIdMiddleware, problem_reply
 from resources_servers.sandbox.routes.service import not_ready
-from resources_servers.sandbox.routes.table import install_routes
+from resources_servers.sandbox.routes.table import install_routes, invalid_parameter
 from resources_servers.sandbox.service import BrokerService
 
 
@@ -35,6 +36,7 @@ class SandboxBroker(SimpleServer):
         # The routes check their callers themselves: a lease is as good as a credential for some of them.
         app = self.base_app(authenticates_itself=lambda path: True)
         shape_errors(app, problem_reply)
+        app.add_exception_handler(RequestValidationError, invalid_parameter)
         app.add_middleware(RequestIdMiddleware)
         self._app = app
         return app

@@ -17,6 +17,8 @@ from nemo_gym import errors
 from nemo_gym.errors import NemoGymError
 
 Started = Literal["no", "yes", "unknown"]
+MAX_DETAIL_CHARS = 2000
+"""Of what a problem says: it may quote names that its sender chose."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def problem_of(error: NemoGymError, *, request_id: str, started: Started = "unkn
     return Problem(
         title=_title(error.code),
         status=error.status,
-        detail=error.message,
+        detail=error.message if len(error.message) <= MAX_DETAIL_CHARS else f"{error.message[:MAX_DETAIL_CHARS]}…",
         code=error.code,
         retryable=error.retryable,
         started=known,

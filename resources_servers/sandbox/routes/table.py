@@ -48,7 +48,6 @@ def install_routes(app: FastAPI, broker: BrokerService) -> None:
     """Add every route; once, when the broker is started."""
     for make in _FACTORIES:
         app.include_router(make(broker))
-    app.add_exception_handler(RequestValidationError, _invalid)
     described: dict[str, Any] = {}
 
     @app.get("/openapi.json", include_in_schema=False)
@@ -58,8 +57,9 @@ def install_routes(app: FastAPI, broker: BrokerService) -> None:
         return JsonResponse(described)
 
 
-async def _invalid(request: Request, error: Exception) -> Response:
-    """A wrong query, path or header parameter, as a problem that names it."""
+async def invalid_parameter(request: Request, error: Exception) -> Response:
+    """A wrong query, path or header parameter, as a problem that names it. Added before the app serves anything: what
+    is added later is not asked."""
     assert isinstance(error, RequestValidationError)
     wrong = [f"{'.'.join(str(part) for part in item['loc'][1:])}: {item['msg']}" for item in error.errors()[:10]]
     return problem_reply(request.scope, InvalidBodyError("; ".join(wrong), started="no"))

@@ -1,4 +1,4 @@
-"""The broker's own program on a machine whose wall clock somebody sets: by the seconds in the file ``CLOCK_OFFSET``."""
+"""The broker's own program on a machine whose wall clock is wrong by the seconds in the file ``CLOCK_OFFSET``."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ async def test_exec_id_that_is_no_plain_name_is_refused_and_writes_nothing(exec_
     url = aiohttp.client.URL(f"{api.broker.url}{box.path}/execs/{exec_id}", encoded=True)
     headers = {"Authorization": f"Bearer {box.token}", "Content-Type": "application/json"}
     async with api.session.put(url, headers=headers, data=b'{"command": "echo x"}') as response:
-        assert response.status in (404, 405, 422), await response.text()
+        assert response.status in (400, 404, 405, 422), await response.text()
     after = {path for path in api.broker.state_dir.rglob("*") if "spool" not in path.parts}
     assert after - before <= {path for path in after if path.name.startswith("broker.sqlite")}
     spooled = {path.name for path in api.broker.state_dir.glob("spool/*/*")}
@@ -139,21 +139,22 @@ async def test_climbing_archive_path_ends_at_the_boxs_own_root(api: Api) -> None
     box = await api.box()
     mark = f"faults-{uuid.uuid4().hex}"
     answer = await unpack(box, file(mark, b"in the box") + END, "/srv/../../../../../../tmp")
-    assert answer.status in (204, 422)
+    assert answer.status in (204, 400)
     assert not Path("/tmp", mark).exists()
     outside = await box.ask("GET", f"/archive?path=/../../../../../..{api.broker.state_dir}/identity")
-    assert outside.status in (404, 422)
+    assert outside.status in (400, 404)
 
 
 async def test_image_name_that_climbs_reaches_no_file_of_the_host(api: Api, tmp_path: Path) -> None:
     box = await api.box()
     for name in ("../../../../escaped", "/etc/escaped", "a/../../../escaped", ".."):
         answer = await box.ask("POST", "/images", json={"image": name})
-        assert 400 <= answer.status < 500, (name, answer.body)
+        assert answer.status < 500, (name, answer.body)
         encoded = name.replace("/", "%2F").replace(".", "%2E")
         gone = await api.call("DELETE", aiohttp.client.URL(f"/v1/images/{encoded}", encoded=True).raw_path)
         assert gone.status < 500
-    assert not Path("/etc/escaped").exists()
+    state = api.broker.state_dir
+    assert not [path for place in (Path("/etc"), state.parent, state.parent.parent) for path in place.glob("escaped*")]
 
 
 # -- archives --------------------------------------------------------------------------------------------------------
@@ -180,9 +181,8 @@ async def test_member_that_reaches_outside_changes_nothing_there(what: str, api:
     box = await api.box()
     await box.run(f"echo kept > {OUT}; ln {OUT} /srv/second; mkdir /srv/into")
     answer = await unpack(box, ESCAPES[what] + END)
-    assert answer.status in (204, 422), answer.body
-    if answer.status != 204:
-        assert answer.json["code"] in ("sandbox_archive", "archive_escapes")
+    assert answer.status in (204, 400), answer.body
+    assert answer.status == 204 or answer.code == "sandbox_archive"
     seen = await box.run(f"cat {OUT}; stat -c %h {OUT}; find /srv/into -type b -o -type c | wc -l")
     assert seen.stdout == b"kept\n2\n0\n"
 
@@ -201,7 +201,9 @@ BOMBS = {
 async def test_bomb_is_refused_or_unpacked_within_its_bounds(what: str, api: Api) -> None:
     box = await api.box()
     answer = await unpack(box, BOMBS[what])
-    assert answer.status in (204, 413, 422), (answer.status, answer.body[:300])
+    assert answer.status in (204, 400), (answer.status, answer.body[:300])
+    assert answer.status == 204 or answer.code == "sandbox_archive"
+    assert len(answer.body) < 5000
     assert (await box.run("echo alive; du -s /srv | cut -f1 | wc -l")).stdout == b"alive\n1\n"
     assert resident_mib(api.broker) < 300
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import subprocess
 from collections.abc import AsyncIterator
@@ -211,3 +212,24 @@ def test_image_of_root_is_refused_for_an_ordinary_user(tmp_path: Path) -> None:
     assert store.resolve("mine", "trusted").layers
     with pytest.raises(ImageError, match="made by root and cannot be used as an ordinary user"):
         store.resolve("mine", "user")
+
+
+def test_tree_is_removed_however_deep_it_is_and_links_are_not_followed(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "f").write_text("kept")
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    (tree / "link").symlink_to(kept)
+    (tree / "closed").mkdir(mode=0)
+    at = os.open(tree, os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("d" * 20, dir_fd=at)
+        below = os.open("d" * 20, os.O_RDONLY, dir_fd=at)
+        os.close(at)
+        at = below
+    os.symlink(kept, "link", dir_fd=at)
+    os.close(at)
+    remove_directory(tree)
+    assert not tree.exists()
+    assert (kept / "f").read_text() == "kept"

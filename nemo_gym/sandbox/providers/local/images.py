@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
-import shutil
 import stat
 import time
 import uuid
@@ -217,20 +217,33 @@ class ImageStore:
 
 
 def remove_directory(path: Path) -> None:
-    """Delete a tree, directories without permissions included; what cannot be deleted raises `OSError`."""
+    """Delete a tree, directories without permissions included; what cannot be deleted raises `OSError`.
 
-    def allow_and_retry(function: Any, failed: str, _: Any) -> None:
-        for directory in (Path(failed).parent, Path(failed)):
-            with contextlib.suppress(OSError):
-                if stat.S_ISDIR(directory.lstat().st_mode):
-                    directory.chmod(0o700)
-        if Path(failed).is_dir() and not Path(failed).is_symlink():
-            shutil.rmtree(failed)
-        elif os.path.lexists(failed):
-            Path(failed).unlink()
-
-    if os.path.lexists(path):
-        shutil.rmtree(path, onerror=allow_and_retry)
+    However deep it is: names, descriptors and calls have limits, and a box may make a tree that passes them all. So
+    every directory is moved up to the top before it is emptied.
+    """
+    if not os.path.lexists(path):
+        return
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+        return
+    moved = uuid.uuid4().hex
+    names = (path / f"{moved}-{number}" for number in itertools.count())
+    waiting = [path]
+    while waiting:
+        directory = waiting.pop()
+        directory.chmod(0o700)
+        for entry in [*os.scandir(directory)]:
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.path)  # noqa: PTH108 - the entry has its path as text
+            elif directory == path:
+                waiting.append(Path(entry.path))
+            else:
+                Path(entry.path).chmod(0o700)  # moving a directory changes its entry for the one above it
+                waiting.append(Path(entry.path).rename(next(names)))
+        if directory != path:
+            directory.rmdir()
+    path.rmdir()
 
 
 def copy_layer(source: Path, target: Path) -> None:

@@ -1,7 +1,7 @@
 """The writer of the registry: one thread, one connection, one transaction for all who wait.
 
-When a transaction fails, its operations are tried again one by one, so that nobody fails for another's sake; a database
-that is gone fails those who wait, and is connected to again for the next.
+When a transaction fails, its operations are tried again one by one, so that nobody fails for another's sake; a
+database that is gone fails those who wait, and is connected to again for the next.
 """
 
 from __future__ import annotations

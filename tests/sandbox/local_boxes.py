@@ -52,9 +52,9 @@ def config_below(base: Path) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def local_place(base: Path, **options: Any) -> AsyncIterator[LocalPlace]:
+async def local_place(base: Path, provider: LocalProvider | None = None, **options: Any) -> AsyncIterator[LocalPlace]:
     """A provider below ``base``; when the block ends, no box of it is left and its supervisor is gone."""
-    provider = LocalProvider(**{**config_below(base), **options})
+    provider = provider or LocalProvider(**{**config_below(base), **options})
     place = LocalPlace(provider, base)
     try:
         yield place

@@ -22,6 +22,7 @@ from typing import Any
 
 from nemo_gym.sandbox import init_program, linux
 from nemo_gym.sandbox.providers.apptainer import finishing
+from nemo_gym.sandbox.providers.apptainer.settings import CONFIGURATION
 from nemo_gym.sandbox.providers.local.protocol import close_all
 from nemo_gym.sandbox.providers.local.supervisor import children, disk
 from nemo_gym.sandbox.providers.local.supervisor.construction import (
@@ -32,33 +33,6 @@ from nemo_gym.sandbox.providers.local.supervisor.construction import (
     mount_overlay,
     write_maps,
 )
-
-_CONFIGURATION = """\
-allow setuid = no
-allow pid ns = yes
-allow user ns = yes
-config passwd = no
-config group = no
-config resolv_conf = no
-mount proc = yes
-mount sys = no
-mount dev = minimal
-mount devpts = yes
-mount home = no
-mount tmp = no
-mount hostfs = no
-mount slave = no
-user bind control = yes
-enable overlay = yes
-enable underlay = no
-sessiondir max size = 16
-always use nv = no
-always use rocm = no
-root default capabilities = no
-memory fs type = tmpfs
-systemd cgroups = no
-"""
-"""What decides the box is the same on every machine, whatever its administrator configured for others."""
 
 _GO = b"g"
 _MS_NOEXEC = 0x8
@@ -72,7 +46,7 @@ async def build(plan: BoxPlan) -> BuiltBox:
     """
     for name in ("root", "parts", "files"):
         (plan.directory / name).mkdir(exist_ok=True)
-    (plan.directory / "apptainer.conf").write_text(_CONFIGURATION)
+    (plan.directory / "apptainer.conf").write_text(CONFIGURATION)
     binds = _binds(plan)
     error_read, error_write = os.pipe()
     said_read, said_write = os.pipe()
@@ -218,7 +192,7 @@ def _become_apptainer(
             os._exit(1)
         # Inside, nobody may make further user namespaces: they are how most kernel holes are reached.
         Path("/proc/sys/user/max_user_namespaces").write_text("0")
-        # Apptainer is process 1 of a process namespace, and its box is in there: with it ends everything.
+        # Apptainer and its box are in a process namespace whose process 1 watches both the supervisor and them.
         linux.unshare(linux.CLONE_NEWPID)
         pid = linux.fork_as_sibling()
         if pid:
@@ -236,6 +210,7 @@ def _become_apptainer(
         os.dup2(ready_fd, 1)
         os.dup2(stderr_fd, 2)
         os.set_inheritable(program, True)
+        _fork_and_watch()
         environment = {
             "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "HOME": str(plan.directory / "files"),
@@ -244,6 +219,19 @@ def _become_apptainer(
         os.execve(plan.program, list(arguments), environment)
     except OSError as error:
         children.report_error(error_fd, step, error)
+
+
+def _fork_and_watch() -> None:
+    """Fork; the child returns to become Apptainer, and the parent ends when that does. Apptainer cannot be process 1
+    itself: the kernel forgets whose death a program is to die of when it is started by a thread, as it starts its own.
+    """
+    child = os.fork()
+    if child == 0:
+        return
+    os.closerange(0, 1 << 20)
+    while os.wait()[0] != child:
+        pass
+    os._exit(0)
 
 
 def _explain(plan: BoxPlan, problem: dict[str, Any] | None, said: bytes) -> str:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
+import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_gym.errors import SandboxCreateError
+from nemo_gym.sandbox.providers.apptainer.settings import CONFIGURATION
 from nemo_gym.sandbox.providers.local.images import ImageManifest, ImageStore, remove_directory
 from nemo_gym.sandbox.providers.local.options import SupervisedOptions
 
 _ARCHIVES = ("docker-archive:", "oci-archive:")
 _UNPACK_TIMEOUT_S = 1800.0
+_SQUASHFS = re.compile(r"\|(\d+)-\d+\s*\|FS \(Squashfs/\*System")
 
 
 def image_from_path(image: str, store: ImageStore, options: SupervisedOptions) -> str:
@@ -64,7 +69,7 @@ def _unpack_once(
             return
         staged = store.new_staging()
         try:
-            _unpack(source, staged / "root", options)
+            _unpack(source, staged, options)
             xattrs = "trusted" if os.geteuid() == 0 else "user"
             store.publish(name, ImageManifest(name, host_base=False), staged, labels, xattrs)
         finally:
@@ -74,14 +79,38 @@ def _unpack_once(
         os.close(lock)
 
 
-def _unpack(source: str, target: Path, options: SupervisedOptions) -> None:
-    command = [options.program(), "--silent", "build", "--sandbox", str(target), source]
+def _unpack(source: str, staged: Path, options: SupervisedOptions) -> None:
+    """The root filesystem of an image file as ``staged/root``."""
+    if source.startswith(_ARCHIVES):
+        configuration = staged / "apptainer.conf"
+        configuration.write_text(CONFIGURATION)
+        build = ["--silent", "--config", str(configuration), "build", "--sandbox", str(staged / "root"), source]
+        _run([options.program(), *build], source, options)
+        configuration.unlink()
+        return
+    # Apptainer would unpack a SIF file in a container of its own, which takes capabilities that root may lack.
+    unsquashfs = shutil.which("unsquashfs", path="/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin")
+    if unsquashfs is None:
+        raise SandboxCreateError(
+            "unsquashfs was not found; install the package squashfs-tools", provider=options.provider
+        )
+    listed = _run([options.program(), "sif", "list", source], source, options)
+    found = _SQUASHFS.search(listed)
+    if found is None:
+        raise SandboxCreateError(f"'{source}' is no SIF file with a squashfs system in it", provider=options.provider)
+    command = [unsquashfs, "-quiet", "-no-progress", "-offset", found[1], "-dest", str(staged / "root"), source]
+    # Owners and attributes that only root can set are none that an ordinary user's boxes could have.
+    _run(command, source, options, accepted=(0,) if os.geteuid() == 0 else (0, 2))
+
+
+def _run(command: Sequence[str], source: str, options: SupervisedOptions, *, accepted: Sequence[int] = (0,)) -> str:
     try:
         done = subprocess.run(
             command, capture_output=True, stdin=subprocess.DEVNULL, timeout=_UNPACK_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise SandboxCreateError(f"cannot unpack '{source}': {error}", provider=options.provider) from error
-    if done.returncode or not target.is_dir():
+    if done.returncode not in accepted:
         said = done.stderr.decode("utf-8", "replace").strip()[-2000:]
-        raise SandboxCreateError(f"Apptainer cannot unpack '{source}': {said}", provider=options.provider)
+        raise SandboxCreateError(f"cannot unpack '{source}': {said}", provider=options.provider)
+    return done.stdout.decode("utf-8", "replace")

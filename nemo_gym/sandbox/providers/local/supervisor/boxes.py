@@ -30,6 +30,7 @@ _NAMESPACES = (
     | linux.CLONE_NEWCGROUP
 )
 
+_PF_EXITING = 0x4
 _REMOVE_PAUSE_S = 0.002
 _REMOVE_ATTEMPTS = 5000
 
@@ -154,6 +155,10 @@ class Box:
         # Not by entering it ourselves: an ordinary user's supervisor could not come back.
         return linux.listen_in_network_namespace(f"/proc/self/fd/{self._built.network_fd}", port)
 
+    def is_dying(self) -> bool:
+        """Whether the box's processes are being killed because it ends, though nobody closed it."""
+        return any(_is_exiting(pid) for pid in (self._built.monitor_pid, self._built.init_pid))
+
     async def died(self) -> None:
         """Wait until the box's processes are gone, whatever ended them."""
         await self._gone.wait()
@@ -192,6 +197,15 @@ class Box:
             await asyncio.sleep(_REMOVE_PAUSE_S)
         await remove_files(self.directory)
         close_all(self._layer_locks)
+
+
+def _is_exiting(pid: int) -> bool:
+    """Whether a process has ended or is about to: a box's first process waits for all others before it ends."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return True
+    return fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _PF_EXITING)
 
 
 async def remove_files(directory: Path) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import shutil
+import signal
 import socket
 import time
 import traceback
@@ -331,8 +332,9 @@ class Supervisor:
 
         def on_end(end: dict[str, Any]) -> None:
             client.commands.discard((box.box_id, exec_id))
-            if box.termination_reason is not None:
-                end = {"outcome": "lost", "duration_s": end["duration_s"], "reason": box.termination_reason}
+            if box.termination_reason is not None or (end.get("signal") == signal.SIGKILL and box.is_dying()):
+                reason = box.termination_reason or "the box ended"
+                end = {"outcome": "lost", "duration_s": end["duration_s"], "reason": reason}
             if client.connection is not None:
                 client.connection.send({"event": "end", "exec": exec_id, **end})
 

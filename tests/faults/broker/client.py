@@ -107,13 +107,14 @@ class Client:
         self.asked += 1
         if body is not None:
             data, headers = orjson.dumps(body), {**headers, "Content-Type": "application/json"}
-        answers = await asyncio.gather(*(self._final(method, path, headers, data) for _ in range(copies)))
+        answers = await asyncio.gather(*(self.final(method, path, headers, data) for _ in range(copies)))
         for answer in answers:
             if answer.status >= 400:
                 raise RefusedError(f"{method} {path}", answer)
         return answers[0]
 
-    async def _final(self, method: str, path: str, headers: Mapping[str, str], data: bytes | None) -> Answer:
+    async def final(self, method: str, path: str, headers: Mapping[str, str], data: bytes | None) -> Answer:
+        """Sent until an answer comes that says something else than: later."""
         while True:
             answer = await self.once(method, path, headers, data)
             if answer is not None and not _again(answer):

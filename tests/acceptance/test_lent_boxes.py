@@ -60,7 +60,7 @@ def test_box_is_gone_within_its_lease_when_the_pipeline_is_killed(tmp_path: Path
     """The servers go on, as on other machines; only nobody says any more that the attempt matters."""
     cell = Cell("claude_code", "swe_bench", "broker_local")
     prepare(cell)
-    composition, _ = composed(cell)
+    composition = composed(cell)
     (backend,) = backends(composition)
     run_id = f"killed-{tmp_path.name}"
     script = tmp_path / "slow.yaml"

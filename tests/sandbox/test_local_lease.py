@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -149,6 +150,21 @@ async def test_supervisor_of_another_release_is_left_alone_and_swept_when_it_is_
         await place.create()
     assert (live / "boxes" / "box").exists()
     assert not dead.exists()
+
+
+async def test_supervisor_starts_when_the_lock_of_another_release_cannot_be_opened(
+    tmp_path: Path, place: LocalPlace
+) -> None:
+    # As when another supervisor sweeps it at the same time; a program that runs cannot be opened for writing.
+    lock = tmp_path / "state" / "otherrelease" / "supervisor.lock"
+    lock.parent.mkdir(parents=True)
+    shutil.copy("/bin/sleep", lock)
+    running = await asyncio.create_subprocess_exec(lock, "600")
+    try:
+        assert await place.run(await place.create(), "echo works") == "works\n"
+    finally:
+        running.kill()
+        await running.wait()
 
 
 async def test_same_idempotency_key_gives_the_same_box(place: LocalPlace) -> None:

@@ -133,9 +133,12 @@ def _supervise(options: dict[str, Any]) -> None:
 def _sweep_other_releases(state_dir: Path) -> None:
     """Remove the directories of releases whose supervisors are gone."""
     for other in state_dir.parent.iterdir():
-        if other == state_dir or not (other / "supervisor.lock").is_file():
+        if other == state_dir:
             continue
-        lock = os.open(other / "supervisor.lock", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            lock = os.open(other / "supervisor.lock", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue  # no release's, or another supervisor that starts now was faster
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _sweep(other)

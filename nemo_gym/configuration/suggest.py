@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable
 
+from pydantic import ValidationError
+
 from nemo_gym.errors import ConfigError
 
 
@@ -12,6 +14,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """`` (did you mean 'x'?)``, or an empty string when nothing is near."""
     matches = difflib.get_close_matches(name, [str(k) for k in known], n=1, cutoff=0.6)
     return f" (did you mean '{matches[0]}'?)" if matches else ""
+
+
+def validation_problems(error: ValidationError, known: Collection[str] = ()) -> str:
+    """What a configuration class refused, without the values: they may be secrets. ``known`` are its keys."""
+    problems = []
+    for item in error.errors(include_input=False, include_url=False):
+        *parents, key = map(str, item["loc"] or ("value",))
+        where = ".".join((*parents, key))
+        if item["type"] == "extra_forbidden":
+            problems.append(f"unknown key '{where}'{'' if parents else nearest(key, known)}")
+        else:
+            problems.append(f"{where}: {item['msg']}")
+    return "; ".join(problems)
 
 
 def reject_unknown_keys(given: Iterable[str], known: Collection[str], *, where: str) -> None:

@@ -19,6 +19,7 @@ from pydantic import Field, PrivateAttr, ValidationError
 
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
+from nemo_gym.configuration.suggest import validation_problems
 from nemo_gym.errors import ConfigError
 from nemo_gym.harness.base import CliHarness, HarnessContext
 from nemo_gym.harness.process import STOP_TIMEOUT_S
@@ -96,9 +97,9 @@ class CliAgent(SimpleResponsesAPIAgent):
         try:
             options = options_class.model_validate(self.config.harness)
         except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False))
             raise ConfigError(
-                f"agent '{self.config.name}': harness: {wrong}; it takes:"
+                f"agent '{self.config.name}': harness:"
+                f" {validation_problems(error, options_class.model_fields)}; it takes:"
                 f" {', '.join(options_class.model_fields) or 'nothing'}",
                 key="harness",
             ) from None

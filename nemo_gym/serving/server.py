@@ -7,7 +7,7 @@ import secrets
 from abc import abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self, cast, get_args
 
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from nemo_gym.config_types import BaseRunServerInstanceConfig
+from nemo_gym.configuration.suggest import validation_problems
 from nemo_gym.credentials import Role, ServerCredentials
 from nemo_gym.errors import ConfigError, NemoGymError
 from nemo_gym.serving.client import ServerClient, close_global_aiohttp_client, server_config_of
@@ -69,14 +70,14 @@ class BaseServer(BaseModel):
             from omegaconf import DictConfig, OmegaConf
 
             block = OmegaConf.to_container(block, resolve=True) if isinstance(block, DictConfig) else dict(block)
-        fields = {"host": "127.0.0.1", "port": 0, **{key: value for key, value in block.items() if value is not None}}
-        for key in ("host", "port"):
-            if key in block and block[key] is None:
-                fields.setdefault(key, "127.0.0.1" if key == "host" else 0)
+        # A key that is null is a key that is not there, unless null is one of its values.
+        known = cls.config_class().model_fields
+        nullable = {name for name, field in known.items() if type(None) in get_args(field.annotation)}
+        given = {key: value for key, value in block.items() if value is not None or key in nullable}
         try:
-            return cls.config_class().model_validate({**fields, "name": instance})
+            return cls.config_class().model_validate({"host": "127.0.0.1", "port": 0, **given, "name": instance})
         except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False))
+            wrong = validation_problems(error, known)
             raise ConfigError(f"configuration of server '{instance}': {wrong}", key=instance) from None
 
 

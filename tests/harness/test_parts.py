@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_gym.errors import AgentError
+from nemo_gym.harness.agent import CliAgent, CliAgentConfig
 from nemo_gym.harness.event_log import BoundedLog
 from nemo_gym.harness.events import MAX_LINE_BYTES, JsonEventReader, LineSplitter, TextReader
 from nemo_gym.harness.home import CANDIDATES, home_candidates, setup_script
@@ -131,3 +132,22 @@ def test_transcript_is_one_record_for_every_harness() -> None:
     assert [item["type"] for item in response["output"]] == ["message", "function_call", "function_call_output"]
     assert "[500 characters left out]" in response["output"][2]["output"]
     assert response["usage"]["total_tokens"] == 12
+
+
+@pytest.mark.parametrize(
+    ("given", "failures", "wall_clock_s"),
+    [({}, 10, 3600), ({"max_model_failures": None}, None, 3600), ({"wall_clock_s": None}, 10, 3600)],
+)
+def test_null_is_no_limit_where_the_setting_knows_none_and_its_default_elsewhere(
+    given: dict[str, None], failures: int | None, wall_clock_s: float
+) -> None:
+    block = {
+        "entrypoint": "app.py",
+        "resources_server": {"type": "resources_servers", "name": "x"},
+        "model_server": {"type": "responses_api_models", "name": "x"},
+        "sandbox_provider": "local",
+        **given,
+    }
+    config = CliAgent.config_from("agent", {"agent": {"responses_api_agents": {"agent": block}}})
+    assert isinstance(config, CliAgentConfig)
+    assert (config.max_model_failures, config.wall_clock_s) == (failures, wall_clock_s)

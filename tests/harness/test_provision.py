@@ -53,6 +53,13 @@ def test_package_is_found_in_the_cache(cache: Path) -> None:
     assert installed(PACKAGE) == directory
 
 
+def test_cache_that_cannot_be_written_is_refused_by_name(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (cache / "file").touch()
+    monkeypatch.setenv("NEMO_GYM_CACHE_DIR", str(cache / "file"))
+    with pytest.raises(ConfigError, match=r"the cache .*file cannot hold 'some-cli': Not a directory; NEMO_GYM_CACHE"):
+        fetch(PACKAGE)
+
+
 @pytest.mark.parametrize("missing", [".", ".installed", PACKAGE.command])
 def test_missing_package_is_refused_with_the_command_that_installs_it(cache: Path, missing: str) -> None:
     directory = install(cache)

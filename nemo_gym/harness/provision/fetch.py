@@ -41,11 +41,21 @@ def fetch(package: CliPackage) -> Path:
 
     Raises:
         ConfigError: there is no npm or no fitting Python, an archive could not be fetched, or one is not the pinned
-            one.
+            one; the cache cannot be written to.
     """
     if _is_whole(package):
         return installed(package)
-    target = fetched_directory(package)
+    try:
+        return _fetched(package, fetched_directory(package))
+    except OSError as error:
+        raise ConfigError(
+            f"the cache {cache_root()} cannot hold '{package.name}': {error.strerror or error}; NEMO_GYM_CACHE_DIR"
+            " names another",
+            key="NEMO_GYM_CACHE_DIR",
+        ) from error
+
+
+def _fetched(package: CliPackage, target: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with _lock(target.parent / ".lock"):
         if not is_installed(package):

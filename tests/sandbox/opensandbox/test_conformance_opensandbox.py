@@ -1,4 +1,4 @@
-"""The opensandbox provider passes the conformance suite on a real server with a real Docker Engine."""
+"""The opensandbox provider passes the conformance suite: on the double of the server, and on a real one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,30 @@ from typing import Any
 import pytest
 
 from nemo_gym.sandbox.conformance import SandboxConformance
-from tests.sandbox.opensandbox.server import Server
+from tests.sandbox.opensandbox.server import API_KEY, Server
+
+
+class TestDoubleConformance(SandboxConformance):
+    """The double over local boxes, which do not see their control groups (so no command is known to have run out of
+    memory), and have no right to switch users."""
+
+    @pytest.fixture
+    def provider_config(self, double_server: str) -> dict[str, Any]:
+        return {
+            "opensandbox": {
+                "url": double_server,
+                "api_key": API_KEY,
+                "default_image": "host",
+                "use_server_proxy": True,
+                "egress_policy": True,
+                "limits": ["cpu"],
+                "exec_user": False,
+            }
+        }
+
+    @pytest.fixture
+    def image(self) -> str | None:
+        return None
 
 
 @pytest.mark.full

@@ -33,6 +33,8 @@ class OpenSandboxConfig:
     egress_policy: bool = False
     """The server puts an egress sidecar beside its boxes, so that ``network: none`` can be kept. It is asked after
     each create whether it denies everything; a box where it does not is destroyed."""
+    exec_user: bool = True
+    """Commands can run as other users than the one the server's daemon runs as in the boxes."""
     request_timeout_s: float = 60.0
     """Longest silence of the server within one request that does not wait for a box."""
     silence_s: float = 45.0

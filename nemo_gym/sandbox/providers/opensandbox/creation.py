@@ -11,7 +11,7 @@ import json
 import time
 import uuid
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_gym.configuration.suggest import reject_unknown_keys
 from nemo_gym.errors import SandboxCreateError, SandboxCreateVerificationError, SandboxError, SandboxLostError
@@ -32,6 +32,7 @@ _SHORTEST_TIMEOUT_S = 60
 _IDLE = ["/bin/sh", "-c", "trap : TERM INT; while :; do sleep 86400 & wait $!; done"]
 _LATE_S = 20.0
 """How long the box of a create that failed without an answer is looked for: the server may still be making it."""
+_ADOPT_S = 10.0
 _DEAD = frozenset(("failed", "terminated", "stopping"))
 
 
@@ -75,9 +76,7 @@ class Creation:
                 # Another create with this key was under way, and its box is the older one.
                 await self.discard()
                 return await self._adopt(winner.id, deadline)
-        box = OpenSandboxBox(sandbox_id, self._config.box_directory.rstrip("/"))
-        await self._furnish(box, deadline)
-        return box
+        return await self._furnish(sandbox_id, deadline, files=True)
 
     async def _first(self) -> BackendInfo | None:
         """The box that all creates with this key agree on: the oldest one that lives."""
@@ -86,8 +85,9 @@ class Creation:
         return min(found, key=lambda info: (info.created_at, info.id), default=None)
 
     async def _create(self) -> str:
-        from opensandbox.models.sandboxes import Host, NetworkPolicy, SandboxImageSpec, Volume
-        from opensandbox.sandbox import Sandbox
+        from opensandbox.adapters.factory import AdapterFactory
+        from opensandbox.models.sandboxes import Host, SandboxImageSpec, Volume
+        from opensandbox.models.sandboxes import NetworkPolicy as EgressPolicy
 
         spec = self._spec
         ttl_s = DEFAULT_TTL_S if spec.ttl_s is None else spec.ttl_s
@@ -96,27 +96,24 @@ class Creation:
             resource["cpu"] = f"{round(spec.resources.cpu * 1000)}m"
         if spec.resources.memory_mib is not None:
             resource["memory"] = f"{int(spec.resources.memory_mib)}Mi"
-        options: dict[str, Any] = {}
-        if _closed(spec):
-            options["network_policy"] = NetworkPolicy(default_action="deny", egress=[])
-        if spec.mounts:
-            options["volumes"] = [
-                Volume(name=f"m{n}", host=Host(path=mount.source), mount_path=mount.target, read_only=True)
-                for n, mount in enumerate(spec.mounts)
-            ]
         self._late_s = _LATE_S
         try:
-            sdk = await Sandbox.create(
+            # Not `Sandbox.create`, which gives every box limits where none are wanted.
+            service = AdapterFactory(await self._connection.create_config()).create_sandbox_service()
+            made = await service.create_sandbox(
                 SandboxImageSpec(str(self._image)),
-                timeout=timedelta(seconds=max(ttl_s, _SHORTEST_TIMEOUT_S)),
-                env={str(name): str(value) for name, value in spec.env.items()} if spec.entrypoint else {},
-                metadata=labels.encode(spec.metadata, key=self.key),
-                resource=resource,
-                entrypoint=list(spec.entrypoint or _IDLE),
-                extensions=dict(spec.provider_options.get("extensions") or {}),
-                connection_config=await self._connection.create_config(),
-                skip_health_check=True,
-                **options,
+                list(spec.entrypoint or _IDLE),
+                {str(name): str(value) for name, value in spec.env.items()} if spec.entrypoint else {},
+                labels.encode(spec.metadata, key=self.key),
+                timedelta(seconds=max(ttl_s, _SHORTEST_TIMEOUT_S)),
+                resource,
+                EgressPolicy(default_action="deny", egress=[]) if _closed(spec) else None,
+                dict(spec.provider_options.get("extensions") or {}),
+                [
+                    Volume(name=f"m{n}", host=Host(path=mount.source), mount_path=mount.target, read_only=True)
+                    for n, mount in enumerate(spec.mounts)
+                ]
+                or None,
             )
         except sdk_errors() as error:
             # An answer of the server itself says that it is done with this request; one that it refused made nothing.
@@ -126,40 +123,47 @@ class Creation:
             raise translate(
                 error, f"creating a box of image '{self._image}'", kind=SandboxCreateError, image=self._image
             ) from error
-        self.created, self._late_s = str(sdk.id), None
+        self.created, self._late_s = str(made.id), None
         if ttl_s < _SHORTEST_TIMEOUT_S:
             async with told("setting the lease of a new box", kind=SandboxCreateError):
-                await (await self._connection.manager()).renew_sandbox(sdk.id, timedelta(seconds=ttl_s))
-        return str(sdk.id)
+                await (await self._connection.manager()).renew_sandbox(made.id, timedelta(seconds=ttl_s))
+        return str(made.id)
 
-    async def _furnish(self, box: OpenSandboxBox, deadline: float) -> None:
-        """Put the helper and the spec's files into the box. The file with the defaults of commands comes last."""
+    async def _furnish(self, sandbox_id: str, deadline: float, *, files: bool) -> OpenSandboxBox:
+        """Put a helper of this call's own into the box, and the spec's files, and at last the mark that they are."""
         from opensandbox.models.filesystem import WriteEntry
 
         spec = self._spec
+        box = OpenSandboxBox(sandbox_id, f"{self._config.box_directory.rstrip('/')}/{uuid.uuid4().hex[:12]}")
         program = await asyncio.to_thread(boxtool, self._config.box_architecture)
         defaults = {"env": dict(spec.env), "workdir": spec.workdir or "", "user": spec.user or ""}
         async with told("making a new box ready", kind=SandboxCreateError):
             sdk = await sdk_of(self._connection, box, timeout_s=deadline - time.monotonic())
             entries = [
                 WriteEntry(path=absolute(path), data=text.encode("utf-8", "surrogateescape"), mode=644)
-                for path, text in spec.files.items()
+                for path, text in (spec.files.items() if files else ())
             ]
             for name in ("in", "runs"):
                 entries.append(WriteEntry(path=f"{box.directory}/{name}/.keep", data=b"", mode=600))
+            data = json.dumps(defaults).encode("utf-8", "surrogateescape")
+            entries.append(WriteEntry(path=f"{box.directory}/box.json", data=data, mode=600))
             entries.append(WriteEntry(path=box.tool, data=program, mode=755))
             await sdk.files.write_files(entries)
-            data = json.dumps(defaults).encode("utf-8", "surrogateescape")
-            await sdk.files.write_file(f"{box.directory}/box.json", data, mode=600)
+            await sdk.files.write_file(self._ready_mark, b"", mode=600)
             if _closed(spec):
                 policy = await sdk.get_egress_policy()
                 if (policy.default_action or "deny").lower() != "deny" or policy.egress:
                     raise SandboxCreateVerificationError(
                         "opensandbox: the box's egress sidecar does not deny everything, as network: none asks for"
                     )
-        await self._verify(box, spec)
+        await self._verify(box)
+        return box
 
-    async def _verify(self, box: OpenSandboxBox, spec: SandboxSpec) -> None:
+    @property
+    def _ready_mark(self) -> str:
+        return f"{self._config.box_directory.rstrip('/')}/ready"
+
+    async def _verify(self, box: OpenSandboxBox) -> None:
         """The box must really run the helper: a missing program, a wrong processor type or an entry point that has
         ended show here, and not in somebody's command."""
         try:
@@ -175,18 +179,22 @@ class Creation:
             raise SandboxCreateVerificationError(f"opensandbox: the new box is not usable: {found.get('error')}")
 
     async def _adopt(self, sandbox_id: str, deadline: float) -> OpenSandboxBox:
-        """A box that another create made, once that one has made it ready."""
+        """A box that another create made. That one may have died before it made the box ready, so it is not waited
+        for long."""
+        patience = min(time.monotonic() + _ADOPT_S, deadline)
         box = OpenSandboxBox(sandbox_id, self._config.box_directory.rstrip("/"))
         while True:
-            left_s = deadline - time.monotonic()
             try:
-                sdk = await sdk_of(self._connection, box, timeout_s=left_s)
-                await sdk.files.get_file_info([f"{box.directory}/box.json"])
-                return box
+                sdk = await sdk_of(self._connection, box, timeout_s=deadline - time.monotonic())
+                await sdk.files.get_file_info([self._ready_mark])
+                return await self._furnish(sandbox_id, deadline, files=False)
             except sdk_errors() as error:
-                info = await self._connection.info(sandbox_id)
-                if info is None or info.status.state.lower() in _DEAD or left_s <= 0:
+                async with told(f"waiting for box {sandbox_id}", kind=SandboxCreateError):
+                    info = await self._connection.info(sandbox_id)
+                if info is None or info.status.state.lower() in _DEAD:
                     raise translate(error, f"waiting for box {sandbox_id}", kind=SandboxCreateError) from error
+            if time.monotonic() > patience:
+                return await self._furnish(sandbox_id, deadline, files=True)
             await asyncio.sleep(0.1)
 
     async def discard(self) -> None:

@@ -97,6 +97,8 @@ class OpenSandboxProvider:
         policies = {NetworkPolicy.OPEN} | ({NetworkPolicy.NONE} if config.egress_policy else set())
         if config.egress_policy:
             del reasons["network_none"]
+        if not config.exec_user:
+            reasons["exec_user"] = "the configuration says (exec_user) that the server's daemon may not switch users"
         return SandboxCapabilities(
             network_policies=frozenset(policies),
             connect=True,

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from opensandbox.sandbox import Sandbox
 
 _QUIET_S = 15.0
-"""Longer than the helper's heartbeat: then the server is asked whether the box still runs."""
+"""Longer than the helper's heartbeat: then the server is asked whether the box still runs (earlier, where less silence
+than this is allowed at all)."""
 _QUEUED_FRAMES = 64
 _RETRIES = 4
 _LONGEST_ARGUMENT = 60_000
@@ -78,6 +79,7 @@ class ToolRun:
         self._said_anything = False
         self._ended = False
         self._failure: BaseException | None = None
+        self._quiet_s = min(_QUIET_S, connection.config.silence_s / 3)
 
     def begin(self) -> None:
         self._heard = asyncio.get_running_loop().time()
@@ -96,7 +98,7 @@ class ToolRun:
                 raise self._lost()
             quiet_s = loop.time() - self._heard
             try:
-                frame = await asyncio.wait_for(self._frames.get(), max(_QUIET_S - quiet_s, 1.0))
+                frame = await asyncio.wait_for(self._frames.get(), max(self._quiet_s - quiet_s, 1.0))
             except TimeoutError:
                 await self._check_silence(loop.time() - self._heard)
                 continue
@@ -111,7 +113,7 @@ class ToolRun:
 
     async def _check_silence(self, quiet_s: float) -> None:
         """A box that is paused, and one whose daemon died without its connection ending, just say nothing."""
-        if quiet_s < _QUIET_S:
+        if quiet_s < self._quiet_s:
             return
         if quiet_s >= self._connection.config.silence_s:
             raise SandboxLostError(

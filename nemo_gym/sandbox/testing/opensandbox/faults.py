@@ -34,3 +34,5 @@ class Seen:
     method: str
     path: str
     has_key: bool
+    connection: int
+    """The client's port."""

@@ -105,7 +105,8 @@ class FakeOpenSandbox:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         key = request.headers.get(KEY_HEADER)
-        self.seen.append(Seen(request.method, request.path, key is not None))
+        peer = request.transport.get_extra_info("peername") if request.transport is not None else None
+        self.seen.append(Seen(request.method, request.path, key is not None, peer[1] if peer else 0))
         if request.path.startswith("/v1/") and not hmac.compare_digest((key or "").encode(), self._api_key.encode()):
             return problem(401, "UNAUTHORIZED", "the key is missing or wrong")
         try:
@@ -259,8 +260,12 @@ def _resources(limits: Mapping[str, str]) -> SandboxResources:
     cpu, memory = limits.get("cpu"), limits.get("memory")
     return SandboxResources(
         cpu=None if cpu is None else float(cpu.removesuffix("m")) / (1000 if cpu.endswith("m") else 1),
-        memory_mib=None if memory is None else int(memory.removesuffix("Mi")),
+        memory_mib=None if memory is None else _mebibytes(memory),
     )
+
+
+def _mebibytes(text: str) -> int:
+    return int(text.removesuffix("Gi")) * 1024 if text.endswith("Gi") else int(text.removesuffix("Mi"))
 
 
 def _moment(seconds: float) -> str:

@@ -115,6 +115,9 @@ func run(id, request string) {
 			Sys:   &syscall.SysProcAttr{Setsid: true, Credential: credential},
 		})
 		os.WriteFile("/proc/self/oom_score_adj", []byte("0"), 0)
+		if err == syscall.EPERM && credential != nil {
+			fail("user", fmt.Errorf("commands of this box cannot run as '%s': %w", user, err))
+		}
 		if err != nil {
 			code = 126
 		}

@@ -1,0 +1,76 @@
+"""Labels as metadata, the helper's frames, and configuration."""
+
+from __future__ import annotations
+
+import base64
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_gym.errors import ConfigError
+from nemo_gym.sandbox.labels import MANAGED
+from nemo_gym.sandbox.providers.opensandbox import labels
+from nemo_gym.sandbox.providers.opensandbox.config import OpenSandboxConfig
+from nemo_gym.sandbox.providers.opensandbox.frames import Frame, FrameParser
+
+_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
+_NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)
+
+
+@given(st.dictionaries(texts, texts, max_size=8))
+def test_labels_survive_and_are_metadata_that_kubernetes_takes(given_labels: dict[str, str]) -> None:
+    metadata = labels.encode(given_labels, key="k")
+    assert labels.decode(metadata) == {**given_labels, MANAGED: "true"}
+    for name, value in metadata.items():
+        assert _NAME.fullmatch(name)
+        assert _VALUE.fullmatch(value)
+    assert (
+        labels.select(given_labels).items()
+        <= metadata.items() | labels.select({MANAGED: given_labels.get(MANAGED, "")}).items()
+    )
+
+
+@pytest.mark.parametrize("metadata", [None, {}, {"app": "x"}, {"nemo-gym.data.0": "NOTBASE32!"}])
+def test_metadata_of_others_is_no_box_of_ours(metadata: dict[str, str] | None) -> None:
+    assert labels.decode(metadata) is None
+
+
+@given(st.lists(st.tuples(st.sampled_from("soepx"), st.binary(max_size=300)), max_size=12), st.data())
+def test_frames_come_whole_however_their_text_is_broken(frames: list[tuple[str, bytes]], data: st.DataObject) -> None:
+    text = "\n".join(f"{kind}{base64.b64encode(content).decode()};" for kind, content in frames)
+    parser, found, at = FrameParser(), [], 0
+    while at < len(text):
+        size = data.draw(st.integers(1, 80))
+        found += parser.feed(text[at : at + size] + data.draw(st.sampled_from(["", "\n"])))
+        at += size
+    assert found == [Frame(kind, content) for kind, content in frames]
+
+
+def test_noise_between_frames_is_no_frame() -> None:
+    parser = FrameParser()
+    assert [*parser.feed("warning: something; ")] == []
+    assert [*parser.feed("oaGk=;")] == [Frame("o", b"hi")]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"urll": "http://x"}, "urll.*url"),
+        ({"url": "localhost:8080"}, "url"),
+        ({"url": "http://host/v1"}, "url"),
+        ({"limits": ["disk"]}, "limits.*disk"),
+        ({"box_architecture": "amd"}, "box_architecture.*amd64"),
+        ({"box_directory": "relative"}, "box_directory"),
+        ({"silence_s": 0}, "silence_s"),
+    ],
+)
+def test_bad_option_is_refused_by_name(options: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        OpenSandboxConfig.from_mapping(options)
+
+
+def test_key_is_never_shown() -> None:
+    assert "secret" not in repr(OpenSandboxConfig(api_key="secret"))

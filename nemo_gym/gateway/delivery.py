@@ -16,12 +16,21 @@ from nemo_gym.gateway.retries.hints import Connection
 class AnswerWatch:
     """One answer on one connection."""
 
-    def __init__(self, *, watched: bool = False) -> None:
+    def __init__(self, unwritten: Callable[[], int] | None = None) -> None:
+        """``unwritten``: bytes on the connection that the kernel has not taken yet; nothing where its end will not be
+        seen here either."""
         self._undelivered: Callable[[], None] | None = None
         self._when_lost: Callable[[], None] | None = None
         self._lost = False
-        self.watched = watched
+        self._unwritten = unwritten
+        self.watched = unwritten is not None
         """Whether the end of the connection will be seen here."""
+
+    @property
+    def left(self) -> bool:
+        """Whether nothing of what was written is here any more: it is the kernel's, which outlives this process, or
+        the connection is gone."""
+        return self._lost or self._unwritten is None or self._unwritten() == 0
 
     def when_lost(self, call: Callable[[], None] | None) -> None:
         """``call`` when the connection ends, at once if it has ended; nothing takes it back."""
@@ -49,17 +58,17 @@ class Deliveries:
 
     def __init__(self) -> None:
         self._watches: dict[Connection, AnswerWatch] = {}
-        self._open: set[Connection] = set()
+        self._open: dict[Connection, Callable[[], int]] = {}
 
-    def began(self, connection: Connection | None) -> None:
-        """A connection is open whose end will be told."""
+    def began(self, connection: Connection | None, unwritten: Callable[[], int]) -> None:
+        """A connection is open whose end will be told; ``unwritten`` as in `AnswerWatch`."""
         if connection is not None:
-            self._open.add(connection)
+            self._open[connection] = unwritten
 
     def watch(self, connection: Connection | None) -> AnswerWatch:
         """Watch the answer to a request that came on ``connection``, an ASGI scope's ``client``. A request on a
         connection says that what was sent on it before has been read."""
-        watch = AnswerWatch(watched=connection in self._open)
+        watch = AnswerWatch(self._open.get(connection) if connection is not None else None)
         if connection is not None:
             self._watches[connection] = watch
         return watch
@@ -67,7 +76,7 @@ class Deliveries:
     def ended(self, connection: Connection | None, *, reset: bool) -> None:
         """A connection is closed."""
         if connection is not None:
-            self._open.discard(connection)
+            self._open.pop(connection, None)
         if connection is not None and (watch := self._watches.pop(connection, None)) is not None:
             watch._end(reset)
 

@@ -19,7 +19,7 @@ class WatchedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.transport = JoinedWrites(transport, self.loop)  # type: ignore[assignment]
-        DELIVERIES.began(self.client)
+        DELIVERIES.began(self.client, transport.get_write_buffer_size)
 
     def eof_received(self) -> None:
         # What is written from here on goes nowhere, and nobody is told.

@@ -150,6 +150,9 @@ class EngineConnections:
         except BaseException:
             sock.close()
             raise
+        if self._closed:  # meanwhile
+            connection.end()
+            raise ConnectionAbortedError
         if connection.usable:
             self._open.add(connection)
         return connection
@@ -162,7 +165,13 @@ class EngineConnections:
         if lookup is None or failed or until < loop.time():
             lookup = loop.create_task(_resolved(origin))
             self._names[origin] = loop.time() + _NAMES_S, lookup
-        return await asyncio.shield(lookup)
+        try:
+            return await asyncio.shield(lookup)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closed and lookup.cancelled() and task is not None and not task.cancelling():
+                raise ConnectionAbortedError from None  # not the call was ended, but the connections
+            raise
 
 
 async def _resolved(origin: Origin) -> list[Any]:

@@ -14,6 +14,11 @@ class EventReader:
         self._rest = b""
         self._data: list[bytes] = []
 
+    @property
+    def held_bytes(self) -> int:
+        """Of the event that is not complete yet."""
+        return len(self._rest) + sum(map(len, self._data))
+
     def feed(self, chunk: bytes) -> Iterator[bytes]:
         """The data of every event that ``chunk`` completes."""
         text = self._rest + chunk

@@ -59,10 +59,11 @@ class Reply:
             await self._more()
 
     async def read(self) -> bytes | bytearray:
-        """All of the body that was not read yet."""
+        """All of the body that was not read yet. One of more than `AT_MOST_BYTES` is `NoHttpError`."""
         self._read_whole = True
         self._connection.read_on()
         whole = self._filled()
+        self._check_size()
         while not self._done:
             await self._more()
         return self._taken() if whole is None else whole
@@ -132,15 +133,26 @@ class Reply:
         self._fed += len(data)
         if not self.status and self._fed > _HEAD_BYTES:
             self._fail(NoHttpError("a head without an end"))
+        if self._read_whole:
+            self._check_size()
         if self._idle is not None:
             self._heard()
         if self._done or (self.status and not self._read_whole):
             self._wake()
         return self._read_whole or self._unread <= _UNREAD_BYTES
 
+    def not_heard(self) -> None:
+        """What comes is not read for a while: silence is no longer the other end's."""
+        if self._idle is not None:
+            self._idle.cancel()
+
+    def heard_again(self) -> None:
+        if not self._done and self._error is None:
+            self._heard()
+
     def broke_off(self, error: Exception | None) -> None:
         """The connection has ended; without an error when the other end closed it in order."""
-        sized = "content-length" in self.headers or "chunked" in self.headers.get("transfer-encoding", "")
+        sized = "content-length" in self.headers or "chunked" in self.headers.get("transfer-encoding", "").lower()
         if error is None and self.status and not sized:
             self._done = True  # that was the answer's end
             self._wake()
@@ -151,6 +163,11 @@ class Reply:
             self._idle.cancel()
         if self._idle_s is not None:
             self._idle = asyncio.get_running_loop().call_later(self._idle_s, self._fail, TimeoutError())
+
+    def _check_size(self) -> None:
+        if self._unread > AT_MOST_BYTES:
+            self._parts = []
+            self._fail(NoHttpError(f"a body of more than {AT_MOST_BYTES} bytes"))
 
     def _fail(self, error: Exception) -> None:
         self._keep_alive = False
@@ -169,7 +186,7 @@ class Reply:
             self._keep_alive = False  # an answer to nothing, which the next request's would be behind
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._done:
+        if not self.status:  # behind the body come trailers, which say nothing of how it was to be read
             key, text = name.decode("latin-1").lower(), value.decode("latin-1")
             self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
 
@@ -179,11 +196,13 @@ class Reply:
         status = self._parser.get_status_code()
         if status >= 200:
             self.status = status
-        else:
+        elif status >= 100:
             self.headers.clear()  # news before the answer
+        else:
+            self._fail(NoHttpError(f"the status {status}"))
 
     def on_body(self, body: bytes) -> None:
-        if not self._done:
+        if self.status and not self._done:
             self._parts.append(body)
             self._unread += len(body)
 
@@ -230,6 +249,8 @@ class Connection(asyncio.Protocol):
         if self._paused and self._transport is not None and self.usable:
             self._paused = False
             self._transport.resume_reading()
+            if self._reply is not None:
+                self._reply.heard_again()
 
     def fill(self, body: bytearray, have: int, *, heard: Callable[[], None], full: Callable[[], None]) -> None:
         """Put what comes into ``body`` behind the ``have`` bytes of it that are there; ``heard`` is called with each
@@ -256,6 +277,13 @@ class Connection(asyncio.Protocol):
         elif not self._reply.feed(data) and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
+            self._reply.not_heard()
+
+    def eof_received(self) -> None:
+        # A transport that closes by itself waits until all is written, and maybe nobody reads it any more.
+        if self._reply is not None:
+            self._reply.broke_off(None)
+        self.end()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import cast
 
 WORTH_IT_BYTES = 256 << 10
 AT_MOST_BYTES = 1 << 30
@@ -41,6 +42,9 @@ class Filling(asyncio.BufferedProtocol):
             self._view.release()
             self._take_turns(self._before)
             self._full()
+
+    def eof_received(self) -> None:
+        cast("asyncio.Protocol", self._before).eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._before.connection_lost(exc)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from urllib.parse import quote, urlsplit
 
 from nemo_gym.errors import ConfigError
 from nemo_gym.gateway.engines.connections import Origin
 
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_NO_VALUE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f\ud800-\udfff]")
+_OURS = frozenset({"content-length", "expect", "transfer-encoding", "upgrade"})
+"""They say where a request ends: another word on that would make two requests of one."""
 _IN_PATHS = "/%!$&'()*+,;=:@~"
 
 
@@ -33,8 +38,12 @@ class RequestHeads:
         }
         sent |= {name.lower(): (name, value) for name, value in headers.items()}
         for name, value in sent.values():
-            if any(char in "\r\n\0" for char in name + value):
-                raise ConfigError(f"header {name[:40]!r}: a line break in it cannot be sent")
+            if name.lower() in _OURS:
+                raise ConfigError(f"header {name!r} is the gateway's own; leave it out of the engine's 'headers'")
+            if not _NAME.fullmatch(name):
+                raise ConfigError(f"header {name[:40]!r} is no name of a header; give for example 'X-Tenant'")
+            if _NO_VALUE.search(value):
+                raise ConfigError(f"header {name[:40]!r}: a line break or control character in it cannot be sent")
         self._path = quote(parts.path, safe=_IN_PATHS)
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in sent.values()).encode()
 

@@ -33,6 +33,8 @@ from nemo_gym.gateway.engines.heads import RequestHeads
 from nemo_gym.gateway.engines.types import WeightsSpan
 
 READ_OUT_S = 0.05
+EVENT_BYTES = 64 << 20
+"""Of one server-sent event; nobody sends more in good faith."""
 QUOTED_CHARS = 500
 """How much of an engine's error body is repeated in ours."""
 
@@ -130,6 +132,8 @@ class HttpEngine:
                     if "error" in event:
                         raise self._event_error(event["error"])
                     yield event
+                if reader.held_bytes > EVENT_BYTES:
+                    raise self.malformed(f"an event of more than {EVENT_BYTES} bytes")
         raise EngineLostError(
             f"engine '{self.name}' ended its stream without saying that it is complete",
             retryable=True,
@@ -192,7 +196,7 @@ class HttpEngine:
         return whole, reply.headers
 
     def _check_encoding(self, reply: Reply) -> None:
-        encoding = reply.headers.get("content-encoding", "identity")
+        encoding = reply.headers.get("content-encoding", "identity").lower()
         if encoding != "identity":
             raise self.malformed(f"a body in the encoding '{encoding}', which it was not asked for")
 

@@ -126,8 +126,11 @@ class SessionJournal:
     def sent(self, session_id: str, index: int) -> None:
         """The answer of a turn was handed to the network. Not waited for: when a crash loses this, a request that
         equals it is answered once more."""
-        if session_id in self._sessions:
-            self._append(session_id, encode(RecordKind.SENT, session_id, index=index)).add_done_callback(_retrieved)
+        self._note(session_id, encode(RecordKind.SENT, session_id, index=index))
+
+    def undelivered(self, session_id: str, index: int) -> None:
+        """It turned out that its caller cannot have read it. Not waited for either."""
+        self._note(session_id, encode(RecordKind.SENT, session_id, index=index, delivered=False))
 
     async def complete(self, session_id: str, reward_info: bytes = b"") -> None:
         """The session's runner is done. Repeating it changes nothing."""
@@ -174,6 +177,10 @@ class SessionJournal:
         future = self._log.append(data)
         self._sessions[session_id].segments.add(self._log.segment)
         return future
+
+    def _note(self, session_id: str, data: bytes) -> None:
+        if session_id in self._sessions:
+            self._append(session_id, data).add_done_callback(_retrieved)
 
     async def _step(self, session_id: str, then: SessionState, result: bytes, reason: str | None) -> bytes:
         session = self._known(session_id)
@@ -222,7 +229,8 @@ def _apply(replayed: dict[str, ReplayedSession], header: dict[str, Any], body: b
         session.turns.append(TurnRecord(header["index"], header["fingerprint"], header["key"], body))
     elif kind is RecordKind.SENT:
         if header["index"] < len(session.turns):
-            session.turns[header["index"]] = replace(session.turns[header["index"]], sent=True)
+            sent = header.get("delivered", True)
+            session.turns[header["index"]] = replace(session.turns[header["index"]], sent=sent)
     else:
         session.state, session.result, session.reason = SessionState(header["state"]), body, header["reason"]
 

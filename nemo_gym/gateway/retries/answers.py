@@ -73,6 +73,10 @@ class Delivery(Generic[A]):
     def sent(self) -> None:
         self._entry.state = AnswerState.SENT
 
+    @property
+    def counts_as_sent(self) -> bool:
+        return self._entry.state is AnswerState.SENT
+
     def undelivered(self) -> None:
         """It turned out that the caller cannot have read all of it, for example because its connection was reset."""
         if self._entry.state is AnswerState.SENT:

@@ -44,10 +44,19 @@ class Call(Generic[C]):
     conversations: C | None = None
     """Of a call without a session."""
     all_yielded: bool = False
+    taken_back: Callable[[Call[C]], None] = lambda call: None
+    """Called when it turns out that the caller cannot have read the answer that was handed over."""
+    noted_as_sent: bool = False
+    """In the journal."""
 
     def sent(self) -> None:
         """The last byte of the reply was handed over."""
-        self.handed_over(self, self.delivery is None or self.watch.all_sent(self.delivery.undelivered))
+        self.handed_over(self, self.delivery is None or self.watch.all_sent(self._undelivered))
+
+    def _undelivered(self) -> None:
+        assert self.delivery is not None
+        self.delivery.undelivered()
+        self.taken_back(self)
 
     def answered(self, committed: Committed, *, repeated: bool) -> None:
         self.committed = committed

@@ -37,6 +37,8 @@ from nemo_gym.gateway.streaming import FIRST_EVENT_GRACE_S, PING_INTERVAL_S, Kee
 from nemo_gym.gateway.usage import Usage
 from nemo_gym.serving.disconnect import CallerGoneError, while_connected
 
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.25
+"""How soon, and at last how often, it is looked whether a reply that the kernel did not take at once has left."""
 ROUTES = {dialect: path for path, dialect in PATHS.items()}
 
 
@@ -78,6 +80,7 @@ class Inference(Generic[C, D]):
         sampling, unless another caller waits for the same answer; the former raises `CallerGoneError`."""
         watch = DELIVERIES.watch(_connection(request))
         call = Call(dialect, adapter_of(dialect), body, live, _connection(request), watch, None, self._handed_over)
+        call.taken_back = self._taken_back
         call.record = self._begun(call, request)
         try:
             if not watch.watched:
@@ -228,12 +231,28 @@ class Inference(Generic[C, D]):
             call.delivery.sent()
             call.live.sent_on(call.fingerprint, call.connection)
             # In the loop's next turn: the reply's bytes leave at the end of this one.
-            sent = self._sessions.journal.sent
-            asyncio.get_running_loop().call_soon(sent, call.live.session_id, call.committed.index)
+            asyncio.get_running_loop().call_soon(self._note_sent, call, _FIRST_LOOK_S)
         if call.record is not None:
             call.record.status, call.record.client_gone = 200, not delivered
             call.record.mark("sent")
             self._captured(call)
+
+    def _note_sent(self, call: Call[C], look_again_s: float) -> None:
+        """In the journal; only once the kernel has all of the reply. What is still here when this process is killed
+        reaches nobody, and its caller has to get the same answer from the next."""
+        assert call.live is not None and call.delivery is not None and call.committed is not None
+        if not call.delivery.counts_as_sent:
+            return  # its caller is gone
+        if not call.watch.left:
+            later = min(2 * look_again_s, _LAST_LOOK_S)
+            asyncio.get_running_loop().call_later(look_again_s, self._note_sent, call, later)
+            return
+        call.noted_as_sent = True
+        self._sessions.journal.sent(call.live.session_id, call.committed.index)
+
+    def _taken_back(self, call: Call[C]) -> None:
+        if call.noted_as_sent and call.live is not None and call.committed is not None:
+            self._sessions.journal.undelivered(call.live.session_id, call.committed.index)
 
     def _begun(self, call: Call[C], request: Request) -> CallRecord | None:
         if self._capture is None:

@@ -66,6 +66,11 @@ class Ledger:
         self.unrun += [mark for mark, outcome in ended.items() if outcome == "exited" and not ran.get(mark)]
 
     @property
+    def named(self) -> set[str]:
+        """Ids of boxes that are not as promised."""
+        return {name for name in (*self.leaked, *self.unrecorded, *self.boxless) if name.startswith("sb-")}
+
+    @property
     def wrong(self) -> dict[str, list[str]]:
         """Examples of each promise that was broken."""
         return {item.name: getattr(self, item.name)[:5] for item in fields(self) if getattr(self, item.name)}

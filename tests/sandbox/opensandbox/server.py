@@ -27,10 +27,10 @@ from docker.errors import ImageNotFound
 from nemo_gym.sandbox.providers.docker.engine import Engine
 from nemo_gym.sandbox.providers.docker.host_image import ensure_host_image
 from nemo_gym.sandbox.providers.opensandbox.boxtool_build import build
+from tests.sandbox.opensandbox.double import API_KEY
 
 HERE = Path(__file__).parent
 INSTALL = HERE.parents[2] / "scripts" / "install-opensandbox-server"
-API_KEY = "key-of-the-tests"
 _START_S = 120.0
 
 CONFIG = """

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from nemo_gym.sandbox.conformance import SandboxConformance
-from tests.sandbox.opensandbox.server import API_KEY, Server
+from tests.sandbox.opensandbox.double import API_KEY
+from tests.sandbox.opensandbox.server import Server
 
 
 class TestDoubleConformance(SandboxConformance):
@@ -15,10 +16,10 @@ class TestDoubleConformance(SandboxConformance):
     memory), and have no right to switch users."""
 
     @pytest.fixture
-    def provider_config(self, double_server: str) -> dict[str, Any]:
+    def provider_config(self, double_url: str) -> dict[str, Any]:
         return {
             "opensandbox": {
-                "url": double_server,
+                "url": double_url,
                 "api_key": API_KEY,
                 "default_image": "host",
                 "use_server_proxy": True,

@@ -26,8 +26,8 @@ from nemo_gym.sandbox.providers.opensandbox import OpenSandboxProvider
 from nemo_gym.sandbox.registry import create_provider
 from nemo_gym.sandbox.testing.opensandbox import FakeOpenSandbox, serving
 from nemo_gym.sandbox.testing.opensandbox.faults import CommandFault
+from tests.sandbox.opensandbox.double import API_KEY as KEY
 
-KEY = "key-of-the-tests"
 NewProvider = Callable[..., OpenSandboxProvider]
 
 

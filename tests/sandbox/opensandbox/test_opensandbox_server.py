@@ -58,7 +58,7 @@ async def test_command_is_lost_and_never_zero_when_its_daemon_is_killed(proxied:
     events = process.events()
     async with asyncio.timeout(60):
         assert isinstance(await anext(events), ExecOutput)
-        killing = await provider.exec(box, "kill -9 $(pidof execd)")
+        killing = await provider.exec(box, "pkill -9 -x execd")
         rest = [event async for event in events]
     # Whoever kills the daemon loses the answer too. Of a daemon that is gone nobody restarts, the server says nothing.
     assert killing.outcome is ExecOutcome.LOST

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Real agent CLIs in real boxes, and everything that goes wrong with them: a typed outcome in time, and nothing left.
 
-    python -m tests.faults.agents [--json] [--sandbox local docker] [--clis claude_code codex opencode qwen_code]
+    python -m tests.faults.agents [--json] [--sandbox local docker] [--clis claude_code codex opencode qwen_code openhands]
         [--faults NAME …] [--workers 3] [--list]
 
 Each case is one attempt through the CLI's own agent server, with a scripted policy. It must end with the outcome of
@@ -53,6 +53,7 @@ from nemo_gym.session import (
 from responses_api_agents.claude_code_agent.app import ClaudeCodeAgent
 from responses_api_agents.codex_agent.app import CodexAgent
 from responses_api_agents.opencode_agent.app import OpencodeAgent
+from responses_api_agents.openhands_agent.app import OpenHandsAgent
 from responses_api_agents.qwen_code_agent.app import QwenCodeAgent
 from responses_api_models.scripted_model.app import ScriptedModel
 from tests.bench.report import Bar, Samples, argument_parser, print_report
@@ -85,6 +86,7 @@ CLIS = {
     "codex": Cli(CodexAgent, 20),
     "opencode": Cli(OpencodeAgent, 60),
     "qwen_code": Cli(QwenCodeAgent, 45),
+    "openhands": Cli(OpenHandsAgent, 60),
 }
 
 

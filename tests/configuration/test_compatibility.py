@@ -126,7 +126,7 @@ def test_provider_that_can_do_what_is_asked_passes(root: Path) -> None:
 
 
 def test_capability_that_the_provider_lacks_is_refused_with_its_reason(root: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'local' cannot serve .* nested_containers: .*\. Others: sandbox=docker"):
+    with pytest.raises(ConfigError, match=r"'local' cannot serve .* nested_containers: .*\. Others: .*sandbox=docker"):
         sandboxed(root, "mathy.resources_servers.mathy.requires=[nested_containers]")
 
 

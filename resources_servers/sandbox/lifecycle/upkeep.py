@@ -80,7 +80,9 @@ class Upkeep:
     async def _expire(self) -> None:
         now = time.monotonic()
         for box in [*self._boxes.live.values()]:
-            if box.deadline <= now and box.state in (BoxState.CREATING, BoxState.RUNNING) and box.closing is None:
+            # One whose end could not even be written down is tried again.
+            is_ending = box.closing is not None and not box.closing.done()
+            if box.deadline <= now and box.state in (BoxState.CREATING, BoxState.RUNNING) and not is_ending:
                 task = asyncio.create_task(self._boxes.destroy(box, "expired"), name=f"expire {box.sandbox_id}")
                 self._expiring.add(task)
                 task.add_done_callback(self._expired)

@@ -31,9 +31,11 @@ lint: setup      ## ruff and mypy
 
 test: CLIS ?= claude-code codex
 test: engine clis lint ## lint, types and the test suite, with real bubblewrap and a real Docker Engine
+	-@scripts/install-apptainer
 	@scripts/with-engine $(PY) -m pytest -q -m "not full" $(ARGS)
 
 test-full: engine clis lint ## also the slow tests, the fault campaigns and the benches
+	-@scripts/install-apptainer
 	@scripts/with-engine $(PY) -m pytest -q $(ARGS)
 	@scripts/with-engine scripts/campaigns
 

@@ -37,6 +37,7 @@ from nemo_gym.rollouts.config import RUN_KEYS, RolloutRunConfig
 from nemo_gym.sandbox import registry
 from nemo_gym.sandbox.base import ExecOutcome, SandboxProvider, SandboxResources, SandboxSpec
 from nemo_gym.sandbox.capabilities import CAPABILITY_PROTOCOLS, SandboxCapabilities
+from nemo_gym.sandbox.providers.apptainer.options import ApptainerOptions
 from nemo_gym.sandbox.providers.docker.config import DockerConfig
 from nemo_gym.sandbox.providers.local.options import LocalOptions
 from nemo_gym.sandbox.providers.remote.options import RemoteOptions
@@ -197,6 +198,11 @@ SERVERS = ROOT / "responses_api_models", ROOT / "responses_api_agents"
     [
         (PAGES / "swe-bench.md", "key (`swe_bench", _own(SweBenchConfig, BaseResourcesServerConfig)),
         (PAGES / "sandboxes.md", "key (`sandbox.local", {field.name for field in dataclasses.fields(LocalOptions)}),
+        (
+            PAGES / "sandboxes.md",
+            "key (`sandbox.apptainer",
+            {field.name for field in dataclasses.fields(ApptainerOptions)},
+        ),
         (PAGES / "leases.md", "key (`sandbox.remote", {field.name for field in dataclasses.fields(RemoteOptions)}),
         (PAGES / "sandboxes.md", "key (`sandbox.docker", {field.name for field in dataclasses.fields(DockerConfig)}),
         (

@@ -12,10 +12,18 @@ WHY_NOT = (
 )
 
 
+def find_apptainer() -> str | None:
+    """The path of the program; ``None`` where it is not installed."""
+    return shutil.which("apptainer") or shutil.which("apptainer", path="/usr/local/bin:/usr/bin")
+
+
+needs_apptainer = pytest.mark.skipif(find_apptainer() is None, reason=WHY_NOT)
+
+
 @pytest.fixture(scope="session")
 def apptainer() -> str:
     """The path of the program; where it is missing, every test that needs it is skipped with a reason that says so."""
-    found = shutil.which("apptainer") or shutil.which("apptainer", path="/usr/local/bin:/usr/bin")
+    found = find_apptainer()
     if found is None:
         pytest.skip(WHY_NOT)
     return found

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.sandbox.apptainer_program import apptainer
 from tests.sandbox.test_local_ordinary_user import as_nobody, place
 
@@ -12,6 +14,7 @@ __all__ = ["apptainer", "place"]
 CHECKS = "door or network or commit or stack or escapes or round_trip or cancel or killed or lease"
 
 
+@pytest.mark.full
 def test_ordinary_user_passes_the_same_checks_as_root(apptainer: str, place: Path) -> None:
     options = ["-q", "-p", "no:cacheprovider", f"--basetemp={place}/home/pytest", f"--rootdir={place}/checkout"]
     tests = place / "checkout" / "tests" / "sandbox" / "test_conformance_apptainer.py"

@@ -33,6 +33,8 @@ from tests.faults.broker_crash import AT_ONCE, Play, judged
 from tests.sandbox.unreliable_network import Relay, relay
 
 COPIES = 3
+ANSWER_S = 120.0
+"""For a request and its repetitions."""
 
 
 class Breaking(Relay):
@@ -116,14 +118,16 @@ async def _shake(scene: Scene, name: str, network: Relay, shaken: Client, draw: 
 
 
 async def _sent(shaken: Client, call: Call, check: Check, *, copies: int, what: str) -> list[str]:
-    async with asyncio.timeout(120):
-        answers = await asyncio.gather(
-            *(shaken.final(call.method, call.path, call.headers, call.data) for _ in range(copies))
-        )
-        try:
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            answers = await asyncio.gather(
+                *(shaken.final(call.method, call.path, call.headers, call.data) for _ in range(copies))
+            )
             said = await check(answers)
-        except RefusedError as error:
-            said = str(error)
+    except RefusedError as error:
+        said = str(error)
+    except TimeoutError:
+        said = f"no answer within {ANSWER_S:g} s"
     return [f"{what}: {said}"] if said else []
 
 

@@ -38,6 +38,7 @@ CODES: dict[str, ProblemCode] = {
     "lease_expired": ProblemCode(401, errors.SandboxLostError),
     "scope": ProblemCode(403, errors.ContractError),
     "fenced": ProblemCode(409, errors.FencedError),
+    "mount_refused": ProblemCode(403, errors.SandboxCreateError),
     # what is asked for
     "sandbox_not_found": ProblemCode(404, errors.SandboxLostError),
     "sandbox_gone": ProblemCode(410, errors.SandboxLostError),

@@ -87,6 +87,10 @@ class Access:
         except CredentialError as error:
             raise BrokerError("unauthenticated", error.message) from None
 
+    def is_outsider(self, caller: Caller) -> bool:
+        """Whether a caller was told from the configuration's tokens, and is no server of the stack."""
+        return caller.name in self._tokens
+
     def sees(self, caller: Caller) -> str | None:
         """Whose boxes a caller may see and reap; ``None`` is everybody's."""
         return None if caller.role in (Role.PIPELINE, Role.OPERATOR) else caller.name

@@ -17,6 +17,7 @@ from nemo_gym.sandbox.wire.problems import BrokerError
 from nemo_gym.sandbox.wire.routes import IDEMPOTENCY_KEY_HEADER, SANDBOXES, sandbox
 from nemo_gym.serving.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
 from nemo_gym.session import LeaseScope
+from resources_servers.sandbox.leases.mounts import check_mounts
 from resources_servers.sandbox.lifecycle.box import Box, gone_view
 from resources_servers.sandbox.lifecycle.order import CreateOrder
 from resources_servers.sandbox.routes.bodies import RESPONSES, digest, json_body, parse
@@ -55,6 +56,8 @@ def sandbox_routes(broker: BrokerService) -> APIRouter:
                 " that it can be sent again without making a second box",
             )
         body = await parse(request, CreateSandbox, broker.config.max_body_bytes)
+        sources = [mount.source for mount in body.spec.mounts]
+        check_mounts(sources, broker.config.mount_roots, is_stack=not broker.access.is_outsider(caller))
         ttl_s = checked_ttl(broker, body.ttl_s or broker.config.default_ttl_s)
         owner = body.labels.get(OWNER_LABEL) or caller.name
         order = CreateOrder(caller.name, owner, key, digest(body), ttl_s, body)

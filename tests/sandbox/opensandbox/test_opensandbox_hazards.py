@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.errors import SandboxCreateError, SandboxError, SandboxLostError
+from nemo_gym.errors import SandboxCreateError, SandboxCreateVerificationError, SandboxError, SandboxLostError
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import (
     ExecEnd,
@@ -272,6 +272,19 @@ async def test_network_none_is_refused_where_the_server_has_no_egress_sidecar(
 ) -> None:
     with pytest.raises(SandboxError, match="egress_policy: true"):
         await provider.create(spec.replace(network=NetworkPolicy.NONE))
+
+
+async def test_box_whose_sidecar_does_not_deny_everything_is_destroyed(
+    new_provider: NewProvider, spec: SandboxSpec, fake: FakeOpenSandbox
+) -> None:
+    provider = new_provider(egress_policy=True)
+    closed = spec.replace(network=NetworkPolicy.NONE)
+    assert (await provider.exec(await provider.create(closed), "echo closed")).stdout == "closed\n"
+    await provider.reap(spec.metadata)
+    fake.faults.open_sidecars = True
+    with pytest.raises(SandboxCreateVerificationError, match="deny"):
+        await provider.create(closed)
+    assert await ids(provider, spec) == []
 
 
 # ------------------------------------------------------------------------------------------------ leases and access

@@ -152,7 +152,7 @@ class Creation:
             await sdk.files.write_file(self._ready_mark, b"", mode=600)
             if _closed(spec):
                 policy = await sdk.get_egress_policy()
-                if (policy.default_action or "deny").lower() != "deny" or policy.egress:
+                if str(policy.default_action).lower() != "deny" or policy.egress:
                     raise SandboxCreateVerificationError(
                         "opensandbox: the box's egress sidecar does not deny everything, as network: none asks for"
                     )

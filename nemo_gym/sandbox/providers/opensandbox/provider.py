@@ -29,12 +29,13 @@ from nemo_gym.sandbox.base import (
 from nemo_gym.sandbox.capabilities import SandboxCapabilities
 from nemo_gym.sandbox.labels import MANAGED
 from nemo_gym.sandbox.outputs import run_to_end
-from nemo_gym.sandbox.providers.opensandbox import archives, labels
+from nemo_gym.sandbox.providers.opensandbox import archives
 from nemo_gym.sandbox.providers.opensandbox.box import OpenSandboxBox, box_of
 from nemo_gym.sandbox.providers.opensandbox.config import OpenSandboxConfig
 from nemo_gym.sandbox.providers.opensandbox.connection import Connection, sdk_errors, told
 from nemo_gym.sandbox.providers.opensandbox.creation import Creation
 from nemo_gym.sandbox.providers.opensandbox.execution import OpenSandboxExec
+from nemo_gym.sandbox.providers.opensandbox.labels import decode, select
 from nemo_gym.sandbox.providers.opensandbox.tool import sdk_of
 from nemo_gym.sandbox.transfer import download, upload
 
@@ -169,7 +170,7 @@ class OpenSandboxProvider:
     async def list(self, labels: Mapping[str, str] | None = None) -> List[SandboxInfo]:
         wanted = {**(labels or {}), MANAGED: "true"}
         async with told("listing boxes"):
-            found = await self._connection.every(_select(wanted))
+            found = await self._connection.every(select(wanted))
         infos = [info for one in found if (info := _info(one)) is not None]
         return [info for info in infos if wanted.items() <= info.labels.items()]
 
@@ -260,7 +261,7 @@ class OpenSandboxProvider:
                 "configure its url"
             )
         info = await self._running(sandbox_id, "connecting to")
-        if labels.decode(info.metadata) is None:
+        if decode(info.metadata) is None:
             raise SandboxError(f"opensandbox: {sandbox_id} is not a box of this suite")
         directory = str(descriptor.get("directory") or self.config.box_directory).rstrip("/")
         return SandboxHandle(sandbox_id, self.name, OpenSandboxBox(sandbox_id, directory))
@@ -291,17 +292,13 @@ class OpenSandboxProvider:
                 log.warning("opensandbox_background", error=str(error))
 
 
-def _select(wanted: Mapping[str, str]) -> dict[str, str]:
-    return labels.select(wanted)
-
-
 def _status(info: BackendInfo) -> SandboxStatus:
     return _STATES.get(info.status.state.lower(), SandboxStatus.UNKNOWN)
 
 
 def _info(info: BackendInfo) -> SandboxInfo | None:
     """A box as the contract lists it; ``None`` when it is not of this suite."""
-    given = labels.decode(info.metadata)
+    given = decode(info.metadata)
     if given is None:
         return None
     status = _status(info)

@@ -21,6 +21,8 @@ class Faults:
     lose_creates: int = 0
     """So many creates are carried out, and their clients never hear of it."""
     create_takes_s: float = 0.0
+    open_sidecars: bool = False
+    """Egress sidecars say that they let everything out, whatever they were asked for."""
     hold_commands: asyncio.Event | None = None
     """Commands wait for it without a word, as in a paused box."""
     commands_seen: int = 0

@@ -241,7 +241,8 @@ class FakeOpenSandbox:
         await box.resumed.wait()
         port, path = int(request.match_info["port"]), request.match_info["path"]
         if port == _EGRESS_PORT and path == "policy" and box.policy is not None:
-            return web.json_response({"status": "ok", "mode": "enforcing", "policy": box.policy})
+            policy = {"defaultAction": "allow", "egress": []} if self.faults.open_sidecars else box.policy
+            return web.json_response({"status": "ok", "mode": "enforcing", "policy": policy})
         if port != _EXECD_PORT:
             return problem(502, "BACKEND_CONNECTION_FAILED", f"nothing listens on port {port}")
         match request.method, path:

@@ -86,7 +86,7 @@ CLIS = {
     "codex": Cli(CodexAgent, 20),
     "opencode": Cli(OpencodeAgent, 60),
     "qwen_code": Cli(QwenCodeAgent, 45),
-    "openhands": Cli(OpenHandsAgent, 60),
+    "openhands": Cli(OpenHandsAgent, 150),
 }
 
 

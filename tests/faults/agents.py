@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Real agent CLIs in real boxes, and everything that goes wrong with them: a typed outcome in time, and nothing left.
 
-    python -m tests.faults.agents [--json] [--sandbox local docker] [--clis claude_code codex opencode qwen_code openhands]
+    python -m tests.faults.agents [--json] [--sandbox local docker] [--clis claude_code …]
         [--faults NAME …] [--workers 3] [--list]
 
 Each case is one attempt through the CLI's own agent server, with a scripted policy. It must end with the outcome of

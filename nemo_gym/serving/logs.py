@@ -51,6 +51,19 @@ def configure_server_logging(launch: ServerLaunch) -> None:
     root.setLevel(logging.INFO)
 
 
+def configure_plain_logging() -> None:
+    """For a server that is started by hand: readable lines, and tracebacks without the values in them. They may be
+    credentials, and writing them out keeps a server from its work for seconds."""
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="%H:%M:%S"),
+            structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
+        ]
+    )
+
+
 class _Identity:
     def __init__(self, server: str, run_id: str) -> None:
         self.server, self.run_id = server, run_id

@@ -15,11 +15,12 @@ import structlog
 from fastapi import FastAPI
 from fastapi.exception_handlers import http_exception_handler
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nemo_gym.errors import InvalidBodyError, NemoGymError
+from nemo_gym.serving.disconnect import CLIENT_CLOSED_REQUEST
 
 PROBLEM_TYPE = "application/problem+json"
 log = structlog.get_logger(__name__)
@@ -92,8 +93,12 @@ def install_problem_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         return await refused_by_framework(request, error)
 
+    async def left(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)  # nobody's fault here, and nobody hears it
+
     app.add_exception_handler(NemoGymError, known)
     app.add_exception_handler(HTTPException, framework)
+    app.add_exception_handler(ClientDisconnect, left)
 
 
 def refused(request: Request, error: NemoGymError) -> Response:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar, Self, cast, get_args
 
+import structlog
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from starlette.requests import Request
@@ -22,6 +23,7 @@ from nemo_gym.errors import ConfigError, NemoGymError
 from nemo_gym.serving.client import ServerClient, close_global_aiohttp_client, server_config_of
 from nemo_gym.serving.direct import DirectRoutesMiddleware
 from nemo_gym.serving.launch import ServerLaunch, current_launch
+from nemo_gym.serving.logs import configure_plain_logging
 from nemo_gym.serving.middleware import CredentialMiddleware, RolloutMiddleware
 from nemo_gym.serving.problems import JsonResponse, UnknownErrorMiddleware, install_problem_handlers
 from nemo_gym.serving.sessions import CookieCodec, SessionGuard, SessionMiddleware
@@ -218,6 +220,8 @@ class SimpleServer(BaseServer):
         """Serve until told to stop. This is a plugin's ``if __name__ == "__main__"``."""
         from nemo_gym.serving.webserver import serve
 
+        if not structlog.is_configured():
+            configure_plain_logging()
         launch = current_launch()
         server = cls.from_launch(launch)
         try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from nemo_gym.errors import InvalidBodyError
+from nemo_gym.errors import InvalidBodyError, ModelError
 from nemo_gym.gateway.dialects.errors import ContextOverflowError
 from nemo_gym.gateway.engines import EngineFailedError, FinishReason, Generation, TokenRequest, pinned_sampling
 from nemo_gym.gateway.lowered import Answer, AnswerEnd, AnswerTokens, AnswerUsage, LoweredRequest
@@ -194,7 +194,10 @@ class TokenBackend:
         ids = generation.token_ids
         if ids and generation.finish_reason is FinishReason.STOP and ids[-1] in self._policy.stop_ids:
             ids = ids[:-1]
-        text = self._policy.decode(ids)
+        try:
+            text = self._policy.decode(ids)
+        except OverflowError as error:
+            raise ModelError(f"the engine returned token ids that cannot be any ({error})") from error
         stop = generation.stop_reason if isinstance(generation.stop_reason, str) else None
         if stop is not None and (at := text.rfind(stop)) >= 0:
             return text[:at], stop

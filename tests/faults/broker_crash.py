@@ -34,7 +34,7 @@ from tests.faults.broker.stage import DATABASES, PROVIDERS, Stage, database, sta
 _MORE_TRIES = 4
 AT_ONCE = 24
 """Boxes that are worked with at the same time."""
-SETTLING_S = 20.0
+SETTLING_S = 45.0
 """For what was under way when the broker was looked at: leases that end, destructions that were asked for."""
 
 

@@ -20,8 +20,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, too
 
 from tests.bench.report import Bar, argument_parser, print_report
@@ -71,18 +69,12 @@ async def every_route(
         routes = await described(set_up.broker.url, direct)
         scene = Scene(set_up, direct)
         scene.box, scene.token = await scene.create()
-        async with relay(set_up.broker.port) as network, client(network.url) as shaken:
-            # A connection for each request: bytes are counted from its beginning.
-            await shaken.session.close()
-            shaken.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
-            try:
-                for name in routes:
-                    if name not in RECIPES:
-                        continue
+        # A connection for each request: bytes are counted from its beginning.
+        async with relay(set_up.broker.port) as network, client(network.url, fresh=True) as shaken:
+            for name in routes:
+                if name in RECIPES:
                     wrong += [f"{name}: {said}" for said in await _shake(scene, name, network, shaken, draw, cuts)]
                     tried[name] += 1
-            finally:
-                await shaken.session.close()
             broken, cut = shaken.broken, network.connections
         play.promises.closed |= scene.gone
         left = await play.finish()
@@ -140,7 +132,7 @@ async def shaken_work(
         network = Breaking(set_up.broker.port, random.Random(draw.random()), share=0.33)
         await network.start()
         try:
-            async with client(network.url) as calls:
+            async with client(network.url, fresh=True) as calls:
                 play = Play(set_up, calls)
                 await play.start()
                 room = asyncio.Semaphore(AT_ONCE)

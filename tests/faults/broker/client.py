@@ -161,8 +161,9 @@ def _again(answer: Answer) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def client(url: str) -> AsyncIterator[Client]:
-    connector = aiohttp.TCPConnector(limit=0)
+async def client(url: str, *, fresh: bool = False) -> AsyncIterator[Client]:
+    """``fresh``: a connection for each request."""
+    connector = aiohttp.TCPConnector(limit=0, force_close=fresh)
     async with aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar()) as session:
         made = Client(url, session)
         made.may_ask.set()

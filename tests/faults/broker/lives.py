@@ -140,12 +140,13 @@ class Life:
 
     async def take_back(self) -> None:
         """A create that is taken back by its key, before or after it arrived."""
+        made = set()
         if self.draw.random() < 0.5:
-            made = (await self._create()).json
-            self.promises.closed.add(made["sandbox"]["sandbox_id"])
+            made.add((await self._create()).json["sandbox"]["sandbox_id"])
         await self.client.ask(
             "DELETE", f"/v1/sandboxes?idempotency_key={self.key}", headers=self.stage.broker.caller(), copies=2
         )
+        self.promises.closed |= made
         try:
             await self._create()
         except RefusedError as error:

@@ -11,6 +11,9 @@ from typing import Any
 
 import orjson
 
+LAST_CHUNK = b"\r\n0\r\n\r\n"
+"""The end of a stream; no JSON of an event has these bytes."""
+
 
 class Leave(StrEnum):
     """How a caller leaves."""
@@ -51,10 +54,17 @@ class Call:
         """Exactly so many more bytes, fewer only at the end."""
         loop = asyncio.get_running_loop()
         found = b""
-        while len(found) < count and (piece := await loop.sock_recv(self.sock, count - len(found))):
+        while len(found) < count and not (self.read + found).endswith(LAST_CHUNK):
+            if not (piece := await loop.sock_recv(self.sock, count - len(found))):
+                break
             found += piece
         self.read += found
         return found
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a stream was read to its last byte."""
+        return self.read.endswith(LAST_CHUNK)
 
     async def whole(self) -> tuple[int, bytes]:
         """Status and body of the answer."""

@@ -338,6 +338,7 @@ async def test_clock_that_jumps_lengthens_and_shortens_no_lease(
 async def test_request_that_is_cut_off_is_nobodys_error_and_leaves_nothing_of_it_in_the_log(api: Api) -> None:
     box = await api.box()
     secret = uuid.uuid4().hex
+    before = len(api.broker.log.read_text())  # of other tests
     for _ in range(5):
         _, writer = await asyncio.open_connection("127.0.0.1", api.broker.port)
         head = f"PUT {box.path}/execs/e-cut HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {box.token}\r\n"
@@ -348,7 +349,7 @@ async def test_request_that_is_cut_off_is_nobodys_error_and_leaves_nothing_of_it
         writer.transport.abort()
     assert (await box.run("echo alive")).stdout == b"alive\n"
     assert (await box.ask("GET", "/execs/e-cut")).code == "exec_not_found"
-    log = api.broker.log.read_text()
+    log = api.broker.log.read_text()[before:]
     assert secret not in log
     assert box.token not in log
     assert "Traceback" not in log

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import stat
 import tarfile
 from collections import OrderedDict
@@ -198,7 +199,8 @@ def extract(
     """Unpack a tar stream below an existing directory, and change nothing outside it.
 
     Modes, times, symbolic and hard links are kept; set-user-id bits only with ``chown="keep"``. An existing file or
-    link is replaced, never written through. After an error, the members before the bad one are there.
+    link is replaced whole, in one step, never written through: several archives may be unpacked into one directory at
+    once. After an error, the members before the bad one are there, and nothing of that one.
 
     Args:
         read: gives up to that many bytes; ``b""`` at the end.
@@ -228,6 +230,9 @@ class _Extractor:
         self._chown = chown
         self._file = -1
         self._member: tarfile.TarInfo | None = None
+        self._unplaced: tuple[int, str] | None = None
+        """Directory and name that the current member gets once it is whole."""
+        self._temporary = f".unpacking-{secrets.token_hex(8)}"
         self._directories: list[tuple[list[str], tarfile.TarInfo]] = []
         self._open: OrderedDict[tuple[str, ...], int] = OrderedDict()
 
@@ -243,6 +248,7 @@ class _Extractor:
                 self._apply(self._file, self._member)
                 os.close(self._file)
                 self._file = -1
+                self._place(self._member)
         except OSError as error:
             name = self._member.name if self._member else "?"
             raise ArchiveError(f"cannot unpack '{name}': {error.strerror}") from error
@@ -256,6 +262,7 @@ class _Extractor:
                 raise ArchiveError(f"cannot unpack '{member.name}': {error.strerror}") from error
 
     def close(self) -> None:
+        self._drop_unplaced()
         for descriptor in [self._root, *self._open.values(), *([self._file] if self._file >= 0 else [])]:
             os.close(descriptor)
         self._open.clear()
@@ -275,27 +282,41 @@ class _Extractor:
             self._directory(parts)
             self._directories.append((parts, member))
             return
-        parent, name = self._directory(parts[:-1]), parts[-1]
-        self._remove(parent, name)
+        parent = self._directory(parts[:-1])
         if member.issym():
-            os.symlink(member.linkname, name, dir_fd=parent)
+            os.symlink(member.linkname, self._temporary, dir_fd=parent)
+            self._unplaced = (parent, parts[-1])
             if self._chown is not None:
-                os.chown(name, *self._owner(member), dir_fd=parent, follow_symlinks=False)
+                os.chown(self._temporary, *self._owner(member), dir_fd=parent, follow_symlinks=False)
+            self._place(member)
         elif member.islnk():
             target = member_parts(member.linkname)
             source = self._directory(target[:-1], create=False)
-            os.link(target[-1], name, src_dir_fd=source, dst_dir_fd=parent, follow_symlinks=False)
+            os.link(target[-1], self._temporary, src_dir_fd=source, dst_dir_fd=parent, follow_symlinks=False)
+            self._unplaced = (parent, parts[-1])
+            self._place(member)
         else:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._file = os.open(name, flags, 0o600, dir_fd=parent)
+            self._file = os.open(self._temporary, flags, 0o600, dir_fd=parent)
+            self._unplaced = (parent, parts[-1])
 
-    def _remove(self, parent: int, name: str) -> None:
+    def _place(self, member: tarfile.TarInfo) -> None:
+        """Give what is whole now its name."""
+        assert self._unplaced is not None
+        parent, name = self._unplaced
         try:
-            os.unlink(name, dir_fd=parent)
-        except FileNotFoundError:
-            pass
+            os.rename(self._temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
         except IsADirectoryError as error:
-            raise ArchiveError(f"a directory is in the place of '{self._member and self._member.name}'") from error
+            raise ArchiveError(f"a directory is in the place of '{member.name}'") from error
+        if member.islnk():
+            self._drop_unplaced()  # a rename between two names of one file does nothing
+        self._unplaced = None
+
+    def _drop_unplaced(self) -> None:
+        if self._unplaced is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._temporary, dir_fd=self._unplaced[0])
+            self._unplaced = None
 
     def _directory(self, parts: Sequence[str], *, create: bool = True) -> int:
         """A descriptor of a directory below the root, reached through real directories alone."""

@@ -321,6 +321,16 @@ def test_extract_raises_when_caps_are_passed(tmp_path: Path) -> None:
     extract(reader([stream]), tmp_path, max_members=10, max_bytes=10_000)
 
 
+def test_extract_leaves_the_old_file_when_the_stream_is_cut_within_the_new_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    info = tarfile.TarInfo("file")
+    info.size = 100_000
+    cut = io.BytesIO(info.tobuf() + bytes(50_000))
+    with pytest.raises(ArchiveError):
+        extract(cut.read, tmp_path)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"old")]
+
+
 def test_extract_raises_when_a_directory_is_in_a_files_place(tmp_path: Path) -> None:
     (tmp_path / "x/y").mkdir(parents=True)
     with pytest.raises(ArchiveError, match="directory is in the place of 'x'"):

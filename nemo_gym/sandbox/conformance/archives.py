@@ -191,6 +191,24 @@ class ArchiveChecks(Checks):
         async with asyncio.timeout(60):
             assert list(members(await receive(box, "/srv/s"))) == ["s", "s/f"]
 
+    async def test_same_archive_put_several_times_at_once_is_there_whole(self, box: AsyncSandbox) -> None:
+        """As a client does that repeats a request whose answer was lost."""
+        content = os.urandom(20_000).hex().encode()
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w") as tar:
+            for name in ("a", "b", "c"):
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+            link = tarfile.TarInfo("d")
+            link.type, link.linkname = tarfile.SYMTYPE, "a"
+            tar.addfile(link)
+        await sh(box, "mkdir -p /tmp/once")
+        for _ in range(4):
+            await asyncio.gather(*(box.put_archive("/tmp/once", stream(buffer.getvalue())) for _ in range(6)))
+            assert await sh(box, "cd /tmp/once && cat a b c d") == content.decode() * 4
+            assert (await sh(box, "ls -A /tmp/once")).split() == ["a", "b", "c", "d"]
+
     async def test_existing_files_are_replaced_and_others_stay(self, box: AsyncSandbox) -> None:
         await sh(box, "mkdir -p /srv/d; echo old > /srv/d/f; echo stays > /srv/d/g; ln -s /etc/passwd /srv/d/l")
         data = archive(("d/f", tarfile.REGTYPE, ""), ("d/l", tarfile.REGTYPE, ""))

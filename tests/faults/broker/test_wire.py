@@ -9,6 +9,7 @@ from tests.faults.broker_wire import every_route, shaken_work
 
 async def test_effect_is_there_once_on_every_route_when_connections_break_and_requests_repeat(tmp_path: Path) -> None:
     figures, bars = await every_route(tmp_path, provider="local", settings={}, seed=3, cuts=1)
+    assert figures["wrong_effects"] == []
     assert [bar for bar in bars if not bar.ok] == [], figures
     assert figures["routes"] >= 27
 

@@ -2,6 +2,7 @@ package main
 
 import (
 	"archive/tar"
+	"crypto/rand"
 	"errors"
 	"io"
 	"io/fs"
@@ -282,14 +283,27 @@ func (u *unpacker) add(header *tar.Header, content io.Reader) error {
 			return err
 		}
 	}
-	if info, err := u.root.Lstat(name); err == nil {
-		if info.IsDir() {
-			return &fs.PathError{Op: "replace", Path: name, Err: syscall.EISDIR}
-		}
-		if err := u.root.Remove(name); err != nil {
-			return err
-		}
+	if info, err := u.root.Lstat(name); err == nil && info.IsDir() {
+		return &fs.PathError{Op: "replace", Path: name, Err: syscall.EISDIR}
 	}
+	// Whole or not at all, and in one step: other archives may be unpacked here at the same time.
+	temporary := filepath.Join(filepath.Dir(name), ".unpacking-"+rand.Text())
+	if err := u.make(header, temporary, content); err != nil {
+		u.root.Remove(temporary)
+		return err
+	}
+	if err := u.root.Rename(temporary, name); err != nil {
+		u.root.Remove(temporary)
+		return err
+	}
+	if header.Typeflag == tar.TypeLink {
+		u.root.Remove(temporary) // a rename between two names of one file does nothing
+	}
+	return nil
+}
+
+// make writes what is no directory under a name that nothing has.
+func (u *unpacker) make(header *tar.Header, name string, content io.Reader) error {
 	switch header.Typeflag {
 	case tar.TypeSymlink:
 		if err := u.root.Symlink(header.Linkname, name); err != nil {

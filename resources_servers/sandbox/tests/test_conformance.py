@@ -21,15 +21,21 @@ def _serve(place: Path, backend: dict[str, Any]) -> Iterator[dict[str, Any]]:
         broker.close()
 
 
-class TestBrokerOverLocal(SandboxConformance):
-    @pytest.fixture(scope="class")
-    def served(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-        place = tmp_path_factory.mktemp("broker")
-        yield from _serve(place, {"local": {"state_dir": str(place / "boxes"), "linger_s": 3}})
+@pytest.fixture(scope="module")
+def over_local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    place = tmp_path_factory.mktemp("broker")
+    yield from _serve(place, {"local": {"state_dir": str(place / "boxes"), "linger_s": 3}})
 
+
+@pytest.fixture(scope="module")
+def over_docker(tmp_path_factory: pytest.TempPathFactory, docker_engine: str) -> Iterator[dict[str, Any]]:
+    yield from _serve(tmp_path_factory.mktemp("broker"), {"docker": {"base_url": docker_engine}})
+
+
+class TestBrokerOverLocal(SandboxConformance):
     @pytest.fixture
-    def provider_config(self, served: dict[str, Any]) -> dict[str, Any]:
-        return served
+    def provider_config(self, over_local: dict[str, Any]) -> dict[str, Any]:
+        return over_local
 
     @pytest.fixture
     def image(self) -> str | None:
@@ -37,13 +43,9 @@ class TestBrokerOverLocal(SandboxConformance):
 
 
 class TestBrokerOverDocker(SandboxConformance):
-    @pytest.fixture(scope="class")
-    def served(self, tmp_path_factory: pytest.TempPathFactory, docker_engine: str) -> Iterator[dict[str, Any]]:
-        yield from _serve(tmp_path_factory.mktemp("broker"), {"docker": {"base_url": docker_engine}})
-
     @pytest.fixture
-    def provider_config(self, served: dict[str, Any]) -> dict[str, Any]:
-        return served
+    def provider_config(self, over_docker: dict[str, Any]) -> dict[str, Any]:
+        return over_docker
 
     @pytest.fixture
     def image(self) -> str | None:

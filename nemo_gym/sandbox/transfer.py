@@ -7,16 +7,27 @@ import contextlib
 import re
 import tarfile
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from nemo_gym.errors import SandboxArchiveError, SandboxError
 from nemo_gym.sandbox.archive import pack
-from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider
+from nemo_gym.sandbox.base import SandboxHandle
 from nemo_gym.sandbox.tar_stream import ArchiveError, TarParser
 
 
-async def upload(provider: SandboxProvider, handle: SandboxHandle, source: Path, target: str) -> None:
+class MovesArchives(Protocol):
+    """What is needed of an `nemo_gym.sandbox.base.SandboxProvider` here."""
+
+    async def put_archive(self, handle: SandboxHandle, path: str, tar: AsyncIterator[bytes]) -> None: ...
+
+    def get_archive(
+        self, handle: SandboxHandle, path: str, *, exclude: Sequence[str] = (), max_bytes: int | None = None
+    ) -> AsyncIterator[bytes]: ...
+
+
+async def upload(provider: MovesArchives, handle: SandboxHandle, source: Path, target: str) -> None:
     """A file of this host (links are followed) as ``target`` in the box, with its mode, replacing what is there."""
     parent, _, name = absolute(target).rpartition("/")
     if not name:
@@ -26,7 +37,7 @@ async def upload(provider: SandboxProvider, handle: SandboxHandle, source: Path,
     await provider.put_archive(handle, parent or "/", in_thread(pack(source.resolve(), name=name)))
 
 
-async def download(provider: SandboxProvider, handle: SandboxHandle, source: str, target: Path) -> None:
+async def download(provider: MovesArchives, handle: SandboxHandle, source: str, target: Path) -> None:
     """A regular file of the box as ``target`` on this host: whole, or not at all.
 
     Raises:

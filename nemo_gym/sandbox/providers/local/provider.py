@@ -21,12 +21,10 @@ from nemo_gym.errors import (
     SandboxLostError,
 )
 from nemo_gym.sandbox.base import (
-    DEFAULT_MAX_OUTPUT_BYTES,
     DEFAULT_READY_TIMEOUT_S,
     Door,
     ExecRequest,
     NetworkPolicy,
-    SandboxExecResult,
     SandboxHandle,
     SandboxInfo,
     SandboxSpec,
@@ -35,14 +33,14 @@ from nemo_gym.sandbox.base import (
 from nemo_gym.sandbox.capabilities import SandboxCapabilities
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.doors import DoorServer
-from nemo_gym.sandbox.outputs import run_to_end
 from nemo_gym.sandbox.providers.local.client import SupervisorClient
 from nemo_gym.sandbox.providers.local.images import ImageError, ImageStore
 from nemo_gym.sandbox.providers.local.options import LocalOptions, SupervisedOptions
 from nemo_gym.sandbox.providers.local.process import LocalProcess
 from nemo_gym.sandbox.providers.local.requests import BASE_ENV, argv, create_request, filled, stdin_file
 from nemo_gym.sandbox.providers.local.streams import read_stream, write_stream
-from nemo_gym.sandbox.transfer import absolute, download, upload
+from nemo_gym.sandbox.streaming_provider import StreamingProvider
+from nemo_gym.sandbox.transfer import absolute
 
 _NO_NESTING = (
     "processes in a box have no capabilities and cannot make namespaces, so no containers either; sandbox=docker has"
@@ -61,7 +59,7 @@ class _LocalBox:
     doors: dict[str, DoorServer] = dataclasses.field(default_factory=dict)
 
 
-class LocalProvider:
+class LocalProvider(StreamingProvider):
     """Boxes of bubblewrap, overlayfs, cgroups and namespaces on this machine.
 
     Args:
@@ -203,22 +201,6 @@ class LocalProvider:
 
     # ---------------------------------------------------------------------------------------------- commands
 
-    async def exec(
-        self,
-        handle: SandboxHandle,
-        command: str | Sequence[str],
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-        user: str | None = None,
-        stdin: bytes | None = None,
-        merge_stderr: bool = False,
-        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
-    ) -> SandboxExecResult:
-        request = ExecRequest(command, cwd, env or {}, timeout_s, user, stdin, merge_stderr, max_output_bytes)
-        return await run_to_end(self.start_exec(handle, request))
-
     async def start_exec(self, handle: SandboxHandle, request: ExecRequest) -> LocalProcess:
         box = _box_of(handle)
         client = self._client()
@@ -301,12 +283,6 @@ class LocalProvider:
                 await asyncio.wait({packing})
             with contextlib.suppress(Exception):
                 packing.result()
-
-    async def upload_file(self, handle: SandboxHandle, source: Path, target: str) -> None:
-        await upload(self, handle, source, target)
-
-    async def download_file(self, handle: SandboxHandle, source: str, target: Path) -> None:
-        await download(self, handle, source, target)
 
     # ------------------------------------------------------------------------------------------------- doors
 

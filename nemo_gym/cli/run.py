@@ -139,7 +139,11 @@ class _Run:
 
     async def _collect(self, supervisor: Supervisor) -> int:
         from nemo_gym.cli.collect_rollouts import collect
+        from nemo_gym.configuration.hosts import Hosts
+        from nemo_gym.serving.others import wait_for_others
 
+        if (hosts := Hosts.of(self.composition)) is not None:
+            await wait_for_others(hosts, supervisor.settings.startup_timeout_s, say)
         values = self.composition.run_values()
         if "agent" in self.composition.chosen:
             values.setdefault("agent_name", self.composition.chosen["agent"])

@@ -6,9 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_gym.configuration.compose import Composition
-from nemo_gym.configuration.servers import references
+from nemo_gym.configuration.servers import ServerBlock, references
 from nemo_gym.configuration.suggest import nearest
 from nemo_gym.errors import ConfigError
+
+
+def boxes_at(composition: Composition, server: ServerBlock) -> str:
+    """The instance on whose host the boxes of ``server`` are: its broker, or itself."""
+    from nemo_gym.sandbox.config import resolve_provider_config
+
+    configured = resolve_provider_config(server.values["sandbox_provider"], composition.values)
+    behind = next(references(configured), None)
+    return behind.name if behind is not None else server.instance
 
 
 def backend_of(

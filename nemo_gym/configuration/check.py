@@ -6,6 +6,7 @@ from typing import Any
 
 from nemo_gym.configuration import compatibility
 from nemo_gym.configuration.compose import Composition
+from nemo_gym.configuration.hosts import Hosts
 from nemo_gym.configuration.plugin_keys import check_server_keys, entrypoint
 from nemo_gym.configuration.servers import ServerBlock
 from nemo_gym.errors import ConfigError
@@ -31,6 +32,7 @@ def check_everything(composition: Composition) -> Topology | None:
         value = composition.values.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
             raise ConfigError(f"{key} must be a number that is not negative, got {value!r}", key=key)
+    Hosts.of(composition)
     _check_run_keys(composition)
     return compatibility.check(composition)
 

@@ -23,6 +23,8 @@ GROUPS: Final = {
 COMPOSITION: Final = "composition"
 CONFIG_PATHS: Final = "config_paths"
 TOPOLOGY: Final = "topology"
+HOSTS: Final = "hosts"
+HOST: Final = "host"
 
 INHERIT_FROM: Final = "_inherit_from"
 COPY: Final = "_copy"
@@ -32,6 +34,8 @@ SUITE_KEYS: Final = frozenset(
     {
         CONFIG_PATHS,
         TOPOLOGY,
+        HOSTS,
+        HOST,
         "run_dir",
         "run_id",
         "default_host",

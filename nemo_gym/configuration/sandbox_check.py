@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from nemo_gym.configuration.backend import backend_of
+from nemo_gym.configuration.backend import backend_of, boxes_at
 from nemo_gym.configuration.compatibility import sandbox_provider, side_of
 from nemo_gym.configuration.compose import Composition
 from nemo_gym.configuration.groups import available
+from nemo_gym.configuration.hosts import Hosts
 from nemo_gym.configuration.keys import AGENT_TYPE, MODEL_TYPE
 from nemo_gym.configuration.servers import ServerBlock, references
 from nemo_gym.configuration.suggest import nearest
@@ -22,10 +23,11 @@ from nemo_gym.session import Topology
 
 def check_sandbox(composition: Composition, topology: Topology | None) -> None:
     """Raise `ConfigError` for each thing a provider lacks here, with its own word on why and what would help."""
+    hosts = Hosts.of(composition)
     for server in composition.servers.values():
         name = sandbox_provider(composition, server)
-        if name is None:
-            continue
+        if name is None or (hosts is not None and boxes_at(composition, server) not in hosts.local):
+            continue  # it has no boxes, or they are another host's: that one looks
         if server.server_type == AGENT_TYPE and topology not in side_of(server, composition.roots).box_topologies:
             continue  # it makes no box of its own
         wanted = list(dict.fromkeys(_wanted(composition, server, topology)))

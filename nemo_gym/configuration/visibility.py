@@ -7,15 +7,15 @@ its own block names them (``sandbox_provider: sandbox``), without their secrets 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym.configuration.compose import Composition
-from nemo_gym.configuration.keys import COMPOSITION
+from nemo_gym.configuration.keys import COMPOSITION, HOSTS
 from nemo_gym.configuration.layers import leaves
 from nemo_gym.configuration.resolve import interpolated_keys
-from nemo_gym.configuration.secrets import is_secret_name
+from nemo_gym.configuration.secrets import is_secret_name, without_password
 from nemo_gym.configuration.servers import references
 
 
@@ -51,13 +51,19 @@ def named_blocks(composition: Composition, instance: str) -> dict[str, Any]:
     }
 
 
-def server_view(composition: Composition, instance: str, addresses: Mapping[str, Address]) -> dict[str, Any]:
+Replicas = Mapping[str, Sequence[Address]]
+"""Where each server of a composition on several hosts runs; empty on one host."""
+
+
+def server_view(
+    composition: Composition, instance: str, addresses: Mapping[str, Address], replicas: Replicas | None = None
+) -> dict[str, Any]:
     """The configuration for one server's launch, as plain data."""
     used = _used_keys(composition, instance)
     named = named_blocks(composition, instance)
     view: dict[str, Any] = {}
     for key, value in composition.values.items():
-        if key in composition.servers:
+        if key in composition.servers or key == HOSTS:
             continue
         if key in used or key in named:
             view[key] = value
@@ -66,21 +72,32 @@ def server_view(composition: Composition, instance: str, addresses: Mapping[str,
     for name in (instance, *call_targets(composition, instance)):
         server, address = composition.servers[name], addresses[name]
         place = {"host": address.host, "port": address.port}
-        block = {**server.values, **place} if name == instance else {**place, "url": address.url}
+        block = {**server.values, **place} if name == instance else {**place, **_urls(name, address, replicas)}
         if name != instance:
             block["entrypoint"] = str(server.values.get("entrypoint", "app.py"))
         view[name] = {server.server_type: {server.implementation: block}}
     return view
 
 
-def pipeline_view(composition: Composition, addresses: Mapping[str, Address]) -> dict[str, Any]:
+def pipeline_view(
+    composition: Composition, addresses: Mapping[str, Address], replicas: Replicas | None = None
+) -> dict[str, Any]:
     """The servers' blocks with their addresses and without any secret, and what was chosen: what a caller needs."""
     view: dict[str, Any] = {COMPOSITION: dict(composition.values.get(COMPOSITION) or {})}
     for name, server in composition.servers.items():
         address = addresses[name]
-        block = {**_without_secrets(server.values), "host": address.host, "port": address.port, "url": address.url}
+        place = {"host": address.host, "port": address.port, **_urls(name, address, replicas)}
+        block = {**_without_secrets(server.values), **place}
         view[name] = {server.server_type: {server.implementation: block}}
     return view
+
+
+def _urls(name: str, address: Address, replicas: Replicas | None) -> dict[str, Any]:
+    """``url``, and ``urls`` where there are several replicas to choose from."""
+    places = (replicas or {}).get(name, ())
+    if len(places) < 2:
+        return {"url": address.url}
+    return {"url": places[0].url, "urls": [place.url for place in places]}
 
 
 def _used_keys(composition: Composition, instance: str) -> set[str]:
@@ -109,4 +126,4 @@ def _without_secrets(value: Any) -> Any:
         }
     if isinstance(value, list | tuple):
         return [_without_secrets(item) for item in value]
-    return value
+    return without_password(value) if isinstance(value, str) else value

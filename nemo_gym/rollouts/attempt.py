@@ -119,6 +119,8 @@ class Attempt:
     """The agent's answer."""
     verified: dict[str, Any] | None = None
     """The verify response, once there is one."""
+    replicas: dict[str, int] = field(default_factory=dict)
+    """Which replica of each server has this attempt's sessions; a new attempt chooses anew."""
     timings: dict[str, float] = field(default_factory=dict)
     closers: list[AttemptCloser] = field(default_factory=list)
     salvage: Callable[[], Awaitable[dict[str, Any]]] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,13 @@ from nemo_gym.credentials import CONTROL_TOKEN_HEADER
 from nemo_gym.errors import ServerError
 from nemo_gym.rollouts.failures import PeerError
 from nemo_gym.serving.client import ServerClient
+from nemo_gym.serving.replicas import replica_context
 
 CONNECT_PATIENCE_S = 60.0
 """How long a server that refuses connections is waited for: it may be restarting. Such a request surely never
-started, so nothing is repeated."""
+never started, so nothing is repeated."""
+REPLICA_PATIENCE_S = 10.0
+"""The same for one replica of several: a new attempt need not wait for it."""
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -32,11 +35,27 @@ class Reply:
 
 
 class Peers:
-    """Calls servers by instance name."""
+    """Calls servers by instance name.
 
-    def __init__(self, client: ServerClient, *, connect_patience_s: float = CONNECT_PATIENCE_S) -> None:
+    Args:
+        replicas: server → number of the replica, for what is one attempt's: its first request to a server chooses,
+            the least busy one, and all others follow.
+    """
+
+    def __init__(
+        self,
+        client: ServerClient,
+        *,
+        connect_patience_s: float = CONNECT_PATIENCE_S,
+        replicas: MutableMapping[str, int] | None = None,
+    ) -> None:
         self._client = client
         self._patience_s = connect_patience_s
+        self._replicas = replicas
+
+    def of_attempt(self, replicas: MutableMapping[str, int]) -> Peers:
+        """The same servers, with the replicas of one attempt; those it has not chosen yet are entered."""
+        return Peers(self._client, connect_patience_s=self._patience_s, replicas=replicas)
 
     def base_url(self, server: str) -> str:
         return self._client.base_url(server)
@@ -63,10 +82,17 @@ class Peers:
         return await self._send(server, path, "GET")
 
     async def _send(self, server: str, path: str, method: str, **options: Any) -> Reply:
-        give_up = time.monotonic() + self._patience_s
+        chosen = self._replicas if self._replicas is not None else {}
+        is_new = self._replicas is not None and server not in chosen and len(self._client.replica_urls(server)) > 1
+        patience_s = min(self._patience_s, REPLICA_PATIENCE_S) if server in chosen else self._patience_s
+        give_up = time.monotonic() + patience_s
         while True:
+            if is_new:
+                chosen[server] = self._client.choose_replica(server)
             try:
-                async with await self._client.request(server, path, method, **options) as response:
+                with replica_context(chosen):
+                    request = await self._client.request(server, path, method, **options)
+                async with request as response:
                     body = await response.read()
                     if response.status >= 400:
                         raise PeerError(server, path, response.status, _problem(body, response.status))

@@ -50,6 +50,8 @@ def result_row(attempt: Attempt, verified: dict[str, Any], *, validation: str | 
         row["artifacts_digest"] = artifacts_digest(artifacts)
     row["timings"] = {name: round(seconds, 6) for name, seconds in attempt.timings.items()}
     row["topology"] = _topology(attempt)
+    if attempt.replicas:
+        row["replicas"] = attempt.replicas
     if validation is not None:
         row["validation"] = validation
     if attempt.route.row_access == "full":

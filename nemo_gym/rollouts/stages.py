@@ -63,6 +63,9 @@ class HttpStage(ABC):
     @abstractmethod
     async def _run(self, attempt: Attempt) -> bytes: ...
 
+    def _peers_of(self, attempt: Attempt) -> Peers:
+        return self._peers.of_attempt(attempt.replicas)
+
     def classify(self, error: BaseException) -> StageFailure:
         if isinstance(error, StageError):
             return error.failure
@@ -109,7 +112,7 @@ class InitStage(HttpStage):
             attempt.rollout,
             b"full" if access == "full" else b"public",
         )
-        reply = (await self._peers.post(environment, "/rows", body, idempotent=True)).json()
+        reply = (await self._peers_of(attempt).post(environment, "/rows", body, idempotent=True)).json()
         attempt.row_ref = _member(reply, "row_ref", environment, "/rows", StageName.INIT)
         public = _member(reply, "public_row", environment, "/rows", StageName.INIT)
         attempt.public_row = attempt.row_with(rollout_id) if access == "full" else orjson.dumps(public)
@@ -117,16 +120,18 @@ class InitStage(HttpStage):
         async def close() -> None:
             # The agent's seed is repeated with the same reference: idempotent, and it returns the token that closes.
             session = b'{"%s":%s}' % (SESSION_KEY.encode(), orjson.dumps(opaque_session(attempt)))
-            seeded = (await self._peers.post(environment, "/seed_session", session, idempotent=True)).json()
+            seeded = (
+                await self._peers_of(attempt).post(environment, "/seed_session", session, idempotent=True)
+            ).json()
             token = _member(seeded, "control_token", environment, "/seed_session", StageName.INIT)
             body = b'{"rollout":%s}' % attempt.rollout
-            await self._peers.post(environment, "/close", body, control_token=token, idempotent=True)
+            await self._peers_of(attempt).post(environment, "/close", body, control_token=token, idempotent=True)
 
         attempt.closers.append(close)
 
     async def _open_session(self, attempt: Attempt, model: str) -> None:
         body = b'{"rollout":%s%s}' % (attempt.rollout, self._sampling(attempt))
-        opened = (await self._peers.post(model, "/sessions", body)).json()
+        opened = (await self._peers_of(attempt).post(model, "/sessions", body)).json()
         attempt.session = session = GatewaySession(
             session_id=_member(opened, "session_id", model, "/sessions", StageName.INIT),
             base_url=_member(opened, "base_url", model, "/sessions", StageName.INIT),
@@ -138,7 +143,9 @@ class InitStage(HttpStage):
         async def abort() -> None:
             if attempt.session is not None:  # not finalized
                 path = f"/sessions/{session.session_id}/abort"
-                await self._peers.post(model, path, b"{}", control_token=session.control_token, idempotent=True)
+                await self._peers_of(attempt).post(
+                    model, path, b"{}", control_token=session.control_token, idempotent=True
+                )
                 attempt.session = None
 
         attempt.closers.append(abort)
@@ -157,7 +164,9 @@ class InitStage(HttpStage):
             asked += b',"box_needs":%s' % attempt.route.box_needs
         session = b'"%s":{"rollout":%s%s}' % (SESSION_KEY.encode(), attempt.rollout, asked)
         try:
-            reply = await self._peers.post(environment, "/seed_session", attempt.row_with(session), idempotent=True)
+            reply = await self._peers_of(attempt).post(
+                environment, "/seed_session", attempt.row_with(session), idempotent=True
+            )
         except PeerError as error:
             attempt.seed_refused = error.status != 0
             raise
@@ -167,7 +176,7 @@ class InitStage(HttpStage):
         attempt.cookies = reply.cookies
         attempt.descriptor = orjson.dumps(descriptor)
         if isinstance(beat_s := seeded.get("heartbeat_s"), int | float):
-            start_heartbeat(attempt, self._peers, environment, beat_s)
+            start_heartbeat(attempt, self._peers_of(attempt), environment, beat_s)
         public = seeded.get("public_row")
         if isinstance(public, dict) and "responses_create_params" in public:
             attempt.public_params = orjson.dumps(public["responses_create_params"])
@@ -193,7 +202,7 @@ class InitStage(HttpStage):
             # token that closes it.
             await self._seed(attempt, environment)
         body = b'{"rollout":%s}' % attempt.rollout
-        await self._peers.post(
+        await self._peers_of(attempt).post(
             environment,
             "/close",
             body,
@@ -221,7 +230,7 @@ class RunStage(HttpStage):
             orjson.dumps(endpoint),
             b',"validation":%s' % attempt.validation if attempt.validation is not None else b"",
         )
-        reply = await self._peers.post(agent, "/act", body, cookies=attempt.cookies)
+        reply = await self._peers_of(attempt).post(agent, "/act", body, cookies=attempt.cookies)
         act = reply.json()
         _member(act, "response", agent, "/act", StageName.RUN)
         outcome = act.get("outcome", AgentOutcome.COMPLETED)
@@ -241,7 +250,7 @@ class RunStage(HttpStage):
         """What is in the environment's box. The agent has no part in it: its lease of the box ends first."""
         environment = attempt.route.environment
         assert environment is not None
-        reply = await self._peers.post(
+        reply = await self._peers_of(attempt).post(
             environment,
             "/harvest",
             b'{"rollout":%s}' % attempt.rollout,
@@ -259,7 +268,7 @@ class RunStage(HttpStage):
         route, spec = attempt.route, attempt.job.spec
         row = attempt.public_row or attempt.row_with()
         session = b',"%s":%s}' % (SESSION_KEY.encode(), orjson.dumps(opaque_session(attempt)))
-        reply = (await self._peers.post(route.agent, "/run", row[:-1] + session)).json()
+        reply = (await self._peers_of(attempt).post(route.agent, "/run", row[:-1] + session)).json()
         if not isinstance(reply, dict):
             reason = f"{route.agent}/run answered no JSON object"
             raise StageError(StageFailure(StageName.RUN, FailureKind.AGENT_CRASHED, reason))
@@ -274,7 +283,7 @@ class RunStage(HttpStage):
 
     async def _verdict(self, attempt: Attempt, environment: str) -> dict[str, Any]:
         try:
-            reply = await self._peers.post(environment, "/verdict", b'{"rollout":%s}' % attempt.rollout)
+            reply = await self._peers_of(attempt).post(environment, "/verdict", b'{"rollout":%s}' % attempt.rollout)
         except PeerError as error:
             if error.status != 409:
                 raise
@@ -320,7 +329,7 @@ class EvalStage(HttpStage):
             str(act.get("outcome", AgentOutcome.COMPLETED.value)).encode(),
         )
         body = attempt.row_with(b'"response":%s' % orjson.dumps(act["response"]), session)
-        reply = await self._peers.post(
+        reply = await self._peers_of(attempt).post(
             environment,
             "/verify",
             body,
@@ -344,7 +353,9 @@ class EvalStage(HttpStage):
         path, body = f"/sessions/{session.session_id}/finalize", orjson.dumps(reward_of(verdict))
         try:
             async with asyncio.timeout(self._config.close_timeout_s):
-                reply = await self._peers.post(model, path, body, control_token=session.control_token, idempotent=True)
+                reply = await self._peers_of(attempt).post(
+                    model, path, body, control_token=session.control_token, idempotent=True
+                )
         except (PeerError, TimeoutError) as error:
             log.warning("session not finalized", rollout_id=attempt.job.job_id, error=str(error))
             return {"ng_model_session": {"error": str(error) or "timed out"}}
@@ -392,6 +403,7 @@ def stored_run(attempt: Attempt, act: bytes) -> bytes:
     if attempt.session is not None:
         session = attempt.session
         kept["session"] = {"session_id": session.session_id, "control_token": session.control_token}
+    kept["replicas"] = attempt.replicas
     kept["timings"] = attempt.timings
     return b'{"act":%s,"held":%s}' % (act, orjson.dumps(kept))
 
@@ -404,6 +416,7 @@ def restore_run(attempt: Attempt, payload: bytes) -> None:
     held = stored.get("held") or {}
     attempt.control_token = held.get("control_token")
     attempt.cookies = held.get("cookies") or {}
+    attempt.replicas.update(held.get("replicas") or {})
     attempt.timings.update(held.get("timings") or {})
     if (session := held.get("session")) is not None:
         attempt.session = GatewaySession(session["session_id"], "", "", session["control_token"])

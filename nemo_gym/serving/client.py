@@ -26,6 +26,8 @@ from nemo_gym.credentials import CREDENTIAL_HEADER
 from nemo_gym.errors import ConfigError, ServerError
 from nemo_gym.rollout_correlation import ROLLOUT_ID_HEADER, current_rollout_id
 from nemo_gym.serving.launch import current_launch
+from nemo_gym.serving.replicas import REPLICAS_HEADER, Chooser, current_replicas, encode_replicas
+from nemo_gym.watched_socket import watched_socket
 
 MAX_NUM_TRIES = 6
 FIRST_BACKOFF_S = 0.1
@@ -76,7 +78,11 @@ def get_global_aiohttp_client() -> aiohttp.ClientSession:
     if session is None or session.closed:
         session = _sessions[loop] = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                limit=CONNECTION_LIMIT, limit_per_host=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=60
+                limit=CONNECTION_LIMIT,
+                limit_per_host=0,
+                keepalive_timeout=KEEPALIVE_S,
+                ttl_dns_cache=60,
+                socket_factory=watched_socket,
             ),
             timeout=aiohttp.ClientTimeout(total=TOTAL_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -211,7 +217,8 @@ class ServerClient(BaseModel):
     global_config_dict: Any = Field(default_factory=dict, repr=False)
     """The configuration this process may see, as OmegaConf or plain mappings."""
 
-    _base_urls: dict[str, str] = PrivateAttr(default_factory=dict)
+    _replica_urls: dict[str, tuple[str, ...]] = PrivateAttr(default_factory=dict)
+    _chooser: Chooser = PrivateAttr(default_factory=Chooser)
     _credentials: Mapping[str, str] | None = PrivateAttr(default=None)
 
     @classmethod
@@ -243,23 +250,67 @@ class ServerClient(BaseModel):
             return str(url).rstrip("/")
         return f"http://{url_host(str(server_config_dict['host']))}:{server_config_dict['port']}"
 
+    def replica_urls(self, server_name: str) -> tuple[str, ...]:
+        """Where ``server_name`` listens, without trailing slashes: one URL per replica, at least one."""
+        urls = self._replica_urls.get(server_name)
+        if urls is None:
+            block = server_config_of(self.global_config_dict, server_name)
+            several = block.get("urls") or ()
+            urls = tuple(str(url).rstrip("/") for url in several) or (self._build_server_base_url(block),)
+            self._replica_urls[server_name] = urls
+        return urls
+
     def base_url(self, server_name: str) -> str:
-        """Where ``server_name`` listens, without a trailing slash."""
-        url = self._base_urls.get(server_name)
-        if url is None:
-            url = self._build_server_base_url(server_config_of(self.global_config_dict, server_name))
-            self._base_urls[server_name] = url
-        return url
+        """Where the current rollout's replica of ``server_name`` listens, without a trailing slash."""
+        urls = self.replica_urls(server_name)
+        return urls[self._replicas_for(server_name, urls)[0]]
+
+    def _replicas_for(self, server_name: str, urls: tuple[str, ...]) -> list[int]:
+        """The one replica that was chosen for what is being done now, or all in the order to be tried."""
+        if len(urls) == 1:
+            return [0]
+        chosen = current_replicas().get(server_name)
+        if chosen is not None and chosen < len(urls):
+            return [chosen]
+        return self._chooser.order(urls, current_rollout_id())
+
+    def choose_replica(self, server_name: str) -> int:
+        """The replica for something new: reachable as far as known, and the least busy with requests of this
+        client."""
+        urls = self.replica_urls(server_name)
+        return self._chooser.order(urls)[0] if len(urls) > 1 else 0
 
     async def request(self, server_name: str, url_path: str, method: str, **options: Any) -> ClientResponse:
-        """Send a request to ``url_path`` of a server; options as in `request`."""
+        """Send a request to ``url_path`` of a server; options as in `request`. Where no replica was chosen, one that
+        cannot be connected to is another's turn."""
         headers = dict(options.pop("headers", None) or {})
         if self._credentials and (credential := self._credentials.get(server_name)):
             headers.setdefault(CREDENTIAL_HEADER, credential)
         headers = {**_attached.get({}).get(server_name, {}), **headers}
         if (rollout_id := current_rollout_id()) is not None:
             headers.setdefault(ROLLOUT_ID_HEADER, rollout_id)
-        return await request(method, self.base_url(server_name) + url_path, headers=headers, **options)
+        urls = self.replica_urls(server_name)
+        if (replicas := current_replicas()) and REPLICAS_HEADER not in headers:
+            headers[REPLICAS_HEADER] = encode_replicas(replicas)
+        *others, last = self._replicas_for(server_name, urls)
+        for number in others:
+            try:
+                return await self._request_of(method, urls[number], url_path, headers, options)
+            except ServerUnreachableError as error:
+                if error.details.get("started") != "no":
+                    raise
+        return await self._request_of(method, urls[last], url_path, headers, options)
+
+    async def _request_of(
+        self, method: str, url: str, url_path: str, headers: dict[str, str], options: dict[str, Any]
+    ) -> ClientResponse:
+        with self._chooser.busy(url):
+            try:
+                return await request(method, url + url_path, headers=headers, **options)
+            except ServerUnreachableError as error:
+                if error.details.get("started") == "no":
+                    self._chooser.unreachable(url)
+                raise
 
     async def get(self, server_name: str, url_path: str, **options: Any) -> ClientResponse:
         return await self.request(server_name, url_path, "GET", **options)

@@ -18,6 +18,7 @@ from nemo_gym.rollout_correlation import (
     rollout_context,
 )
 from nemo_gym.serving.problems import send_problem
+from nemo_gym.serving.replicas import REPLICAS_HEADER, decode_replicas, replica_context
 
 OPEN_ROUTES = frozenset({"/", "/health", "/ready"})
 """Served to anybody: they say that a server lives, and nothing else."""
@@ -26,11 +27,13 @@ TOKEN_CAPTURE = "nemo_gym.token_capture"
 _CALLER = "nemo_gym.caller"
 _CREDENTIAL_HEADER = CREDENTIAL_HEADER.lower().encode()
 _ROLLOUT_HEADER = ROLLOUT_ID_HEADER.lower().encode()
+_REPLICAS_HEADER = REPLICAS_HEADER.lower().encode()
 _PREFIX = f"/{ROLLOUT_PATH_PREFIX}/"
 
 
 class RolloutMiddleware:
-    """Takes ``/ng-rollout/<id>/`` off the path, or the rollout header, and makes it the current rollout."""
+    """Takes ``/ng-rollout/<id>/`` off the path, or the rollout header, and makes it the current rollout; and goes on
+    with the replicas that its caller chose."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -39,6 +42,14 @@ class RolloutMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        replicas = next((value for name, value in scope["headers"] if name == _REPLICAS_HEADER), None)
+        if replicas is not None:
+            with replica_context(decode_replicas(replicas.decode("latin-1"))):
+                await self._with_rollout(scope, receive, send)
+        else:
+            await self._with_rollout(scope, receive, send)
+
+    async def _with_rollout(self, scope: Scope, receive: Receive, send: Send) -> None:
         rollout_id: str | None = None
         path: str = scope["path"]
         if path.startswith(_PREFIX):

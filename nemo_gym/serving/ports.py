@@ -9,10 +9,11 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_gym.configuration.keys import HOSTS
 from nemo_gym.configuration.servers import ServerBlock
 from nemo_gym.configuration.visibility import Address
 from nemo_gym.errors import ConfigError
@@ -31,15 +32,24 @@ class Listener:
     address: Address
 
 
-def bind_listeners(servers: Iterable[ServerBlock], default_host: str = DEFAULT_HOST) -> dict[str, Listener]:
-    """A listening socket per server, on its configured port or a free one. When one cannot be bound, all are closed
-    again and `ConfigError` names the instance, the port, who has it, and the fix."""
+def bind_listeners(
+    servers: Iterable[ServerBlock], default_host: str = DEFAULT_HOST, places: Mapping[str, Address] | None = None
+) -> dict[str, Listener]:
+    """A listening socket per server, on its configured port or a free one; in a composition on several hosts, for the
+    servers of ``places`` alone, there. When one cannot be bound, all are closed again and `ConfigError` names the
+    instance, the port, who has it, and the fix."""
     listeners: dict[str, Listener] = {}
+    if places is not None:
+        servers = [server for server in servers if server.instance in places]
     # Configured ports first, so that a free one never happens to be another server's.
     ordered = sorted(servers, key=lambda server: not server.values.get("port"))
     try:
         for server in ordered:
-            listeners[server.instance] = _bind(server, default_host, listeners)
+            if places is None:
+                address, setting = _configured(server, default_host), ".".join((*server.path, "port"))
+            else:
+                address, setting = places[server.instance], f"{HOSTS}.machines.<this host>.servers.{server.instance}"
+            listeners[server.instance] = _bind(server, address, setting, listeners)
     except BaseException:
         close_listeners(listeners.values())
         raise
@@ -51,15 +61,21 @@ def close_listeners(listeners: Iterable[Listener]) -> None:
         listener.socket.close()
 
 
-def _bind(server: ServerBlock, default_host: str, others: dict[str, Listener]) -> Listener:
+def _configured(server: ServerBlock, default_host: str) -> Address:
     host = str(server.values.get("host") or default_host)
     port = int(server.values.get("port") or 0)
     if not host.startswith(LOOPBACK_HOSTS):
         raise ConfigError(
             f"{server.where}.host: '{host}' can be reached from other machines, and servers speak plain HTTP; use"
-            " 127.0.0.1, and a TLS proxy in front where others must call",
+            f" 127.0.0.1, and a TLS proxy in front where others must call, or a '{HOSTS}' block that names a private"
+            " network",
             key=".".join((*server.path, "host")),
         )
+    return Address(host, port)
+
+
+def _bind(server: ServerBlock, address: Address, setting: str, others: dict[str, Listener]) -> Listener:
+    host, port = address.host, address.port
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -71,13 +87,15 @@ def _bind(server: ServerBlock, default_host: str, others: dict[str, Listener]) -
         listener.listen(LISTEN_BACKLOG)
     except OSError as error:
         listener.close()
-        raise _not_bound(server, host, port, error, others) from error
+        raise _not_bound(server, address, setting, error, others) from error
     listener.setblocking(False)
     return Listener(server.instance, listener, Address(host, listener.getsockname()[1]))
 
 
-def _not_bound(server: ServerBlock, host: str, port: int, error: OSError, others: dict[str, Listener]) -> ConfigError:
-    setting = ".".join((*server.path, "port"))
+def _not_bound(
+    server: ServerBlock, address: Address, setting: str, error: OSError, others: dict[str, Listener]
+) -> ConfigError:
+    host, port = address.host, address.port
     fix = f"choose another with {setting}=<port>, or 0 for a free one"
     if error.errno == errno.EADDRINUSE:
         same = next((name for name, other in others.items() if other.address.port == port), None)

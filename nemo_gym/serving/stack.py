@@ -6,14 +6,17 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_gym.configuration.compose import Composition, run_directory_root
+from nemo_gym.configuration.hosts import Hosts
+from nemo_gym.configuration.keys import COMPOSITION
 from nemo_gym.configuration.roots import find_plugin
 from nemo_gym.configuration.secrets import redact
+from nemo_gym.configuration.visibility import Address
 from nemo_gym.credentials import Role, StackKeys
 from nemo_gym.errors import ConfigError
 from nemo_gym.serving.endpoints import StackEntry, read_stack, remove_stack
@@ -40,16 +43,21 @@ async def running_stack(
     """
     run_id, run_dir = run_directory(composition)
     _record(composition, run_dir)
-    interpreters = _interpreters(composition, say)
+    hosts = Hosts.of(composition)
+    if hosts is not None:
+        hosts.require_here()
+    places = hosts.local if hosts is not None else None
+    interpreters = _interpreters(composition, places, say)
     default_host = str(composition.values.get("default_host") or DEFAULT_HOST)
-    listeners = bind_listeners(composition.servers.values(), default_host)
+    listeners = bind_listeners(composition.servers.values(), default_host, places)
     supervisor = Supervisor(
         composition,
         listeners,
         interpreters,
         run_id=run_id,
         run_dir=run_dir,
-        keys=StackKeys.generate(),
+        keys=hosts.keys if hosts is not None else StackKeys.generate(),
+        hosts=hosts,
         nursery_process=nursery_process,
         say=say,
     )
@@ -97,9 +105,13 @@ def _record(composition: Composition, run_dir: Path) -> None:
     (run_dir / CONFIG_FILE).write_text(text, encoding="utf-8")
 
 
-def _interpreters(composition: Composition, say: Callable[[str], None]) -> dict[str, str | None]:
+def _interpreters(
+    composition: Composition, places: Mapping[str, Address] | None, say: Callable[[str], None]
+) -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     for server in composition.servers.values():
+        if places is not None and server.instance not in places:
+            continue
         plugin = find_plugin(server.server_type, server.implementation, composition.roots)
         missing = unmet(requirement_lines(plugin))
         if missing:
@@ -109,10 +121,12 @@ def _interpreters(composition: Composition, say: Callable[[str], None]) -> dict[
 
 
 def pipeline_client(stack: StackEntry) -> ServerClient:
-    """A client for the servers of a running stack, with the pipeline's credentials."""
+    """A client for the servers of a running stack, on this host and on others, with the pipeline's credentials."""
     from nemo_gym.serving.client import ServerClient
 
     client = ServerClient(global_config_dict=stack.config)
     keys = StackKeys.from_hex(stack.root_key)
-    client.use_credentials(keys.outgoing(Role.PIPELINE, PIPELINE, [server.instance for server in stack.servers]))
+    client.use_credentials(
+        keys.outgoing(Role.PIPELINE, PIPELINE, [name for name in stack.config if name != COMPOSITION])
+    )
     return client

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_gym.configuration.compose import Composition
+from nemo_gym.configuration.hosts import Hosts
 from nemo_gym.configuration.keys import AGENT_TYPE, ENVIRONMENT_TYPE, MODEL_TYPE
 from nemo_gym.configuration.plugin_keys import entrypoint
 from nemo_gym.configuration.roots import EXTRA_ROOTS_VARIABLE
@@ -55,6 +56,7 @@ class Supervisor:
         run_id: str,
         run_dir: Path,
         keys: StackKeys,
+        hosts: Hosts | None = None,
         nursery_process: tuple[int, socket.socket],
         say: Callable[[str], None],
     ) -> None:
@@ -64,7 +66,9 @@ class Supervisor:
         self._say = say
         self._nursery_pid, self._channel = nursery_process
         self._secrets = secret_values(composition.values) | {keys.to_hex()}
-        self._addresses: dict[str, Address] = {name: listener.address for name, listener in listeners.items()}
+        self._replicas = hosts.replicas if hosts is not None else {}
+        self._addresses: dict[str, Address] = {name: places[0] for name, places in self._replicas.items()}
+        self._addresses |= {name: listener.address for name, listener in listeners.items()}
         self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
         self.failure: asyncio.Future[ServerError | ConfigError] = asyncio.get_running_loop().create_future()
@@ -81,6 +85,7 @@ class Supervisor:
                 log=logs / f"{block.instance}.log",
             )
             for number, block in enumerate(composition.servers.values())
+            if block.instance in listeners
         }
         self._by_number = {server.number: server for server in self.servers.values()}
 
@@ -125,7 +130,7 @@ class Supervisor:
         targets = call_targets(self.composition, instance)
         launch = ServerLaunch(
             instance=instance,
-            config=server_view(self.composition, instance, self._addresses),
+            config=server_view(self.composition, instance, self._addresses, self._replicas),
             credentials=self.keys.for_server(instance, ROLES[block.server_type], targets),
             run_id=self.run_id,
             state_dir=str(self._state_dir(instance)),
@@ -342,7 +347,7 @@ class Supervisor:
             started_ticks=ticks,
             root_key=self.keys.to_hex(),
             chosen=dict(self.composition.chosen),
-            config=pipeline_view(self.composition, self._addresses),
+            config=pipeline_view(self.composition, self._addresses, self._replicas),
             servers=tuple(
                 ServerEntry(
                     instance=server.instance,

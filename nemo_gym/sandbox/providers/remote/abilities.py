@@ -10,6 +10,7 @@ from typing import Any
 
 from nemo_gym.errors import SandboxCreateError
 from nemo_gym.sandbox.capabilities import SandboxCapabilities
+from nemo_gym.sandbox.providers.remote.brokers import Brokers
 from nemo_gym.sandbox.providers.remote.connection import BrokerConnection, BrokerUnreachableError
 from nemo_gym.sandbox.providers.remote.options import Broker
 from nemo_gym.sandbox.wire import routes
@@ -25,14 +26,24 @@ _CARRIED: Mapping[str, str | None] = {
 
 
 class Abilities:
-    """Asks a broker once."""
+    """Asks once, whichever broker answers: those of one provider have backends of the same kind."""
 
     def __init__(self, connection: BrokerConnection) -> None:
         self._connection = connection
         self.known: SandboxCapabilities | None = None
 
-    def ask_blocking(self, broker: Broker) -> SandboxCapabilities:
+    def ask_blocking(self, brokers: Brokers) -> SandboxCapabilities:
         """For who has no event loop. Raises `BrokerUnreachableError`, or what the broker answers."""
+        for broker, patience_s in brokers.in_order():
+            try:
+                return self._ask_blocking(broker)
+            except BrokerUnreachableError:
+                if patience_s is None:
+                    raise
+                brokers.unreachable(broker)
+        raise AssertionError("unreachable: the last broker answers or raises")
+
+    def _ask_blocking(self, broker: Broker) -> SandboxCapabilities:
         if self.known is None:
             request = urllib.request.Request(broker.url + routes.CAPABILITIES, headers=dict(broker.headers))
             # As the asynchronous connections: no proxy of the environment's, and a credential follows no redirection.
@@ -48,17 +59,27 @@ class Abilities:
                 ) from error
         return self.known
 
-    async def ask(self, broker: Broker) -> SandboxCapabilities:
-        """Raises `SandboxCreateError` when the broker cannot be reached: it is asked for the sake of a box."""
-        if self.known is None:
+    async def ask(self, brokers: Brokers) -> SandboxCapabilities:
+        """Raises `SandboxCreateError` when no broker can be reached: it is asked for the sake of a box."""
+        if self.known is not None:
+            return self.known
+        for broker, patience_s in brokers.in_order():
             try:
                 answer = await self._connection.ask(
-                    "GET", broker.url + routes.CAPABILITIES, headers=broker.headers, repeatable=True
+                    "GET",
+                    broker.url + routes.CAPABILITIES,
+                    headers=broker.headers,
+                    repeatable=True,
+                    patience_s=patience_s,
                 )
             except BrokerUnreachableError as error:
-                raise SandboxCreateError(str(error), retryable=True, provider="remote") from error
-            self.known = _read(answer)
-        return self.known
+                if patience_s is None:
+                    raise SandboxCreateError(str(error), retryable=True, provider="remote") from error
+                brokers.unreachable(broker)
+            else:
+                self.known = _read(answer)
+                return self.known
+        raise AssertionError("unreachable: the last broker answers or raises")
 
 
 class _NoRedirection(urllib.request.HTTPRedirectHandler):

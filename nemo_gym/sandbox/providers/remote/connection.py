@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -23,12 +22,11 @@ from yarl import URL
 from nemo_gym.errors import InvalidBodyError, SandboxError
 from nemo_gym.sandbox.wire import routes
 from nemo_gym.sandbox.wire.problems import Problem, error_of, parse_problem
+from nemo_gym.watched_socket import watched_socket
 
 CONNECT_TIMEOUT_S = 10.0
 KEEPALIVE_S = 3.0
 """Below what servers keep an idle connection for (5 s and more), so that a request rarely meets one being closed."""
-_WATCHED = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
-"""Options of connections: seconds, seconds, probes, milliseconds."""
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 _WAITS = frozenset({"quota", "no_room", "draining", "create_in_progress", "backend_unreachable", "not_a_problem"})
@@ -208,19 +206,6 @@ class _Sent:
     def raise_its_own(self) -> None:
         if self._error is not None:
             raise SourceError(self._error) from self._error
-
-
-def watched_socket(address: Any) -> socket.socket:
-    """A socket on which a peer that vanished without a word is noticed, while an answer is being waited for (the
-    kernel asks it) and while bytes are being sent (they are not acknowledged)."""
-    family, kind, protocol, _, _ = address
-    made = socket.socket(family, kind, protocol)
-    if family in (socket.AF_INET, socket.AF_INET6):
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _WATCHED.items():
-            if (option := getattr(socket, name, None)) is not None:  # not every system has each
-                made.setsockopt(socket.IPPROTO_TCP, option, value)
-    return made
 
 
 def encode(body: BaseModel) -> bytes:

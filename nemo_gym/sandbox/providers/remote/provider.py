@@ -8,7 +8,7 @@ import uuid
 from builtins import list as List  # noqa: N812 - the contract has a method of the builtin's name
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import structlog
 from pydantic import ValidationError
@@ -37,9 +37,10 @@ from nemo_gym.sandbox.outputs import run_to_end
 from nemo_gym.sandbox.providers.remote import archives
 from nemo_gym.sandbox.providers.remote.abilities import Abilities
 from nemo_gym.sandbox.providers.remote.box import RemoteBox, box_of
+from nemo_gym.sandbox.providers.remote.brokers import Brokers, find_brokers
 from nemo_gym.sandbox.providers.remote.connection import BrokerConnection, BrokerUnreachableError, refusals
 from nemo_gym.sandbox.providers.remote.doors import DoorCounts
-from nemo_gym.sandbox.providers.remote.options import Broker, RemoteOptions, find_broker
+from nemo_gym.sandbox.providers.remote.options import Broker, RemoteOptions
 from nemo_gym.sandbox.providers.remote.process import RemoteProcess
 from nemo_gym.sandbox.transfer import download, upload
 from nemo_gym.sandbox.wire import routes
@@ -66,7 +67,7 @@ _COMMIT_TIMEOUT_S = 1800.0
 
 
 class RemoteProvider:
-    """Boxes behind a broker.
+    """Boxes behind a broker, or behind several of one name.
 
     Args:
         options: the fields of `RemoteOptions`. Unknown ones raise `ConfigError`.
@@ -79,7 +80,7 @@ class RemoteProvider:
         self._connection = BrokerConnection(
             request_timeout_s=self.options.request_timeout_s, patience_s=self.options.patience_s
         )
-        self._broker: Broker | None = None
+        self._brokers: Brokers | None = None
         self._abilities = Abilities(self._connection)
         self._background: set[asyncio.Future[None]] = set()
         self._doors = DoorCounts(self._connection)
@@ -92,11 +93,23 @@ class RemoteProvider:
     # -------------------------------------------------------------------------------------------------- life
 
     async def create(self, spec: SandboxSpec) -> SandboxHandle:
-        broker = self._configured()
-        (await self._abilities.ask(broker)).check(spec, self.name)
+        brokers = self._configured()
+        (await self._abilities.ask(brokers)).check(spec, self.name)
         key = spec.idempotency_key or uuid.uuid4().hex
         with refusals():
             body = CreateSandbox.of(spec)
+        for broker, patience_s in brokers.in_order(spec.idempotency_key):
+            try:
+                return await self._create_at(broker, spec, key, body, patience_s)
+            except NemoGymError as error:
+                if patience_s is None or not error.retryable or error.details.get("started") != "no":
+                    raise
+                brokers.unreachable(broker)
+        raise AssertionError("unreachable: the last broker makes the box or raises")
+
+    async def _create_at(
+        self, broker: Broker, spec: SandboxSpec, key: str, body: CreateSandbox, patience_s: float | None
+    ) -> SandboxHandle:
         ready_s = spec.ready_timeout_s or DEFAULT_READY_TIMEOUT_S
         headers = {**broker.headers, routes.IDEMPOTENCY_KEY_HEADER: key}
         try:
@@ -108,6 +121,7 @@ class RemoteProvider:
                     body=body,
                     repeatable=True,
                     silence_s=ready_s + _ADMISSION_S,
+                    patience_s=patience_s,
                 )
         except (TimeoutError, BrokerUnreachableError) as error:
             self._take_back(broker, key, spec)
@@ -115,6 +129,7 @@ class RemoteProvider:
                 str(error) or f"the broker did not give a box within {ready_s + _ADMISSION_S:g} s",
                 retryable=True,
                 provider=self.name,
+                started=error.details.get("started") if isinstance(error, BrokerUnreachableError) else "unknown",
             ) from error
         except asyncio.CancelledError:
             self._take_back(broker, key, spec)
@@ -150,11 +165,13 @@ class RemoteProvider:
                 await self._on(box, "DELETE", routes.sandbox(box.sandbox_id), repeatable=True)
 
     async def list(self, labels: Mapping[str, str] | None = None) -> List[SandboxInfo]:
-        broker = self._configured()
+        return [info for broker in self._configured().all for info in await self._list_at(broker, labels or {})]
+
+    async def _list_at(self, broker: Broker, labels: Mapping[str, str]) -> List[SandboxInfo]:
         found: List[SandboxInfo] = []
         cursor: str | None = None
         while True:
-            query = _label_query(labels or {}) + ([("cursor", cursor)] if cursor else [])
+            query = _label_query(labels) + ([("cursor", cursor)] if cursor else [])
             page = SandboxPage.model_validate_json(
                 await self._connection.ask(
                     "GET", broker.url + routes.SANDBOXES, headers=broker.headers, query=query, repeatable=True
@@ -168,16 +185,23 @@ class RemoteProvider:
     async def reap(self, labels: Mapping[str, str]) -> List[str]:
         if not labels:
             raise SandboxError("reap needs at least one label, so that nobody destroys every box by accident")
-        broker = self._configured()
-        answer = await self._connection.ask(
-            "DELETE",
-            broker.url + routes.SANDBOXES,
-            headers=broker.headers,
-            query=_label_query(labels),
-            repeatable=True,
-            silence_s=_ADMISSION_S,
+        asked = (
+            self._connection.ask(
+                "DELETE",
+                broker.url + routes.SANDBOXES,
+                headers=broker.headers,
+                query=_label_query(labels),
+                repeatable=True,
+                silence_s=_ADMISSION_S,
+            )
+            for broker in self._configured().all
         )
-        return [*ReapedView.model_validate_json(answer).reaped]
+        # Boxes of one that cannot be reached are no reason to leave those of another.
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return [each for answer in answers for each in ReapedView.model_validate_json(cast(bytes, answer)).reaped]
 
     async def aclose(self) -> None:
         """Close the connections, once what nobody waits for (kills of abandoned commands) is done."""
@@ -265,20 +289,25 @@ class RemoteProvider:
         )
 
     async def image_labels(self, image: str) -> Mapping[str, str] | None:
-        broker = self._configured()
-        try:
-            answer = await self._connection.ask(
-                "GET", broker.url + routes.image(image), headers=broker.headers, repeatable=True
-            )
-        except SandboxError as error:
-            if error.details.get("problem") == "image_not_found":
-                return None
-            raise
-        return ImageView.model_validate_json(answer).labels
+        """Of several brokers: where each has it, for any may be asked for a box of it."""
+        labels: Mapping[str, str] | None = None
+        for broker in self._configured().all:
+            try:
+                answer = await self._connection.ask(
+                    "GET", broker.url + routes.image(image), headers=broker.headers, repeatable=True
+                )
+            except SandboxError as error:
+                if error.details.get("problem") == "image_not_found":
+                    return None
+                raise
+            labels = ImageView.model_validate_json(answer).labels
+        return labels
 
     async def remove_image(self, image: str) -> None:
-        broker = self._configured()
-        await self._connection.ask("DELETE", broker.url + routes.image(image), headers=broker.headers, repeatable=True)
+        for broker in self._configured().all:
+            await self._connection.ask(
+                "DELETE", broker.url + routes.image(image), headers=broker.headers, repeatable=True
+            )
 
     async def serialize_handle(self, handle: SandboxHandle, *, scope: str) -> dict[str, Any]:
         """A `SandboxRef`: with a lease minted for ``scope``, or with this handle's own where the scope is the same."""
@@ -317,7 +346,7 @@ class RemoteProvider:
         (an address may differ between machines), else the reference's.
 
         Raises:
-            SandboxError: this is no `SandboxRef`.
+            SandboxError: this is no `SandboxRef`, or its broker is none of several that are configured.
             SandboxLostError: the box is gone, or the lease has ended or was replaced.
         """
         try:
@@ -325,8 +354,10 @@ class RemoteProvider:
         except ValidationError as error:
             fields = ", ".join(".".join(map(str, e["loc"])) for e in error.errors(include_url=False))
             raise SandboxError(f"this is not a reference to a box of a broker; look at: {fields}") from None
-        broker = self._found()
-        url = ref.broker_url.rstrip("/") if broker is None else broker.url
+        brokers = self._found()
+        url = ref.broker_url.rstrip("/") if brokers is None else brokers.url_of(ref.broker_url)
+        if url is None:
+            raise SandboxError(f"the reference names the broker {ref.broker_url}, which is none of those configured")
         box = RemoteBox(url, ref.sandbox_id, ref.lease_token, ref.scope, ref.expires_at)
         try:
             view = await self._view(box)
@@ -338,20 +369,20 @@ class RemoteProvider:
 
     # ---------------------------------------------------------------------------------------------- internals
 
-    def _found(self) -> Broker | None:
-        if self._broker is None:
-            self._broker = find_broker(self.options)
-        return self._broker
+    def _found(self) -> Brokers | None:
+        if self._brokers is None:
+            self._brokers = find_brokers(self.options)
+        return self._brokers
 
-    def _configured(self) -> Broker:
-        broker = self._found()
-        if broker is None:
+    def _configured(self) -> Brokers:
+        brokers = self._found()
+        if brokers is None:
             raise ConfigError(
                 "remote sandbox: no broker is configured, so boxes can be borrowed but not created or listed; set"
                 " 'url' or 'server'",
                 key="url",
             )
-        return broker
+        return brokers
 
     async def _on(self, box: RemoteBox, method: str, path: str, **options: Any) -> bytes:
         return await self._connection.ask(method, box.url(path), headers=box.headers, **options)

@@ -12,6 +12,8 @@ from nemo_gym.sandbox.base import SandboxHandle
 if TYPE_CHECKING:
     from opensandbox.sandbox import Sandbox
 
+    from nemo_gym.sandbox.providers.opensandbox.doors import RelayedDoor
+
 
 @dataclass
 class OpenSandboxBox:
@@ -21,6 +23,8 @@ class OpenSandboxBox:
     sdk: Sandbox | None = field(default=None, repr=False)
     """The SDK's object, made on ``loop`` and of use only there."""
     loop: asyncio.AbstractEventLoop | None = field(default=None, repr=False)
+    doors: dict[str, RelayedDoor] = field(default_factory=dict, repr=False)
+    """Those that this process serves, by name."""
 
     @property
     def tool(self) -> str:

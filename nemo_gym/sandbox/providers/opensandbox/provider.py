@@ -18,6 +18,7 @@ from nemo_gym.errors import SandboxCreateError, SandboxError, SandboxLostError
 from nemo_gym.sandbox.base import (
     DEFAULT_MAX_OUTPUT_BYTES,
     DEFAULT_READY_TIMEOUT_S,
+    Door,
     ExecRequest,
     NetworkPolicy,
     SandboxExecResult,
@@ -27,6 +28,7 @@ from nemo_gym.sandbox.base import (
     SandboxStatus,
 )
 from nemo_gym.sandbox.capabilities import SandboxCapabilities
+from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.labels import MANAGED
 from nemo_gym.sandbox.outputs import run_to_end
 from nemo_gym.sandbox.providers.opensandbox import archives
@@ -34,6 +36,7 @@ from nemo_gym.sandbox.providers.opensandbox.box import OpenSandboxBox, box_of
 from nemo_gym.sandbox.providers.opensandbox.config import OpenSandboxConfig
 from nemo_gym.sandbox.providers.opensandbox.connection import Connection, sdk_errors, told
 from nemo_gym.sandbox.providers.opensandbox.creation import Creation
+from nemo_gym.sandbox.providers.opensandbox.doors import RelayedDoor
 from nemo_gym.sandbox.providers.opensandbox.execution import OpenSandboxExec
 from nemo_gym.sandbox.providers.opensandbox.labels import decode, select
 from nemo_gym.sandbox.providers.opensandbox.tool import sdk_of
@@ -69,6 +72,7 @@ class OpenSandboxProvider:
         self.config = OpenSandboxConfig.from_mapping(options)
         self._connection = Connection(self.config)
         self._background: set[asyncio.Future[None]] = set()
+        self._doors: set[RelayedDoor] = set()
 
     @cached_property
     def capabilities(self) -> SandboxCapabilities:
@@ -87,8 +91,6 @@ class OpenSandboxProvider:
             "disk_limit": "the backend has no limit of what a box writes",
             "gpu": "not offered by this provider",
             "nested_containers": "the server drops the privileges that containers in a box would need",
-            "loopback_door": "the server puts nothing of ours beside a box's network, and its own egress sidecar "
-            "cannot add credentials for one route alone; let the agent run outside the box, or use sandbox=docker",
             "endpoint": "behind the server's proxy a box's port is reached with the server's own key alone, which "
             "must not be handed on",
             "snapshot": "the server's snapshots have neither names of our choice nor labels to find them by",
@@ -102,6 +104,7 @@ class OpenSandboxProvider:
             reasons["exec_user"] = "the configuration says (exec_user) that the server's daemon may not switch users"
         return SandboxCapabilities(
             network_policies=frozenset(policies),
+            loopback_door=True,
             connect=True,
             reasons={name: why for name, why in reasons.items() if not found.get(name, False)},
             **found,
@@ -116,7 +119,7 @@ class OpenSandboxProvider:
         timeout_s = DEFAULT_READY_TIMEOUT_S if spec.ready_timeout_s is None else spec.ready_timeout_s
         # The server goes on with a create whose client has left. So this call's goes on too, until it knows the box
         # that it must destroy.
-        creating = asyncio.ensure_future(creation.run(time.monotonic() + timeout_s))
+        creating = asyncio.ensure_future(self._make(creation, spec, time.monotonic() + timeout_s))
         try:
             async with asyncio.timeout(timeout_s):
                 box = await asyncio.shield(creating)
@@ -140,10 +143,22 @@ class OpenSandboxProvider:
             raise
         return SandboxHandle(sandbox_id=box.sandbox_id, provider_name=self.name, raw=box)
 
+    async def _make(self, creation: Creation, spec: SandboxSpec, deadline: float) -> OpenSandboxBox:
+        box = await creation.run(deadline)
+        try:
+            for door in spec.doors:
+                await self._open_door(box, door)
+        except BaseException as error:
+            await self._close_doors(box)
+            if isinstance(error, SandboxError):
+                raise SandboxCreateError(error.message, retryable=isinstance(error, SandboxLostError)) from error
+            raise
+        return box
+
     async def _take_back(self, creation: Creation, creating: asyncio.Future[OpenSandboxBox]) -> None:
         await asyncio.wait({creating})
-        if not creating.cancelled():
-            creating.exception()
+        if not creating.cancelled() and creating.exception() is None:
+            await self._close_doors(creating.result())
         try:
             await creation.discard()
         except SandboxError as error:
@@ -164,6 +179,7 @@ class OpenSandboxProvider:
             await manager.renew_sandbox(handle.sandbox_id, timedelta(seconds=ttl_s))
 
     async def close(self, handle: SandboxHandle) -> None:
+        await self._close_doors(box_of(handle))
         async with told(f"destroying box {handle.sandbox_id}"):
             await self._connection.kill(handle.sandbox_id)
 
@@ -185,6 +201,9 @@ class OpenSandboxProvider:
     async def aclose(self) -> None:
         """Close the connections, once what nobody waits for (boxes nobody wants, abandoned commands) is done."""
         loop = asyncio.get_running_loop()
+        here = [door for door in self._doors if door.loop is loop]
+        self._doors.clear()
+        await asyncio.gather(*(door.aclose(quits=True) for door in here))
         while mine := {task for task in self._background if task.get_loop() is loop}:
             await asyncio.wait(mine)
         await self._connection.aclose()
@@ -227,6 +246,46 @@ class OpenSandboxProvider:
 
     async def download_file(self, handle: SandboxHandle, source: str, target: Path) -> None:
         await download(self, handle, source, target)
+
+    # ------------------------------------------------------------------------------------------- loopback doors
+
+    async def open_door(self, handle: SandboxHandle, door: Door) -> None:
+        await self._open_door(box_of(handle), door)
+
+    async def close_door(self, handle: SandboxHandle, name: str) -> None:
+        door = box_of(handle).doors.pop(name, None)
+        if door is not None:
+            self._doors.discard(door)
+            await door.aclose(quits=True)
+
+    def door_statistics(self, handle: SandboxHandle) -> Mapping[str, DoorStatistics]:
+        return {name: door.statistics for name, door in box_of(handle).doors.items()}
+
+    async def _open_door(self, box: OpenSandboxBox, door: Door) -> None:
+        """Serve a door here, on connections that a helper in the box takes in on the box's loopback."""
+        for other in box.doors.values():
+            if other.door.name == door.name:
+                raise SandboxError(f"opensandbox: the box already has a door named '{door.name}'")
+            if other.door.port == door.port:
+                raise SandboxError(
+                    f"opensandbox: the door '{door.name}' could not be opened on port {door.port} of the box: door "
+                    f"'{other.door.name}' is there"
+                )
+        relayed = RelayedDoor(self._connection, box, door)
+        box.doors[door.name] = relayed
+        try:
+            await relayed.start()
+        except BaseException:
+            box.doors.pop(door.name, None)
+            raise
+        self._doors.add(relayed)
+
+    async def _close_doors(self, box: OpenSandboxBox) -> None:
+        """Those of a box that is to go: its ports need not become free."""
+        doors = [*box.doors.values()]
+        box.doors.clear()
+        self._doors.difference_update(doors)
+        await asyncio.gather(*(door.aclose(quits=False) for door in doors))
 
     # -------------------------------------------------------------------------------- ports and other processes
 

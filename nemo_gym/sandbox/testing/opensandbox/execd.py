@@ -21,7 +21,7 @@ from nemo_gym.sandbox.tar_stream import END_OF_ARCHIVE, encode_header
 from nemo_gym.sandbox.testing.opensandbox.faults import CommandFault, Faults
 
 _CHUNK = 256 * 1024
-_ONLY_OUTPUT = 64 * 1024 * 1024
+_ANY_OUTPUT = 1 << 50
 
 
 def problem(status: int, code: str, message: str) -> web.Response:
@@ -72,7 +72,7 @@ async def command(
         cwd=body.get("cwd"),
         env=body.get("envs") or {},
         timeout_s=timeout_ms / 1000 if timeout_ms else None,
-        max_output_bytes=_ONLY_OUTPUT,
+        max_output_bytes=_ANY_OUTPUT,
     )
     process = await provider.start_exec(handle, order)
     if fault == "answer_lost":

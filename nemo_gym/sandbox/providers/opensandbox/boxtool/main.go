@@ -6,6 +6,7 @@
 //	boxtool signal ID NUMBER     a signal to a command's whole tree; 9 also keeps it from starting later
 //	boxtool pack REQUEST         a path as a tar stream
 //	boxtool unpack REQUEST       a tar file below a directory
+//	boxtool relay PORT ID OLD    a listener on the box's loopback, carried outside; see relay.go
 //
 // Everything it says goes to its standard output as frames "k" + base64 + ";", one per line, where k is s (started),
 // o (standard output), e (standard error), p (still there) or x (the end, JSON). White space between and within
@@ -133,8 +134,10 @@ func main() {
 		pack(args[1])
 	case len(args) == 2 && args[0] == "unpack":
 		unpack(args[1])
+	case len(args) == 4 && args[0] == "relay":
+		runRelay(args[1], args[2], args[3])
 	default:
-		fmt.Fprintln(os.Stderr, "usage: boxtool run ID REQUEST | signal ID NUMBER | pack REQUEST | unpack REQUEST")
+		fmt.Fprintln(os.Stderr, "usage: boxtool run ID REQUEST | signal ID NUMBER | pack REQUEST | unpack REQUEST | relay PORT ID OLD")
 		os.Exit(2)
 	}
 }

@@ -1,0 +1,237 @@
+"""Doors of boxes that nothing outside can be put beside: a relay in the box, and the door's server here.
+
+The server is the one of every other provider, on a socket that only this process can reach. It is given the
+connections that processes of the box make to the relay, byte for byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+import structlog
+
+from nemo_gym.errors import SandboxError, SandboxLostError
+from nemo_gym.sandbox.base import Door
+from nemo_gym.sandbox.door_statistics import DoorStatistics
+from nemo_gym.sandbox.doors import DoorServer
+from nemo_gym.sandbox.providers.opensandbox.box import OpenSandboxBox
+from nemo_gym.sandbox.providers.opensandbox.connection import Connection, sdk_errors
+from nemo_gym.sandbox.providers.opensandbox.relay import (
+    ANY,
+    CREDIT,
+    DATA,
+    FINISH,
+    OPEN,
+    RESET,
+    WINDOW_BYTES,
+    Message,
+    PortTakenError,
+    Relay,
+)
+
+log = structlog.get_logger(__name__)
+
+_CHUNK = 64 * 1024
+_LONGEST_PAUSE_S = 5.0
+_GONE = frozenset(("failed", "terminated", "stopping"))
+
+
+class RelayedDoor:
+    """One door of one box, open from `start` to `aclose`, or until its box is gone.
+
+    When the connection to the relay breaks, another relay is started on the same port; the box's connections that
+    were open break. Nothing is ever sent to the target twice by this.
+    """
+
+    def __init__(self, connection: Connection, box: OpenSandboxBox, door: Door) -> None:
+        self.door = door
+        self.loop = asyncio.get_running_loop()
+        self._connection = connection
+        self._box = box
+        self._directory = Path(tempfile.mkdtemp(prefix="nemo-gym-door-"))
+        self._relay: Relay | None = None
+        self._server: DoorServer | None = None
+        self._streams: dict[int, _Stream] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def statistics(self) -> DoorStatistics:
+        return self._server.statistics if self._server is not None else DoorStatistics()
+
+    async def start(self) -> None:
+        """Open the door. One that cannot be opened leaves nothing.
+
+        Raises:
+            ConfigError: the door's target or patterns make no sense.
+            PortTakenError: something in the box listens on its port.
+            SandboxLostError: the box does not answer.
+        """
+        try:
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(str(self._directory / "door"))
+            self._server = DoorServer(self.door, listener)
+            await self._server.start()
+            self._relay = await self._begin(ANY)
+        except BaseException:
+            await self.aclose(quits=False)
+            raise
+        self._task = asyncio.create_task(self._serve())
+
+    async def _begin(self, previous: str) -> Relay:
+        relay = Relay(self._connection, self._box, self.door.port)
+        try:
+            await relay.start(previous)
+        except BaseException:
+            await relay.aclose(quits=False)
+            raise
+        return relay
+
+    async def _serve(self) -> None:
+        """Carry connections until the box is gone, with one relay after another."""
+        while self._relay is not None:
+            relay = self._relay
+            try:
+                await self._listen(relay)
+            except SandboxLostError as error:
+                log.debug("opensandbox_relay_lost", box=self._box.sandbox_id, door=self.door.name, error=str(error))
+            await self._drop_streams()
+            await relay.aclose(quits=False)
+            self._relay = await self._again(relay.id)
+        if self._server is not None:
+            await self._server.aclose()
+
+    async def _listen(self, relay: Relay) -> None:
+        while True:
+            self._take(relay, await relay.next())
+
+    def _take(self, relay: Relay, message: Message) -> None:
+        """What the box says is not trusted: connections it has not opened, or more than it may send, break."""
+        if message.kind == OPEN:
+            if message.number not in self._streams:
+                self._streams[message.number] = _Stream(self, relay, message.number, self._directory / "door")
+            return
+        stream = self._streams.get(message.number)
+        if stream is not None:
+            stream.take(message)
+
+    def forget(self, stream: _Stream) -> None:
+        self._streams.pop(stream.number, None)
+
+    async def _again(self, previous: str) -> Relay | None:
+        """Another relay in the place of the one with the id ``previous``; none when the box is gone, or the port is
+        somebody else's by now (another process has opened the door)."""
+        pause_s = 0.1
+        while True:
+            try:
+                info = await self._connection.info(self._box.sandbox_id)
+                if info is None or info.status.state.lower() in _GONE:
+                    return None
+                return await self._begin(previous)
+            except PortTakenError as error:
+                log.warning("opensandbox_door_taken", box=self._box.sandbox_id, door=self.door.name, error=str(error))
+                return None
+            except sdk_errors(SandboxError) as error:
+                log.warning("opensandbox_door", box=self._box.sandbox_id, door=self.door.name, error=str(error))
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+
+    async def _drop_streams(self) -> None:
+        streams, self._streams = [*self._streams.values()], {}
+        await asyncio.gather(*(stream.aclose() for stream in streams))
+
+    async def aclose(self, *, quits: bool) -> None:
+        """Close the door and every connection through it; idempotent. With ``quits`` the box's port is free then."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
+        relay, self._relay = self._relay, None
+        if relay is not None:
+            await relay.aclose(quits=quits)
+        await self._drop_streams()
+        if self._server is not None:
+            await self._server.aclose()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class _Stream:
+    """One connection of the box, on its way to the door's server and back."""
+
+    def __init__(self, owner: RelayedDoor, relay: Relay, number: int, path: Path) -> None:
+        self.number = number
+        self._owner = owner
+        self._relay = relay
+        self._path = path
+        self._arrived: asyncio.Queue[bytes] = asyncio.Queue()
+        self._room = WINDOW_BYTES
+        self._more_room = asyncio.Event()
+        self._unread = 0
+        self._task = asyncio.create_task(self._carry())
+
+    def take(self, message: Message) -> None:
+        if message.kind == DATA:
+            self._unread += len(message.data)
+            if self._unread > WINDOW_BYTES:
+                self._task.cancel()
+            else:
+                self._arrived.put_nowait(message.data)
+        elif message.kind == FINISH:
+            self._arrived.put_nowait(b"")
+        elif message.kind == CREDIT:
+            self._room += message.credit
+            self._more_room.set()
+        elif message.kind == RESET:
+            self._task.cancel()
+
+    async def _carry(self) -> None:
+        writer: asyncio.StreamWriter | None = None
+        ended = False
+        try:
+            reader, writer = await asyncio.open_unix_connection(str(self._path))
+            async with asyncio.TaskGroup() as both:
+                both.create_task(self._in(writer))
+                both.create_task(self._out(reader))
+            ended = True
+        except* OSError as errors:
+            # The door has closed, or its server hung up; the box sees its connection break.
+            log.debug("opensandbox_door_connection", error=str(errors.exceptions[0]))
+        finally:
+            self._owner.forget(self)
+            if writer is not None:
+                writer.transport.abort()
+            if not ended:
+                self._relay.send(RESET, self.number)
+
+    async def _in(self, writer: asyncio.StreamWriter) -> None:
+        taken = 0
+        while data := await self._arrived.get():
+            writer.write(data)
+            await writer.drain()
+            self._unread -= len(data)
+            taken += len(data)
+            if taken >= WINDOW_BYTES // 2:
+                self._relay.send_credit(self.number, taken)
+                taken = 0
+        with contextlib.suppress(OSError):
+            writer.write_eof()
+
+    async def _out(self, reader: asyncio.StreamReader) -> None:
+        while True:
+            while self._room <= 0:
+                self._more_room.clear()
+                await self._more_room.wait()
+            data = await reader.read(min(_CHUNK, self._room))
+            if not data:
+                self._relay.send(FINISH, self.number)
+                return
+            self._room -= len(data)
+            self._relay.send(DATA, self.number, data)
+
+    async def aclose(self) -> None:
+        self._task.cancel()
+        await asyncio.wait({self._task})

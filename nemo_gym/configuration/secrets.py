@@ -11,10 +11,11 @@ REDACTED = "(secret)"
 _SECRET_NAME = re.compile(
     r"(^|_)(api_?keys?|secrets?(_key)?|secret_access_key|passwords?|passwd|credentials?|private_keys?|authorization|bearer)$"
     r"|(^|_)(access_|auth_|api_|hf_|session_|tracking_|bearer_|inference_|control_)?token$"
-    r"|(^|_)(auth|access)_tokens$",
+    r"|(^|_)(auth|access|caller)_tokens$",
     re.IGNORECASE,
 )
 _TOKEN = re.compile(r"ngi1_[\w-]{8,}|ngc1\.[^\s\"'\\/,;]+|ngt1\.\d+\.[\w-]+", re.ASCII)
+_URL_PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s:/@]*:)[^\s/@]+@", re.IGNORECASE)
 _TOKEN_BYTES = re.compile(_TOKEN.pattern.encode())
 _NOT_SECRET = frozenset({"eos_token", "bos_token", "pad_token", "unk_token", "stop_token", "per_token"})
 
@@ -35,7 +36,12 @@ def redact(values: Any) -> Any:
         }
     if isinstance(values, list | tuple):
         return [redact(value) for value in values]
-    return values
+    return without_password(values) if isinstance(values, str) else values
+
+
+def without_password(text: str) -> str:
+    """``text`` without the passwords of URLs (``postgresql://user:password@host/name``)."""
+    return _URL_PASSWORD.sub(rf"\1{REDACTED}@", text)
 
 
 def _mask(value: Any) -> Any:

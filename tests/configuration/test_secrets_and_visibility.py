@@ -22,7 +22,7 @@ ADDRESSES = {
 @pytest.mark.parametrize(
     "name",
     ["policy_api_key", "openai_api_key", "API_KEY", "hf_token", "HF_TOKEN", "wandb_api_key", "password",
-     "client_secret", "AWS_SECRET_ACCESS_KEY", "mlflow_tracking_token",
+     "client_secret", "caller_tokens", "AWS_SECRET_ACCESS_KEY", "mlflow_tracking_token",
      "apiKey", "auth-token", "authorization", "token"],
 )  # fmt: skip
 def test_name_is_secret(name: str) -> None:
@@ -38,12 +38,21 @@ def test_name_is_not_secret(name: str) -> None:
 
 
 def test_redact_hides_values_at_any_depth_and_keeps_the_rest() -> None:
-    values = {"a": [{"api_key": "sk-1234567890"}], "password": {"x": "hunter22"}, "max_tokens": 5, "hf_token": "${x}"}
+    values = {
+        "a": [{"api_key": "sk-1234567890"}],
+        "password": {"x": "hunter22"},
+        "max_tokens": 5,
+        "hf_token": "${x}",
+        "database_url": "postgresql://broker:s3cret@db.example:5432/registry?sslmode=require",
+        "image": "docker://user/name:tag@sha256",
+    }
     assert redact(values) == {
         "a": [{"api_key": "(secret)"}],
         "password": {"x": "(secret)"},
         "max_tokens": 5,
         "hf_token": "${x}",
+        "database_url": "postgresql://broker:(secret)@db.example:5432/registry?sslmode=require",
+        "image": "docker://user/name:tag@sha256",
     }
     assert secret_values(values) >= {"sk-1234567890", "hunter22"}
     assert scrub("got sk-1234567890 back", secret_values(values)) == "got (secret) back"

@@ -187,7 +187,7 @@ async def test_leases_hold_after_a_restart_and_fenced_ones_stay_fenced(start_bro
 
 
 async def test_configured_token_is_a_caller_that_sees_its_own_boxes(start_broker: StartBroker) -> None:
-    broker = start_broker(tokens={"trainer": "s3cret-trainer", "other": "s3cret-other"})
+    broker = start_broker(caller_tokens={"trainer": "s3cret-trainer", "other": "s3cret-other"})
     async with calling(broker) as api:
         key = {"Idempotency-Key": uuid.uuid4().hex}
         trainer, other = ({"Authorization": f"Bearer s3cret-{name}"} for name in ("trainer", "other"))

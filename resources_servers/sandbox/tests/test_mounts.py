@@ -32,7 +32,7 @@ async def test_mount_is_refused_when_it_is_not_below_a_root(start_broker: StartB
 async def test_caller_from_outside_mounts_nothing_when_no_root_is_named(
     start_broker: StartBroker, tmp_path: Path
 ) -> None:
-    broker = start_broker(tokens={"trainer": "s3cret-trainer"})
+    broker = start_broker(caller_tokens={"trainer": "s3cret-trainer"})
     async with calling(broker) as stack:
         outside = dataclasses.replace(stack, caller={"Authorization": "Bearer s3cret-trainer"})
         assert (await created(outside, tmp_path)).json["code"] == "mount_refused"

@@ -24,7 +24,7 @@ class RemoteOptions:
     """The broker as a server of the same stack: its instance name, or ``{type: resources_servers, name: …}``. Its
     address and the credential for it come with this process's launch."""
     token: str | None = field(default=None, repr=False)
-    """Of a caller that is no server of the broker's stack; one of the broker's ``tokens``."""
+    """Of a caller that is no server of the broker's stack; one of the broker's ``caller_tokens``."""
     request_timeout_s: float = 60.0
     """Longest silence of the broker within a request that does not wait for a box."""
     patience_s: float = 60.0

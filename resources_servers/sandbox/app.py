@@ -17,6 +17,7 @@ from nemo_gym.serving.server import SimpleServer
 from nemo_gym.topology.provider import SandboxOwner
 from resources_servers.sandbox.assembly import assemble
 from resources_servers.sandbox.config import BrokerConfig
+from resources_servers.sandbox.routes.direct_submissions import add_direct_submissions
 from resources_servers.sandbox.routes.request_ids import RequestIdMiddleware, problem_reply
 from resources_servers.sandbox.routes.service import not_ready
 from resources_servers.sandbox.routes.table import install_routes, invalid_parameter
@@ -38,6 +39,7 @@ class SandboxBroker(SimpleServer):
         shape_errors(app, problem_reply)
         app.add_exception_handler(RequestValidationError, invalid_parameter)
         app.add_middleware(RequestIdMiddleware)
+        add_direct_submissions(app)
         self._app = app
         return app
 

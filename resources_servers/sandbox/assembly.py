@@ -27,7 +27,7 @@ from resources_servers.sandbox.lifecycle.reconcile import Reconciler
 from resources_servers.sandbox.lifecycle.upkeep import Upkeep
 from resources_servers.sandbox.lifecycle.warm import WarmPools
 from resources_servers.sandbox.metrics import Metrics
-from resources_servers.sandbox.registry.database import open_engine
+from resources_servers.sandbox.registry.database import Durability, open_engine
 from resources_servers.sandbox.registry.execs import ExecStore
 from resources_servers.sandbox.registry.store import BoxStore
 from resources_servers.sandbox.registry.writer import GroupCommitWriter
@@ -64,7 +64,8 @@ def assemble(
     boxes = Boxes(BoxStore(writer, identity), backend, admission, Sealer(derive("sandbox-seal")))
     space = SpoolSpace(state_dir / "spool", config.spool_bytes)
     space.load()
-    execs = Execs(ExecStore(writer), backend, space, max_output_bytes=config.max_output_bytes)
+    exec_store = ExecStore(writer, Durability[config.exec_durability.upper()])
+    execs = Execs(exec_store, backend, space, max_output_bytes=config.max_output_bytes)
     reconciler = Reconciler(boxes, execs)
     warm = WarmPools(boxes, config.warm, config.prefetch)
     return BrokerService(

@@ -64,6 +64,9 @@ class BrokerConfig(BaseRunServerInstanceConfig):
     spool_bytes: int = Field(8 * GIB, ge=MIB)
     """Kept of all output; beyond it, that of the execs that ended first is dropped."""
 
+    exec_durability: Literal["process", "machine"] = "process"
+    """What the record that a command was submitted, and of how it ended, outlives: the broker's process, or also the
+    machine of its database, at the price of two syncs to disk for each command. All else always outlives both."""
     reconcile_interval_s: float = Field(30.0, gt=0)
     retention_s: float = Field(48 * 3600.0, gt=0)
     """How long what was known of a box, and its idempotency key, are kept after it is gone."""

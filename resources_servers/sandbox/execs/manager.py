@@ -7,6 +7,7 @@ import hashlib
 import signal
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import structlog
 
@@ -221,7 +222,7 @@ class Execs:
         for record in left:
             spool = OutputSpool.load(self.space.directory(box.sandbox_id), record.exec_id)
             end = ExecEndModel.of(ExecEnd(ExecOutcome.LOST), output_bytes=spool.size)
-            await self.store.end(box.sandbox_id, record.exec_id, end.model_dump_json().encode())
+            await self.store.end(replace(record, end=end.model_dump_json().encode()))
 
 
 def _require_same(known: bytes, given: bytes, exec_id: str) -> None:

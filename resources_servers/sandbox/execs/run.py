@@ -14,6 +14,7 @@ from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecProcess
 from nemo_gym.sandbox.wire.execs import ExecEndModel, ExecSubmission, ExecView
 from resources_servers.sandbox.execs.spool import OutputSpool, SpoolSpace, Stream
 from resources_servers.sandbox.registry.execs import ExecStore
+from resources_servers.sandbox.registry.records import ExecRecord
 
 log = structlog.get_logger(__name__)
 _WRITE_RETRY_S = 1.0
@@ -53,7 +54,7 @@ class ExecRun:
         """By which it was submitted."""
         self.stdin_digest: bytes | None = None
         """Of the standard input that it was given."""
-        self._changed = asyncio.Event()
+        self._waiters: list[asyncio.Future[bool]] = []
 
     @property
     def size(self) -> int:
@@ -71,13 +72,17 @@ class ExecRun:
 
     async def changed(self, timeout_s: float) -> bool:
         """Wait for more output or the end; whether there was any within ``timeout_s`` seconds."""
-        changed = self._changed
+        # By hand: an event and a timeout make several times as many objects, for every command.
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[bool] = loop.create_future()
+        timer = loop.call_later(timeout_s, _answer, waiter, False)
+        self._waiters.append(waiter)
         try:
-            async with asyncio.timeout(timeout_s):
-                await changed.wait()
-        except TimeoutError:
-            return False
-        return True
+            return await waiter
+        finally:
+            timer.cancel()
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
 
     async def ended(self, timeout_s: float, unless: asyncio.Event | None = None) -> bool:
         """Wait for the end; whether it has come within ``timeout_s`` seconds, or before ``unless`` was set."""
@@ -89,8 +94,9 @@ class ExecRun:
         return self.end is not None
 
     def notify(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            _answer(waiter, True)
 
     # -- writing -------------------------------------------------------------------------------------------------
 
@@ -135,9 +141,11 @@ class ExecRun:
             # A provider may know the code of a shell that failed of its child's death; it is not the outcome.
             end = replace(end, return_code=None)
         said = ExecEndModel.of(end, output_bytes=self.size, truncated=truncated)
+        written = said.model_dump_json().encode()
+        record = ExecRecord(self.sandbox_id, self.exec_id, self.digest, self.submitted_at, written)
         while True:
             try:
-                await self._store.end(self.sandbox_id, self.exec_id, said.model_dump_json().encode())
+                await self._store.end(record)
                 break
             except NemoGymError as error:
                 log.warning("exec_end_not_written", exec_id=self.exec_id, error=str(error))
@@ -153,3 +161,8 @@ class ExecRun:
             await asyncio.wait({self.pumping}, timeout=_END_PATIENCE_S)
             self.pumping.cancel()
         await self.finish(ExecEnd(ExecOutcome.LOST))
+
+
+def _answer(waiter: asyncio.Future[bool], answer: bool) -> None:
+    if not waiter.done():
+        waiter.set_result(answer)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, event, insert, select
+from sqlalchemy import Connection, Engine, RootTransaction, create_engine, event, insert, select
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
@@ -14,6 +15,16 @@ from nemo_gym.errors import ConfigError, NemoGymError
 from resources_servers.sandbox.registry.tables import SCHEMA_VERSION, meta, metadata
 
 _DRIVERS = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg", "sqlite": "sqlite"}
+
+
+class Durability(IntEnum):
+    """What a committed transaction outlives."""
+
+    PROCESS = 0
+    """The broker's death, however it dies. What was committed in the last moments before the database's machine loses
+    its power (with PostgreSQL: before its server crashes) may be gone, the latest first and never a part of one."""
+    MACHINE = 1
+    """That, too: it is on the disk."""
 
 
 class RegistryError(NemoGymError):
@@ -60,6 +71,19 @@ def _tune_sqlite(connection: Any, _record: Any) -> None:
     for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=5000", "wal_autocheckpoint=4000"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
+
+
+def begin(connection: Connection, durability: Durability) -> RootTransaction:
+    """A transaction that is as durable as said once it is committed. Raises `SQLAlchemyError`."""
+    if connection.dialect.name == "sqlite":
+        # To SQLite this is the connection's affair, and nothing that can be said within a transaction.
+        driver: Any = connection.connection.dbapi_connection
+        driver.execute(f"PRAGMA synchronous={'FULL' if durability is Durability.MACHINE else 'NORMAL'}")
+        return connection.begin()
+    transaction = connection.begin()
+    if durability is not Durability.MACHINE:
+        connection.exec_driver_sql("SET LOCAL synchronous_commit = off")
+    return transaction
 
 
 def prepare(connection: Connection) -> None:

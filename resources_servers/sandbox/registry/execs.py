@@ -1,4 +1,4 @@
-"""What is asked of the registry about execs. Every call is durable when it returns."""
+"""What is asked of the registry about execs. When a call returns, what it wrote outlives the broker's process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, bindparam, delete, exists, insert, select, update
 
+from resources_servers.sandbox.registry.database import Durability
 from resources_servers.sandbox.registry.records import ExecRecord
 from resources_servers.sandbox.registry.tables import execs
 from resources_servers.sandbox.registry.writer import GroupCommitWriter
@@ -22,53 +23,58 @@ _INSERT = (
     )
     .returning(execs.c.exec_id)
 )
-_END = update(execs).where(_IS, execs.c.end.is_(None)).values(end=bindparam("said"))
+_END = update(execs).where(_IS, execs.c.end.is_(None)).values(end=bindparam("said")).returning(execs.c.exec_id)
 _DISCARD = delete(execs).where(_IS, execs.c.end.is_(None))
 
 
 class ExecStore:
-    """Execs, by box and the id their client chose."""
+    """Execs, by box and the id their client chose.
 
-    def __init__(self, writer: GroupCommitWriter) -> None:
-        self._writer = writer
+    Args:
+        durability: of what is written down of them. A sync to disk takes longer than everything else that the broker
+            does for a short command.
+    """
+
+    def __init__(self, writer: GroupCommitWriter, durability: Durability = Durability.PROCESS) -> None:
+        self._writer, self._durability = writer, durability
 
     async def insert(self, sandbox_id: str, exec_id: str, body_digest: bytes) -> ExecRecord | None:
         """The intent to run, before the backend is asked; the record of this id where there is one already, and
         nothing is written then."""
-
-        key = {"of_box": sandbox_id, "of_exec": exec_id}
-        values = {
-            "sandbox_id": sandbox_id,
-            "exec_id": exec_id,
-            "body_digest": body_digest,
-            "submitted_at": time.time(),
-        }
+        values = _new(ExecRecord(sandbox_id, exec_id, body_digest, time.time()))
 
         def operation(connection: Connection) -> ExecRecord | None:
             # What it returns says whether it wrote; the count of rows is not told by every driver.
-            if connection.execute(_INSERT, {**key, **values}).first() is not None:
+            if connection.execute(_INSERT, values).first() is not None:
                 return None
-            row = connection.execute(_FIND, key).first()
+            row = connection.execute(_FIND, values).first()
             return None if row is None else _exec(row)
 
-        return await self._writer.call(operation)
+        return await self._writer.call(operation, self._durability)
 
-    async def end(self, sandbox_id: str, exec_id: str, end: bytes) -> None:
-        """The one end of an exec; what was written first stays."""
-        values = {"of_box": sandbox_id, "of_exec": exec_id, "said": end}
-        await self._writer.call(lambda connection: connection.execute(_END, values) and None)
+    async def end(self, record: ExecRecord) -> None:
+        """The one end of an exec; what was written first stays. A database that crashed since and forgot the intent
+        hears of it again."""
+        values = {**_new(record), "said": record.end}
+
+        def operation(connection: Connection) -> None:
+            if connection.execute(_END, values).first() is None:
+                connection.execute(_INSERT, values)
+                connection.execute(_END, values)
+
+        await self._writer.call(operation, self._durability)
 
     async def discard(self, sandbox_id: str, exec_id: str) -> None:
         """Forget an exec that surely never started."""
         values = {"of_box": sandbox_id, "of_exec": exec_id}
-        await self._writer.call(lambda connection: connection.execute(_DISCARD, values) and None)
+        await self._writer.call(lambda connection: connection.execute(_DISCARD, values) and None, self._durability)
 
     async def find(self, sandbox_id: str, exec_id: str) -> ExecRecord | None:
         def operation(connection: Connection) -> ExecRecord | None:
             row = connection.execute(_FIND, {"of_box": sandbox_id, "of_exec": exec_id}).first()
             return None if row is None else _exec(row)
 
-        return await self._writer.call(operation)
+        return await self._writer.call(operation, self._durability)
 
     async def unfinished(self, sandbox_id: str) -> list[ExecRecord]:
         """Execs of a box without an end."""
@@ -77,7 +83,12 @@ class ExecStore:
             query = select(execs).where(execs.c.sandbox_id == sandbox_id, execs.c.end.is_(None))
             return [_exec(row) for row in connection.execute(query)]
 
-        return await self._writer.call(operation)
+        return await self._writer.call(operation, self._durability)
+
+
+def _new(record: ExecRecord) -> dict[str, Any]:
+    key = {"of_box": record.sandbox_id, "of_exec": record.exec_id}
+    return {**key, **{name: getattr(record, name) for name in _NEW}}
 
 
 def _exec(row: Row[Any]) -> ExecRecord:

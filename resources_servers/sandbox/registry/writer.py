@@ -1,7 +1,8 @@
 """The writer of the registry: one thread, one connection, one transaction for all who wait.
 
-When a transaction fails, its operations are tried again one by one, so that nobody fails for another's sake; a
-database that is gone fails those who wait, and is connected to again for the next.
+A transaction is as durable as the most demanding of its operations wants. When it fails, its operations are tried
+again one by one, so that nobody fails for another's sake; a database that is gone fails those who wait, and is
+connected to again for the next.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from nemo_gym.errors import NemoGymError
 from nemo_gym.group_commit import GroupCommitThread, Waiting
-from resources_servers.sandbox.registry.database import RegistryError, prepare, unreachable
+from resources_servers.sandbox.registry.database import Durability, RegistryError, begin, prepare, unreachable
 
 T = TypeVar("T")
 Operation = Callable[[Connection], T]
@@ -27,6 +28,7 @@ log = structlog.get_logger(__name__)
 @dataclass(slots=True, kw_only=True)
 class _Request(Waiting):
     operation: Operation[Any]
+    durability: Durability
 
 
 class GroupCommitWriter(GroupCommitThread[_Request]):
@@ -38,13 +40,14 @@ class GroupCommitWriter(GroupCommitThread[_Request]):
         self._connection: Connection | None = None
         super().__init__(name="registry-writer")
 
-    def call(self, operation: Operation[T]) -> asyncio.Future[T]:
-        """Run ``operation`` in the next transaction. Raises `RegistryError` where the database cannot be used."""
+    def call(self, operation: Operation[T], durability: Durability = Durability.MACHINE) -> asyncio.Future[T]:
+        """Run ``operation`` in the next transaction, which is at least as durable as said. Raises `RegistryError`
+        where the database cannot be used."""
         future: asyncio.Future[T] = self._loop.create_future()
         if self._closed:
             future.set_exception(RegistryError("the broker is stopping", retryable=True, started="no"))
         else:
-            self._put(_Request(future, operation=operation))
+            self._put(_Request(future, operation=operation, durability=durability))
         return future
 
     def _settle(self, batch: list[_Request]) -> None:
@@ -59,7 +62,7 @@ class GroupCommitWriter(GroupCommitThread[_Request]):
         committing = False
         try:
             connection = self._connected()
-            transaction = connection.begin()
+            transaction = begin(connection, max(request.durability for request in batch))
             try:
                 for request in batch:
                     try:

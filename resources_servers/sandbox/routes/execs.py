@@ -31,7 +31,9 @@ from resources_servers.sandbox.service import BrokerService
 EXEC = f"{SANDBOXES}/{{sandbox_id}}/execs/{{exec_id}}"
 MAX_WAIT_S = 60.0
 
-ExecId = Annotated[str, Path(pattern=IDENTIFIER.pattern, max_length=128)]
+MAX_ID_LENGTH = 128
+
+ExecId = Annotated[str, Path(pattern=IDENTIFIER.pattern, max_length=MAX_ID_LENGTH)]
 
 
 def exec_routes(broker: BrokerService) -> APIRouter:
@@ -58,15 +60,7 @@ def exec_routes(broker: BrokerService) -> APIRouter:
         """Takes a lease of scope `operate`. The id is the client's: however often it is sent, the command runs once.
         Answers when the command has started; with `Accept: application/octet-stream`, by its output from
         `offset` on."""
-        grant = await broker.access.box(request, sandbox_id, LeaseScope.OPERATE)
-        body = await parse(request, ExecSubmission, broker.config.max_body_bytes)
-        box = live(grant)
-        handle = broker.boxes.ready(box)
-        run, is_new = await broker.execs.submit(box, handle, exec_id, body, digest(body), lease_of(grant))
-        status = 201 if is_new else 200
-        if request.headers.get("accept") == OCTET_STREAM:
-            return output_reply(broker, grant, run, OCTET_STREAM, offset, status)
-        return reply(run.view(), status)
+        return await submitted(broker, request, sandbox_id, exec_id, offset)
 
     @router.get(EXEC, response_model=ExecView, summary="Look at an exec, or wait for its end")
     async def look(
@@ -129,6 +123,19 @@ def exec_routes(broker: BrokerService) -> APIRouter:
         return Response(status_code=204)
 
     return router
+
+
+async def submitted(broker: BrokerService, request: Request, sandbox_id: str, exec_id: str, offset: int) -> Response:
+    """The answer to a submission whose parameters are what they must be."""
+    grant = await broker.access.box(request, sandbox_id, LeaseScope.OPERATE)
+    body = await parse(request, ExecSubmission, broker.config.max_body_bytes)
+    box = live(grant)
+    handle = broker.boxes.ready(box)
+    run, is_new = await broker.execs.submit(box, handle, exec_id, body, digest(body), lease_of(grant))
+    status = 201 if is_new else 200
+    if request.headers.get("accept") == OCTET_STREAM:
+        return output_reply(broker, grant, run, OCTET_STREAM, offset, status)
+    return reply(run.view(), status)
 
 
 def lease_of(grant: Grant) -> str | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,30 +28,45 @@ from resources_servers.sandbox.service import BrokerService
 
 OUTPUT_TYPES = (EVENT_STREAM, OCTET_STREAM)
 _KINDS: dict[Stream, FrameKind] = {"stdout": FrameKind.STDOUT, "stderr": FrameKind.STDERR}
+_HEAD_S = 0.01
+"""How long the head of an answer waits for the command's first output, or its end."""
+_LOOK_S = 0.1
+"""Between two looks for the reader."""
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+Chunk = tuple[bytes, bool]
+"""Bytes of an answer, and whether they are its last."""
 
 
 class OutputReply(Response):
-    """A stream that looks for its reader with every piece and every ping.
+    """A stream that looks now and then for its reader.
 
     The framework's own waits for the reader's leaving beside the stream, in a group of tasks; most commands are over
-    before such a group is made.
+    before such a group is made. Those are answered in one piece: the head waits a moment for what comes behind it.
+
+    Args:
+        chunks: what is sent. Nothing is sent behind the last one, so it is known to be the last.
+        held: awaited before the head is sent.
     """
 
-    def __init__(self, chunks: AsyncIterator[bytes], status: int, media_type: str) -> None:
+    def __init__(self, chunks: AsyncIterator[Chunk], held: Callable[[], Awaitable[object]], status: int, media: str):
         self.background = None
-        self.status_code, self.media_type = status, media_type
+        self.status_code, self.media_type = status, media
         self.init_headers(_HEADERS)
-        self._chunks = chunks
+        self._chunks, self._held = chunks, held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
+        looked = time.monotonic()
+        await self._held()
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for chunk in self._chunks:
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            if await request.is_disconnected():
+        async for chunk, is_last in self._chunks:
+            await send({"type": "http.response.body", "body": chunk, "more_body": not is_last})
+            if is_last:
                 return
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            if time.monotonic() - looked > _LOOK_S:
+                if await request.is_disconnected():
+                    return
+                looked = time.monotonic()
 
 
 def output_reply(
@@ -63,9 +79,14 @@ def output_reply(
         )
     if run.end is not None and offset < run.end.output_bytes:
         _require_kept(run, offset)
+
+    async def held() -> None:
+        if run.end is None and offset == run.size:
+            await run.changed(_HEAD_S)
+
     if OCTET_STREAM in accept:
-        return OutputReply(_frames(_pieces(broker, grant, run, offset), run), status, OCTET_STREAM)
-    return OutputReply(_events(_pieces(broker, grant, run, offset), run, offset), status, EVENT_STREAM)
+        return OutputReply(_frames(_pieces(broker, grant, run, offset), run), held, status, OCTET_STREAM)
+    return OutputReply(_events(_pieces(broker, grant, run, offset), run, offset), held, status, EVENT_STREAM)
 
 
 def _require_kept(run: ExecRun, offset: int) -> None:
@@ -80,26 +101,26 @@ def _require_kept(run: ExecRun, offset: int) -> None:
 Pieces = AsyncIterator[list[tuple[Stream, bytes]] | None]
 
 
-async def _frames(pieces: Pieces, run: ExecRun) -> AsyncIterator[bytes]:
+async def _frames(pieces: Pieces, run: ExecRun) -> AsyncIterator[Chunk]:
     async for piece in pieces:
         if piece is None:
-            yield PING
+            yield PING, False
         else:
-            yield b"".join(frame for stream, data in piece for frame in encode_output(stream, data))
-    if run.end is not None:
-        yield encode_end(run.end)
+            yield b"".join(frame for stream, data in piece for frame in encode_output(stream, data)), False
+    assert run.end is not None
+    yield encode_end(run.end), True
 
 
-async def _events(pieces: Pieces, run: ExecRun, offset: int) -> AsyncIterator[bytes]:
+async def _events(pieces: Pieces, run: ExecRun, offset: int) -> AsyncIterator[Chunk]:
     async for piece in pieces:
         if piece is None:
-            yield encode_event(Frame(FrameKind.PING), offset)
+            yield encode_event(Frame(FrameKind.PING), offset), False
             continue
         for stream, data in piece:
             offset += len(data)
-            yield encode_event(Frame(_KINDS[stream], data), offset)
-    if run.end is not None:
-        yield encode_event(Frame(FrameKind.EXIT, run.end.model_dump_json().encode()), offset)
+            yield encode_event(Frame(_KINDS[stream], data), offset), False
+    assert run.end is not None
+    yield encode_event(Frame(FrameKind.EXIT, run.end.model_dump_json().encode()), offset), True
 
 
 async def _pieces(broker: BrokerService, grant: Grant, run: ExecRun, offset: int) -> Pieces:

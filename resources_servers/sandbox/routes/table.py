@@ -17,6 +17,7 @@ from nemo_gym.sandbox.wire.doors import DoorModel
 from nemo_gym.sandbox.wire.execs import ExecSubmission, SignalExec
 from nemo_gym.sandbox.wire.problems import Problem
 from nemo_gym.serving.problems import JsonResponse
+from resources_servers.sandbox.routes import direct_submissions
 from resources_servers.sandbox.routes.archives import archive_routes
 from resources_servers.sandbox.routes.doors import door_routes
 from resources_servers.sandbox.routes.execs import exec_routes
@@ -48,6 +49,7 @@ def install_routes(app: FastAPI, broker: BrokerService) -> None:
     """Add every route; once, when the broker is started."""
     for make in _FACTORIES:
         app.include_router(make(broker))
+    direct_submissions.install(app, broker)
     described: dict[str, Any] = {}
 
     @app.get("/openapi.json", include_in_schema=False)

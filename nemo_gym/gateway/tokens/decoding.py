@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 _PRINTABLE = [*chain(range(ord("!"), ord("~") + 1), range(ord("¡"), ord("¬") + 1), range(ord("®"), ord("ÿ") + 1))]
 _OTHERS = [byte for byte in range(256) if byte not in {*_PRINTABLE}]
-_BYTES = {chr(byte): chr(byte) for byte in _PRINTABLE}
-_BYTES |= {chr(256 + place): chr(byte) for place, byte in enumerate(_OTHERS)}
+BYTES = {chr(byte): chr(byte) for byte in _PRINTABLE}
+BYTES |= {chr(256 + place): chr(byte) for place, byte in enumerate(_OTHERS)}
 """The alphabet: a byte's own character of Latin-1 where that can be printed, else one further on."""
 
 
@@ -69,7 +69,7 @@ class TokenBytes:
         if token is None:
             return ""
         try:
-            found = "".join([_BYTES[char] for char in token])
+            found = "".join([BYTES[char] for char in token])
         except KeyError:  # an added token, written as it is
             found = token.encode().decode("latin-1")
         self._known[token_id] = found

@@ -17,6 +17,7 @@ from nemo_gym.gateway.tokens.messages import Message
 from nemo_gym.gateway.tokens.specials import MARK, SpecialText
 from nemo_gym.gateway.tokens.template import ChatTemplate, TemplateRefusedError
 from nemo_gym.gateway.tokens.traits import TemplateTraits, probe, shape
+from nemo_gym.gateway.tokens.words import ascii_words
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -44,6 +45,7 @@ class PolicyTokenizer:
         """
         self._tokenizer = tokenizer
         self._bytes = token_bytes(tokenizer)
+        self._words = ascii_words(tokenizer)
         self.template = template
         self.traits: TemplateTraits = probe(template)
         self.vocabulary_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
@@ -117,6 +119,8 @@ class PolicyTokenizer:
             text = text.encode("utf-8", "replace").decode() if _SURROGATE.search(text) else text
             if self._specials is not None and MARK in text:
                 return self._specials.encode(text)
+        if self._words is not None:
+            return self._words.encode(text)
         # As `encode` does it, but without the offsets of each token.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids

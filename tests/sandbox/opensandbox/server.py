@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +18,7 @@ import tarfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,8 +50,11 @@ network_mode = "bridge"
 publish_host = "127.0.0.1"
 port_range_min = {first_port}
 port_range_max = {last_port}
+[egress]
+image = "{egress}"
+mode = "{egress_mode}"
 [storage]
-allowed_host_paths = ["{mounts}"]
+allowed_host_paths = {mounts}
 [ingress]
 mode = "direct"
 [store]
@@ -104,39 +109,70 @@ class Server:
 
     def provider(self, **options: Any) -> dict[str, Any]:
         """The provider's configuration for this server."""
-        return {"opensandbox": {"url": self.url, "api_key": API_KEY, "default_image": self.image, **options}}
+        given = {"url": self.url, "api_key": API_KEY, "default_image": self.image, "egress_policy": True}
+        return {"opensandbox": {**given, **options}}
 
 
 def execd_image(client: docker.DockerClient, engine_url: str) -> str:
     """The image the server takes the daemon and its start script from, made when the engine does not have it."""
-    program, script = build(HERE / "execd", "execd"), HERE / "execd" / "bootstrap.sh"
-    shell = ensure_host_image(Engine(engine_url, request_timeout_s=120))
-    seen = hashlib.sha256(program.read_bytes() + script.read_bytes() + shell.encode()).hexdigest()[:16]
-    name = f"nemo-gym/test-execd:{seen}"
+    # Begun with `tail` by the server, so it needs one: the machine's own image with two files more.
+    files = {"execd": build(HERE / "execd", "execd"), "bootstrap.sh": HERE / "execd" / "bootstrap.sh"}
+    return image_with(client, engine_url, "nemo-gym/test-execd", files)
+
+
+def egress_image(client: docker.DockerClient, engine_url: str) -> str:
+    """The image of the sidecar that keeps boxes from the network, with this machine's iptables."""
+    iptables = shutil.which("iptables-nft") or shutil.which("iptables")
+    assert iptables is not None, "the egress sidecar of the tests needs iptables: apt-get install iptables"
+    files = {"egress/main": build(HERE / "egress", "egress"), "egress/iptables": Path(iptables).resolve()}
+    linked = subprocess.run(["ldd", iptables], capture_output=True, text=True, check=True).stdout
+    for line in linked.splitlines():
+        found = line.partition("=>")[2].split()
+        if found and found[0].startswith("/"):
+            files[found[0].lstrip("/")] = Path(found[0]).resolve()
+    (standard,) = Path("/usr/lib").glob("*/xtables/libxt_standard.so")
+    for path in (standard, standard.with_name("libxt_conntrack.so")):
+        files[str(path).lstrip("/")] = path.resolve()
+    return image_with(client, engine_url, "nemo-gym/test-egress", files, command=["/egress/main"])
+
+
+def image_with(
+    client: docker.DockerClient,
+    engine_url: str,
+    repository: str,
+    files: Mapping[str, Path],
+    command: Sequence[str] = ("true",),
+) -> str:
+    """The machine's own image with programs added; made when the engine does not have it."""
+    base = ensure_host_image(Engine(engine_url, request_timeout_s=120))
+    seen = hashlib.sha256(repr((base, sorted(files), [*command])).encode())
+    for name in sorted(files):
+        seen.update(files[name].read_bytes())
+    tag = seen.hexdigest()[:16]
     try:
-        client.images.get(name)
+        client.images.get(f"{repository}:{tag}")
     except ImageNotFound:
-        # Begun with `tail` by the server, so it needs one: the machine's own image with two files more.
-        container = client.containers.create(shell, command=["true"])
+        container = client.containers.create(base, command=[*command])
         try:
             buffer = io.BytesIO()
             with tarfile.open(fileobj=buffer, mode="w") as tar:
-                for path, inside in ((program, "execd"), (script, "bootstrap.sh")):
+                for inside, path in files.items():
                     info = tar.gettarinfo(str(path), inside)
                     info.mode, info.uid, info.gid = 0o755, 0, 0
                     with path.open("rb") as content:
                         tar.addfile(info, content)
             container.put_archive("/", buffer.getvalue())
-            repository, _, tag = name.partition(":")
             container.commit(repository=repository, tag=tag)
         finally:
             container.remove(force=True)
-    return name
+    return f"{repository}:{tag}"
 
 
 @contextlib.contextmanager
-def opensandbox_server(directory: Path, engine_url: str) -> Iterator[Server]:
-    """A server whose state is in ``directory``; its boxes are removed at the end, whatever their leases say."""
+def opensandbox_server(
+    directory: Path, engine_url: str, *, mounts: Sequence[Path] = (), egress_mode: str = "dns+nft"
+) -> Iterator[Server]:
+    """A server whose state is in ``directory``. Boxes may mount what is beside it, and below ``mounts``."""
     installed = subprocess.run([str(INSTALL)], capture_output=True, text=True, timeout=900)
     assert installed.returncode == 0, f"scripts/install-opensandbox-server: {installed.stderr[-2000:]}"
     client = docker.DockerClient(base_url=engine_url, timeout=120)
@@ -151,7 +187,9 @@ def opensandbox_server(directory: Path, engine_url: str) -> Iterator[Server]:
             execd=execd_image(client, engine_url),
             first_port=first_port,
             last_port=first_port + 399,
-            mounts=directory.parent,
+            mounts=json.dumps([str(path) for path in (directory.parent, *mounts)]),
+            egress=egress_image(client, engine_url),
+            egress_mode=egress_mode,
             store=directory / "server.db",
         )
     )

@@ -36,7 +36,7 @@ class TestDoubleConformance(SandboxConformance):
 
 @pytest.mark.full
 class TestOpenSandboxConformance(SandboxConformance):
-    """Boxes reached at the addresses that the server publishes."""
+    """Boxes reached at the addresses that the server publishes, kept from the network by a sidecar."""
 
     @pytest.fixture
     def provider_config(self, real_server: Server) -> dict[str, Any]:
@@ -49,11 +49,11 @@ class TestOpenSandboxConformance(SandboxConformance):
 
 @pytest.mark.full
 class TestProxiedOpenSandboxConformance(SandboxConformance):
-    """Boxes reached through the server."""
+    """Boxes reached through the server, with a network."""
 
     @pytest.fixture
     def provider_config(self, real_server: Server) -> dict[str, Any]:
-        return real_server.provider(use_server_proxy=True)
+        return real_server.provider(use_server_proxy=True, egress_policy=False)
 
     @pytest.fixture
     def image(self) -> str | None:

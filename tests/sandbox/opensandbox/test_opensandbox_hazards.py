@@ -281,10 +281,12 @@ async def test_box_whose_sidecar_does_not_deny_everything_is_destroyed(
     closed = spec.replace(network=NetworkPolicy.NONE)
     assert (await provider.exec(await provider.create(closed), "echo closed")).stdout == "closed\n"
     await provider.reap(spec.metadata)
-    fake.faults.open_sidecars = True
-    with pytest.raises(SandboxCreateVerificationError, match="deny"):
-        await provider.create(closed)
-    assert await ids(provider, spec) == []
+    for fault, said in (("open_sidecars", "does not deny everything"), ("dns_sidecars", "denies names alone")):
+        setattr(fake.faults, fault, True)
+        with pytest.raises(SandboxCreateVerificationError, match=said):
+            await provider.create(closed)
+        setattr(fake.faults, fault, False)
+        assert await ids(provider, spec) == []
 
 
 # ------------------------------------------------------------------------------------------------ leases and access

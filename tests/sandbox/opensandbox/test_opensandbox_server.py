@@ -11,7 +11,7 @@ from typing import Any
 import docker
 import pytest
 
-from nemo_gym.errors import SandboxCreateError
+from nemo_gym.errors import SandboxCreateError, SandboxCreateVerificationError
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import (
     ExecOutcome,
@@ -116,6 +116,36 @@ async def test_ports_of_a_box_are_published_on_loopback_alone(start: Start, dock
         client.close()
     hosts = {binding["HostIp"] for bindings in ports.values() for binding in bindings or ()}
     assert hosts == {"127.0.0.1"}
+
+
+async def test_box_without_a_network_does_not_reach_the_daemon_of_another_box(
+    start: Start, docker_engine: str
+) -> None:
+    reach = "import socket, sys; socket.create_connection((sys.argv[1], 44772), 3); print('reached')"
+    _, other = await start()
+    client = docker.DockerClient(base_url=docker_engine)
+    try:
+        address = client.containers.get(f"sandbox-{other.sandbox_id}").attrs["NetworkSettings"]["IPAddress"]
+    finally:
+        client.close()
+    provider, box = await start(spec={"network": NetworkPolicy.NONE})
+    assert not (await provider.exec(box, ["python3", "-c", reach, address])).ok
+    # From a box with a network it is reached: whoever shares the engine's bridge can command it.
+    provider, box = await start()
+    assert (await provider.exec(box, ["python3", "-c", reach, address])).stdout == "reached\n"
+
+
+async def test_sidecar_that_denies_names_alone_is_no_box_without_a_network(tmp_path: Path, docker_engine: str) -> None:
+    with opensandbox_server(tmp_path, docker_engine, egress_mode="dns") as server:
+        provider = OpenSandboxProvider(**server.provider()["opensandbox"])
+        run = {labels.RUN: uuid.uuid4().hex}
+        try:
+            with pytest.raises(SandboxCreateVerificationError, match="denies names alone"):
+                await provider.create(SandboxSpec(ttl_s=300, network=NetworkPolicy.NONE, metadata=run))
+            assert await provider.list(run) == []
+        finally:
+            await provider.reap(run)
+            await provider.aclose()
 
 
 async def test_lease_and_commands_outlive_a_killed_server(tmp_path: Path, docker_engine: str) -> None:

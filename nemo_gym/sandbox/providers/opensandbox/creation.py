@@ -10,8 +10,9 @@ import asyncio
 import json
 import time
 import uuid
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_gym.configuration.suggest import reject_unknown_keys
 from nemo_gym.errors import SandboxCreateError, SandboxCreateVerificationError, SandboxError, SandboxLostError
@@ -151,11 +152,7 @@ class Creation:
             await sdk.files.write_files(entries)
             await sdk.files.write_file(self._ready_mark, b"", mode=600)
             if _closed(spec):
-                policy = await sdk.get_egress_policy()
-                if str(policy.default_action).lower() != "deny" or policy.egress:
-                    raise SandboxCreateVerificationError(
-                        "opensandbox: the box's egress sidecar does not deny everything, as network: none asks for"
-                    )
+                _check_egress(await self._connection.egress(sdk))
         await self._verify(box)
         return box
 
@@ -227,6 +224,21 @@ class Creation:
             await asyncio.sleep(0.5)
         if last is not None:
             raise last
+
+
+def _check_egress(said: Mapping[str, Any]) -> None:
+    """Raises `SandboxCreateVerificationError` where a box's sidecar lets anything out."""
+    policy = said.get("policy") or {}
+    if str(policy.get("defaultAction")).lower() != "deny" or policy.get("egress"):
+        raise SandboxCreateVerificationError(
+            "opensandbox: the box's egress sidecar does not deny everything, as network: none asks for"
+        )
+    mode = str(said.get("enforcementMode") or "unknown")
+    if "nft" not in mode:
+        raise SandboxCreateVerificationError(
+            f"opensandbox: the box's egress sidecar denies names alone (its mode is '{mode}'), not addresses; "
+            'set mode = "dns+nft" in the server\'s [egress]'
+        )
 
 
 def _closed(spec: SandboxSpec) -> bool:

@@ -23,6 +23,8 @@ class Faults:
     create_takes_s: float = 0.0
     open_sidecars: bool = False
     """Egress sidecars say that they let everything out, whatever they were asked for."""
+    dns_sidecars: bool = False
+    """Egress sidecars refuse names alone."""
     hold_commands: asyncio.Event | None = None
     """Commands wait for it without a word, as in a paused box."""
     commands_seen: int = 0

@@ -242,7 +242,8 @@ class FakeOpenSandbox:
         port, path = int(request.match_info["port"]), request.match_info["path"]
         if port == _EGRESS_PORT and path == "policy" and box.policy is not None:
             policy = {"defaultAction": "allow", "egress": []} if self.faults.open_sidecars else box.policy
-            return web.json_response({"status": "ok", "mode": "enforcing", "policy": policy})
+            enforcement = "dns" if self.faults.dns_sidecars else "dns+nft"
+            return web.json_response({"status": "ok", "enforcementMode": enforcement, "policy": policy})
         if port != _EXECD_PORT:
             return problem(502, "BACKEND_CONNECTION_FAILED", f"nothing listens on port {port}")
         match request.method, path:

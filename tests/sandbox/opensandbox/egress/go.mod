@@ -1,0 +1,3 @@
+module egress
+
+go 1.25

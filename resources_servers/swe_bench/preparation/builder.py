@@ -73,6 +73,8 @@ class ImageBuilder:
     ) -> None:
         require(provider, SupportsSnapshot, why="to keep prepared images")
         self._provider = provider
+        # Providers that share a store need not prepare what another of them has.
+        self._store = str(getattr(provider, "image_store", provider.name))
         self._snapshots = cast(SupportsSnapshot, provider)
         self._repositories = repositories
         self._registries = registries
@@ -88,15 +90,13 @@ class ImageBuilder:
 
     def _environment_key(self, environment: Environment) -> str:
         return content_digest(
-            [PREPARATION_VERSION, self._provider.name, self._base_image, environment.as_data(), shims_digest_parts()]
+            [PREPARATION_VERSION, self._store, self._base_image, environment.as_data(), shims_digest_parts()]
         )
 
     def _content_key(self, plan: RowPlan) -> str:
         if self.source(plan) == "official":
             row = plan.row
-            return content_digest(
-                [PREPARATION_VERSION, self._provider.name, plan.image, official_image({**vars(row)})]
-            )
+            return content_digest([PREPARATION_VERSION, self._store, plan.image, official_image({**vars(row)})])
         return plan.content_key(self._environment_key(plan.environment))
 
     async def prepare(self, plan: RowPlan) -> Prepared:

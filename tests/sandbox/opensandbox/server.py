@@ -73,6 +73,7 @@ class Server:
     argv: list[str]
     environment: dict[str, str]
     log: Path
+    engine: str
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -109,7 +110,7 @@ class Server:
 
     def provider(self, **options: Any) -> dict[str, Any]:
         """The provider's configuration for this server."""
-        given = {"url": self.url, "api_key": API_KEY, "default_image": self.image, "egress_policy": True}
+        given = {"url": self.url, "api_key": API_KEY, "engine": self.engine, "egress_policy": True}
         return {"opensandbox": {**given, **options}}
 
 
@@ -199,6 +200,7 @@ def opensandbox_server(
         argv=[installed.stdout.strip().splitlines()[-1], "--config", str(config)],
         environment={**os.environ, "DOCKER_HOST": engine_url, "HOME": str(directory)},
         log=directory / "server.log",
+        engine=engine_url,
     )
     try:
         server.start()

@@ -27,7 +27,10 @@ class OpenSandboxConfig:
     use_server_proxy: bool = False
     """Reach boxes through the server instead of at the addresses it gives. Needed where those cannot be reached."""
     default_image: str | None = None
-    """Image of specs that name none; ``None`` refuses them."""
+    """Image of specs that name none; ``None`` is ``host`` where an ``engine`` is given, and else refuses them."""
+    engine: str | None = None
+    """The Docker Engine behind the server, where this process can reach it (``unix:///path``, ``tcp://host:port``):
+    boxes become images there, those of the docker provider's names and labels, and ``host`` is one."""
     limits: Sequence[str] = LIMITS
     """Which of ``cpu`` and ``memory`` the server's boxes really have enforced. Nobody can ask the server for it."""
     egress_policy: bool = False

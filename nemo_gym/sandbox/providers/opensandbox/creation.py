@@ -21,6 +21,7 @@ from nemo_gym.sandbox.providers.opensandbox import labels
 from nemo_gym.sandbox.providers.opensandbox.box import OpenSandboxBox
 from nemo_gym.sandbox.providers.opensandbox.boxtool_build import boxtool
 from nemo_gym.sandbox.providers.opensandbox.connection import Connection, sdk_errors, status_of, told, translate
+from nemo_gym.sandbox.providers.opensandbox.images import EngineImages
 from nemo_gym.sandbox.providers.opensandbox.tool import order, sdk_of
 from nemo_gym.sandbox.transfer import absolute
 
@@ -40,8 +41,9 @@ _DEAD = frozenset(("failed", "terminated", "stopping"))
 class Creation:
     """Creates the box of one spec. `discard` destroys it again, whatever stage it reached."""
 
-    def __init__(self, connection: Connection, spec: SandboxSpec) -> None:
+    def __init__(self, connection: Connection, images: EngineImages, spec: SandboxSpec) -> None:
         self._connection = connection
+        self._images = images
         self._config = connection.config
         self._spec = spec
         self.key = spec.idempotency_key or uuid.uuid4().hex
@@ -59,9 +61,9 @@ class Creation:
             SandboxCreateError: there is no image, or a file's path is not absolute.
         """
         reject_unknown_keys(self._spec.provider_options, ["extensions"], where="opensandbox provider_options")
-        if self._image is None:
+        if self._image is None and self._config.engine is None:
             raise SandboxCreateError(
-                "opensandbox: the spec names no image; name one, or set sandbox.opensandbox.default_image"
+                "opensandbox: the spec names no image; name one, or set sandbox.opensandbox.default_image (or engine)"
             )
         for path in self._spec.files:
             absolute(path)
@@ -70,6 +72,7 @@ class Creation:
         """Find the box of the spec's idempotency key, or make one; ready for commands when this returns."""
         if self._spec.idempotency_key and (found := await self._first()) is not None:
             return await self._adopt(found.id, deadline)
+        self._image = await self._images.reference(self._image)
         sandbox_id = await self._create()
         if self._spec.idempotency_key:
             winner = await self._first()
@@ -158,7 +161,8 @@ class Creation:
 
     @property
     def _ready_mark(self) -> str:
-        return f"{self._config.box_directory.rstrip('/')}/ready"
+        # Of this create alone: its box may be made of another that became an image.
+        return f"{self._config.box_directory.rstrip('/')}/ready-{labels.digest(self.key)}"
 
     async def _verify(self, box: OpenSandboxBox) -> None:
         """The box must really run the helper: a missing program, a wrong processor type or an entry point that has

@@ -38,6 +38,7 @@ from nemo_gym.sandbox.providers.opensandbox.connection import Connection, sdk_er
 from nemo_gym.sandbox.providers.opensandbox.creation import Creation
 from nemo_gym.sandbox.providers.opensandbox.doors import RelayedDoor
 from nemo_gym.sandbox.providers.opensandbox.execution import OpenSandboxExec
+from nemo_gym.sandbox.providers.opensandbox.images import NO_ENGINE, EngineImages
 from nemo_gym.sandbox.providers.opensandbox.labels import decode, select
 from nemo_gym.sandbox.providers.opensandbox.tool import sdk_of
 from nemo_gym.sandbox.transfer import download, upload
@@ -67,12 +68,15 @@ class OpenSandboxProvider:
     """
 
     name = "opensandbox"
+    image_store = "docker"
+    """Whose images these are: what the docker provider makes in the same engine is here too."""
 
     def __init__(self, **options: Any) -> None:
         self.config = OpenSandboxConfig.from_mapping(options)
         self._connection = Connection(self.config)
         self._background: set[asyncio.Future[None]] = set()
         self._doors: set[RelayedDoor] = set()
+        self._images = EngineImages(self.config)
 
     @cached_property
     def capabilities(self) -> SandboxCapabilities:
@@ -82,6 +86,7 @@ class OpenSandboxProvider:
             "memory_limit": "memory" in config.limits,
             "cpu_limit": "cpu" in config.limits,
             "endpoint": not config.use_server_proxy,
+            "snapshot": config.engine is not None,
         }
         limit = "the configuration says (limits) that the server does not enforce it"
         reasons = {
@@ -93,7 +98,7 @@ class OpenSandboxProvider:
             "nested_containers": "the server drops the privileges that containers in a box would need",
             "endpoint": "behind the server's proxy a box's port is reached with the server's own key alone, which "
             "must not be handed on",
-            "snapshot": "the server's snapshots have neither names of our choice nor labels to find them by",
+            "snapshot": NO_ENGINE,
             "network_none": "the server's boxes have a network; where it puts an egress sidecar beside them, set "
             "egress_policy: true",
         }
@@ -114,7 +119,7 @@ class OpenSandboxProvider:
 
     async def create(self, spec: SandboxSpec) -> SandboxHandle:
         self.capabilities.check(spec, self.name)
-        creation = Creation(self._connection, spec)
+        creation = Creation(self._connection, self._images, spec)
         creation.check()
         timeout_s = DEFAULT_READY_TIMEOUT_S if spec.ready_timeout_s is None else spec.ready_timeout_s
         # The server goes on with a create whose client has left. So this call's goes on too, until it knows the box
@@ -207,6 +212,7 @@ class OpenSandboxProvider:
         while mine := {task for task in self._background if task.get_loop() is loop}:
             await asyncio.wait(mine)
         await self._connection.aclose()
+        self._images.close()
 
     # ------------------------------------------------------------------------------------------------ commands
 
@@ -246,6 +252,17 @@ class OpenSandboxProvider:
 
     async def download_file(self, handle: SandboxHandle, source: str, target: Path) -> None:
         await download(self, handle, source, target)
+
+    # --------------------------------------------------------------------------------------------------- images
+
+    async def commit(self, handle: SandboxHandle, image: str, labels: Mapping[str, str]) -> None:
+        await self._images.commit(box_of(handle), image, labels)
+
+    async def image_labels(self, image: str) -> Mapping[str, str] | None:
+        return await self._images.labels(image)
+
+    async def remove_image(self, image: str) -> None:
+        await self._images.remove(image)
 
     # ------------------------------------------------------------------------------------------- loopback doors
 

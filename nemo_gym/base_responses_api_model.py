@@ -29,11 +29,11 @@ from nemo_gym.gateway.dialects.models import models_reply
 from nemo_gym.gateway.dialects.streams import stream_of
 from nemo_gym.gateway.refusals import dialect_error, inference_refusal
 from nemo_gym.gateway.sessions import (
-    INFERENCE_TOKEN_PREFIX,
     SESSION_TTL_S,
     GatewaySession,
     GatewaySessions,
     InMemoryGatewaySessions,
+    token_in,
 )
 from nemo_gym.gateway.usage import StreamedUsage, Usage
 from nemo_gym.serving.body_limit import BodyLimitMiddleware
@@ -220,9 +220,7 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
 
     def _authorize(self, request: Request) -> GatewaySession | None:
         """The session of a request's token, or ``None`` for a caller with a credential of the stack."""
-        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        token = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-        if token.startswith(INFERENCE_TOKEN_PREFIX):
+        if (token := token_in(request.headers)) is not None:
             return self.gateway_sessions.authorize(token)
         if self.secured and caller_of(request) is None:
             raise CredentialError(f"inference needs a session's token as bearer, or the header {CREDENTIAL_HEADER}")

@@ -198,5 +198,12 @@ class InMemoryGatewaySessions:
                     del self._current[key]
 
 
+def token_in(headers: Mapping[str, str]) -> str | None:
+    """The inference token of a request, a bearer's or in ``x-api-key``; nothing for another credential."""
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    token = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    return token if token.startswith(INFERENCE_TOKEN_PREFIX) else None
+
+
 def _digest(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()

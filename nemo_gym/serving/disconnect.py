@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from starlette.requests import Request
+from starlette.types import Receive
 
 T = TypeVar("T")
 
@@ -14,11 +14,18 @@ CLIENT_CLOSED_REQUEST = 499
 """The status, seen by nobody, of a reply whose caller is gone."""
 
 
+class Received(Protocol):
+    """A request, ASGI's or a framework's."""
+
+    @property
+    def receive(self) -> Receive: ...
+
+
 class CallerGoneError(Exception):
     """The connection is closed; nobody waits for an answer."""
 
 
-async def disconnected(request: Request) -> None:
+async def disconnected(request: Received) -> None:
     """Returns when the caller has left. The request's body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -39,7 +46,7 @@ async def end(task: asyncio.Task[T]) -> None:
         raise cancelled
 
 
-async def while_connected(request: Request, work: Callable[[], Awaitable[T]]) -> T:
+async def while_connected(request: Received, work: Callable[[], Awaitable[T]]) -> T:
     """The result of ``work``, which is cancelled when the caller leaves; then raises `CallerGoneError`."""
     task: asyncio.Task[T] = asyncio.ensure_future(_run(work))
     gone = asyncio.ensure_future(disconnected(request))

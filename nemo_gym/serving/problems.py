@@ -72,13 +72,17 @@ async def parse_json_object(request: Request, loads: Callable[[bytes], Any] = or
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("identity", ""):
         raise InvalidBodyError(f"the body of {request.url.path} is encoded as {encoding[:40]!r}; send it as it is")
-    body = await request.body()
+    return json_object(await request.body(), request.scope["path"], loads)
+
+
+def json_object(body: bytes, path: str, loads: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:
+    """See `parse_json_object`."""
     try:
         value = loads(body) if body else {}
     except orjson.JSONDecodeError as error:
-        raise InvalidBodyError(f"the body of {request.url.path} is not JSON: {error}") from None
+        raise InvalidBodyError(f"the body of {path} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise InvalidBodyError(f"the body of {request.url.path} must be a JSON object, not {type(value).__name__}")
+        raise InvalidBodyError(f"the body of {path} must be a JSON object, not {type(value).__name__}")
     return value
 
 
@@ -130,6 +134,14 @@ def _error_class(http_status: int) -> type[NemoGymError]:
     return type("HttpError", (NemoGymError,), {"status": http_status, "code": f"http_{http_status}"})
 
 
+def unexpected(scope: Scope, error: Exception) -> Response:
+    """The answer to a request that ended with an error which nobody expected, while it is being handled: its traceback
+    is logged."""
+    log.exception("route failed", route=scope["path"])
+    said = f"{type(error).__name__} in {scope['path']}; the server's log has the traceback"
+    return problem_response(InternalError(said), scope)
+
+
 class UnknownErrorMiddleware:
     """Answers any other error with a problem that names its type only: the message may quote private fields, and the
     caller may be an agent. The traceback goes to this server's log.
@@ -155,6 +167,4 @@ class UnknownErrorMiddleware:
             if started or scope["type"] != "http":
                 raise
             # The boundary of plugin code.
-            log.exception("route failed", route=scope["path"])
-            said = f"{type(error).__name__} in {scope['path']}; the server's log has the traceback"
-            await send_problem(scope, receive, send, InternalError(said))
+            await unexpected(scope, error)(scope, receive, send)

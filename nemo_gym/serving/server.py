@@ -20,6 +20,7 @@ from nemo_gym.config_types import BaseRunServerInstanceConfig
 from nemo_gym.configuration.suggest import validation_problems
 from nemo_gym.credentials import Role, ServerCredentials
 from nemo_gym.errors import ConfigError, NemoGymError
+from nemo_gym.serving.application import Application
 from nemo_gym.serving.client import ServerClient, close_global_aiohttp_client, server_config_of
 from nemo_gym.serving.direct import DirectRoutesMiddleware
 from nemo_gym.serving.launch import ServerLaunch, current_launch
@@ -131,9 +132,9 @@ class SimpleServer(BaseServer):
 
     def base_app(
         self, *, session_guard: SessionGuard | None = None, authenticates_itself: Any | None = None
-    ) -> FastAPI:
+    ) -> Application:
         """An application with what every server has: health, readiness, credentials, problems, session cookies."""
-        app = FastAPI(
+        app = Application(
             title=self.config.name,
             lifespan=self._lifespan,
             openapi_url=None,

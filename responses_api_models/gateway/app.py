@@ -20,7 +20,9 @@ from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
 from nemo_gym.gateway.refusals import dialect_of
 from nemo_gym.gateway.service.backend import Backend
+from nemo_gym.gateway.service.call import CallRequest
 from nemo_gym.gateway.service.config import GatewayConfig
+from nemo_gym.gateway.service.door import InferenceDoor
 from nemo_gym.gateway.service.engine_routes import engine_routes
 from nemo_gym.gateway.service.inference import Inference, StreamTiming
 from nemo_gym.gateway.service.live import LiveSession
@@ -30,6 +32,7 @@ from nemo_gym.gateway.service.requests import OpenSession
 from nemo_gym.gateway.service.sessions import DurableSessions
 from nemo_gym.gateway.service.text_backend import TextBackend
 from nemo_gym.gateway.sessions import GatewaySessions
+from nemo_gym.serving.application import Application
 from nemo_gym.serving.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError
 from nemo_gym.serving.middleware import require_role
 from nemo_gym.serving.problems import JsonResponse, parse_json_object
@@ -121,6 +124,9 @@ class Gateway(SimpleResponsesAPIModel):
         app.router.routes.extend(engine_routes(self._pool, require_role))
         if self.config.path_tokens:
             app.add_middleware(PathTokenMiddleware)
+        assert isinstance(app, Application)
+        answer, bound = self._inference.answer, self.config.max_body_bytes
+        app.take_shortcut(InferenceDoor(self._durable, answer, max_body_bytes=bound))
         return app
 
     async def _open_route(self, request: Request) -> Response:
@@ -161,7 +167,8 @@ class Gateway(SimpleResponsesAPIModel):
         assert dialect is not None  # only inference routes come here
         body = await parse_json_object(request, live.bodies.loads if live is not None else orjson.loads)
         try:
-            return await self._inference.answer(dialect, body, request, live)
+            asked = CallRequest(request.headers, request.scope.get("client"), request.receive)
+            return await self._inference.answer(dialect, body, asked, live)
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from secrets import token_hex
 from typing import Any, Generic
 
+from starlette.types import Receive
+
 from nemo_gym.errors import NemoGymError
 from nemo_gym.gateway.capture import CallRecord
 from nemo_gym.gateway.delivery import AnswerWatch
@@ -19,6 +21,17 @@ from nemo_gym.gateway.retries.hints import Connection
 from nemo_gym.gateway.service.backend import C, TurnFacts
 from nemo_gym.gateway.service.committed import Committed
 from nemo_gym.gateway.service.live import LiveSession
+
+
+@dataclass(frozen=True, slots=True)
+class CallRequest:
+    """What is known of the HTTP request beside its body."""
+
+    headers: Mapping[str, str]
+    """By their names in lower case."""
+    connection: Connection | None
+    receive: Receive
+    """As in ASGI, with the body read."""
 
 
 @dataclass(slots=True)

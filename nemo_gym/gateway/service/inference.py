@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Generic
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from nemo_gym.errors import FencedError, NemoGymError
@@ -26,9 +25,8 @@ from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
 from nemo_gym.gateway.journal import SessionState
 from nemo_gym.gateway.retries import RequestHints, request_fingerprint, request_hints
-from nemo_gym.gateway.retries.hints import Connection
 from nemo_gym.gateway.service.backend import Backend, C, CallContext, D
-from nemo_gym.gateway.service.call import Call
+from nemo_gym.gateway.service.call import Call, CallRequest
 from nemo_gym.gateway.service.committed import Committed, encode_committed
 from nemo_gym.gateway.service.delivered import DeliveredEvents, DeliveredJson, DeliveredStream, pieces
 from nemo_gym.gateway.service.live import LiveSession
@@ -74,12 +72,12 @@ class Inference(Generic[C, D]):
         self._captures_bodies = capture is not None and capture.bodies
 
     async def answer(
-        self, dialect: Dialect, body: dict[str, Any], request: Request, live: LiveSession[C] | None
+        self, dialect: Dialect, body: dict[str, Any], request: CallRequest, live: LiveSession[C] | None
     ) -> Response:
         """The reply to one call, ``live`` being its session. A caller that leaves, and a cancellation, end the
         sampling, unless another caller waits for the same answer; the former raises `CallerGoneError`."""
-        watch = DELIVERIES.watch(_connection(request))
-        call = Call(dialect, adapter_of(dialect), body, live, _connection(request), watch, None, self._handed_over)
+        watch = DELIVERIES.watch(request.connection)
+        call = Call(dialect, adapter_of(dialect), body, live, request.connection, watch, None, self._handed_over)
         call.taken_back = self._taken_back
         call.record = self._begun(call, request)
         try:
@@ -103,7 +101,7 @@ class Inference(Generic[C, D]):
             self._captured(call)
             raise
 
-    async def _answered(self, call: Call[C], request: Request) -> Response:
+    async def _answered(self, call: Call[C], request: CallRequest) -> Response:
         live = call.live
         call.lowered = call.adapter.lower(call.body, live.lowering if live is not None else None)
         if self._return_token_ids:
@@ -254,7 +252,7 @@ class Inference(Generic[C, D]):
         if call.noted_as_sent and call.live is not None and call.committed is not None:
             self._sessions.journal.undelivered(call.live.session_id, call.committed.index)
 
-    def _begun(self, call: Call[C], request: Request) -> CallRecord | None:
+    def _begun(self, call: Call[C], request: CallRequest) -> CallRecord | None:
         if self._capture is None:
             return None
         session = call.live.session if call.live is not None else None
@@ -275,8 +273,3 @@ class Inference(Generic[C, D]):
     def _captured(self, call: Call[C]) -> None:
         if self._capture is not None and call.record is not None:
             self._capture.record(call.record)
-
-
-def _connection(request: Request) -> Connection | None:
-    client = request.scope.get("client")
-    return (client[0], client[1]) if client else None

@@ -140,6 +140,10 @@ class DurableSessions(Generic[C, D]):
 
     def authorize(self, inference_token: str) -> GatewaySession:
         """See `GatewaySessions.authorize`."""
+        return self.authorized(inference_token).session
+
+    def authorized(self, inference_token: str) -> LiveSession[C]:
+        """The session that a token opens; raises as `authorize`."""
         live = self._by_token.get(_digest(inference_token))
         if live is None:
             raise CredentialError("the inference token is unknown here: its session has ended, or never was")
@@ -149,7 +153,7 @@ class DurableSessions(Generic[C, D]):
             raise FencedError(f"the session of this inference token is {live.state}" + _because(live.reason))
         if live.record.deadline_at <= time.time():
             raise CredentialError("the inference token has expired: its session's deadline has passed")
-        return live.session
+        return live
 
     def live(self, session_id: str) -> LiveSession[C]:
         """Raises `ContractError` for a session that is not known."""

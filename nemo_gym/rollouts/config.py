@@ -36,6 +36,9 @@ class RolloutRunConfig(BaseModel):
     """Samples per task."""
     limit: int | None = Field(None, ge=1)
     """Only the first so many tasks of the input."""
+    shard: str | None = Field(None, pattern=r"^[1-9]\d*/[1-9]\d*$")
+    """``2/3``: every third of these tasks, from the second on, for one of three pipelines that share an input. Tasks
+    keep the numbers they have in the whole input, so results can be put together."""
     skip_bad_rows: bool = False
     """Leave rows that cannot be read out of the run and name them; otherwise nothing runs until they are mended."""
 
@@ -106,6 +109,8 @@ class RolloutRunConfig(BaseModel):
             raise ValueError(f"output '{self.output}' must end in .jsonl; the run's other files are named after it")
         if self.retry_failed and not self.resume:
             raise ValueError("retry_failed=true needs resume=true")
+        if self.shard is not None and self.shard_of[0] >= self.shard_of[1]:
+            raise ValueError(f"shard={self.shard}: the first number is at most the second (shard=1/2 and shard=2/2)")
         if self.resume and self.overwrite:
             raise ValueError("choose one of resume=true (continue) and overwrite=true (discard)")
         return self
@@ -117,6 +122,14 @@ class RolloutRunConfig(BaseModel):
             raise ConfigError(
                 f"input '{self.input}' {what}; 'input' names a JSONL file with one row per line", key="input"
             )
+
+    @property
+    def shard_of(self) -> tuple[int, int]:
+        """Which tasks are this run's: those whose position, divided by the second number, leaves the first."""
+        if self.shard is None:
+            return 0, 1
+        number, count = self.shard.split("/")
+        return int(number) - 1, int(count)
 
     @property
     def overrides(self) -> dict[str, Any]:

@@ -131,21 +131,26 @@ def materialize(config: RolloutRunConfig, target: Path, agents: Collection[str] 
     source = config.input
     checker = _Checker(source, config, agents)
     bad: list[RowError] = []
-    tasks = rollouts = 0
+    tasks = rollouts = others = 0
+    remainder, shards = config.shard_of
     used: dict[str, None] = {}
     digest = hashlib.sha256()
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:
         with source.open("rb") as lines, partial.open("wb") as out:
             for number, line in enumerate(lines, 1):
-                if config.limit is not None and tasks + len(bad) >= config.limit:
+                position = tasks + others + len(bad)
+                if config.limit is not None and position >= config.limit:
                     break
                 if not line.strip():
                     continue
                 try:
-                    task_index, samples, agent, row = checker.check(number, line.rstrip(), tasks + len(bad))
+                    task_index, samples, agent, row = checker.check(number, line.rstrip(), position)
                 except RowError as error:
                     bad.append(error)
+                    continue
+                if position % shards != remainder:
+                    others += 1
                     continue
                 tasks += 1
                 used[agent] = None
@@ -159,7 +164,8 @@ def materialize(config: RolloutRunConfig, target: Path, agents: Collection[str] 
         if bad and not config.skip_bad_rows:
             raise _all_of(bad, source)
         if not tasks:
-            raise ConfigError(f"input '{source}' holds no usable rows", key="input")
+            of = f" for shard {config.shard}" if config.shard else ""
+            raise ConfigError(f"input '{source}' holds no usable rows{of}", key="input")
         partial.replace(target)
     except OSError as error:
         raise store_error(target, error) from error

@@ -1,0 +1,188 @@
+"""Pipelines, agents, environments and brokers on hosts of their own, two of each, that share a network and no file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+from nemo_gym.harness.provision import cache_root
+from nemo_gym.sandbox.providers.local.images import ImageStore
+from nemo_gym.sandbox.providers.local.options import default_image_dir
+from tests.acceptance.hosts.network import OWN, ROOT, Host, switched_hosts
+from tests.acceptance.hosts.stack import RUN_DIR, RUN_WITHIN_S, Stack, until
+from tests.acceptance.matrix.cells import rows_of
+from tests.acceptance.matrix.run import prepare_agent
+
+PIPELINES = ("pipeline-1", "pipeline-2")
+BROKERS = ("broker-1", "broker-2")
+NAMES = (*PIPELINES, "agent-1", "agent-2", "world-1", "world-2", *BROKERS, "model-1")
+
+_WITH_OVERLAY = ("--xattrs", "--xattrs-include=*", "--numeric-owner", "-p", "-f", "-")
+"""What a layer of an image consists of, beside files: notes of overlayfs."""
+
+_REGISTRY = """
+import json, sqlite3, sys
+db = sqlite3.connect(sys.argv[1])
+boxes = db.execute("select creator, state from broker_boxes").fetchall()
+lent = db.execute("select count(*) from broker_leases where scope = 'operate'").fetchone()[0]
+print(json.dumps({"boxes": boxes, "lent": lent}))
+"""
+_INVENTORY = """
+import asyncio, json
+from nemo_gym.sandbox.registry import create_provider
+
+async def main():
+    provider = create_provider({"local": {}})
+    try:
+        print(json.dumps([box.sandbox_id for box in await provider.list({})]))
+    finally:
+        await provider.aclose()
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[dict[str, Host]]:
+    (cache_root() / "agents").mkdir(parents=True, exist_ok=True)  # what is fetched later is seen by the hosts as well
+    with switched_hosts(NAMES) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def images(hosts: dict[str, Host]) -> None:
+    """The example tasks' images, on each host that makes boxes."""
+    archive, path = example_images(), str(default_image_dir())
+    for name in BROKERS:
+        hosts[name].run(["mkdir", "-p", path])
+        hosts[name].run(["tar", *_WITH_OVERLAY, "-x", "-C", path], stdin=archive, timeout_s=300)
+
+
+def example_images() -> bytes:
+    """The images of the example tasks, made where there are package indexes, as an archive to be taken to hosts."""
+    words = ["swe_bench", f"rows={rows_of('swe_bench')}", "sandbox=local", "--json"]
+    command = [str(Path(sys.executable).parent / "ng_prepare"), *words]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=900, check=True)
+    store = ImageStore(default_image_dir())
+    members = set()
+    for row in json.loads(done.stdout)["rows"]:
+        manifest = store.manifest(row["image"])
+        assert manifest is not None and manifest.host_base
+        members |= {f"images/{quote(manifest.name, safe='')}.json", *(f"layers/{each}" for each in manifest.layers)}
+    archive = ["tar", *_WITH_OVERLAY, "-c", "-C", str(store.root), *sorted(members)]
+    return subprocess.run(archive, stdout=subprocess.PIPE, timeout=300, check=True).stdout
+
+
+@pytest.fixture(autouse=True)
+def _empty_state(hosts: dict[str, Host]) -> None:
+    for host in hosts.values():
+        if host.is_up:
+            host.run(["rm", "-rf", RUN_DIR])
+
+
+def registry(host: Host) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(
+        host.run(["python", "-c", _REGISTRY, f"{RUN_DIR}/run/state/sandbox_broker/broker.sqlite"])
+    )
+    return found
+
+
+def inventory(host: Host) -> list[str]:
+    """The boxes that there are on a host, as those say who made them."""
+    found: list[str] = json.loads(host.run(["python", "-c", _INVENTORY]))
+    return found
+
+
+def test_hosts_share_a_network_and_no_file(hosts: dict[str, Host]) -> None:
+    devices = [host.run(["stat", "-c", "%d", *OWN]).split() for host in hosts.values()]
+    every = [device for own in devices for device in own]
+    assert len({*every}) == len(every), "each host has each directory for itself"
+    for host in hosts.values():
+        assert b"default" not in host.run(["ip", "route"]), "nothing leads out of the switch"
+        assert host.run(["sh", "-c", f"[ -w {ROOT} ] || echo no"]) == b"no\n", "the checkout is read-only"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("agent", "environment", "topology", "is_lent", "wrong"),
+    [
+        pytest.param("claude_code", "swe_bench", "agent_in_env", True, set(), marks=pytest.mark.full),
+        pytest.param("codex", "example_mcp_weather", "env_sandboxed", False, {4}, marks=pytest.mark.full),
+        ("mini_swe_agent", "math", "none", False, {5}),
+    ],
+    ids=["swe_bench", "example_mcp_weather", "math"],
+)
+def test_examples_pass_when_every_role_has_two_hosts(
+    agent: str,
+    environment: str,
+    topology: str,
+    is_lent: bool,
+    wrong: set[int],
+    hosts: dict[str, Host],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    """``is_lent``: whose the boxes are, the environment's or the agent's; ``wrong``: what the scripted policy answers
+    wrongly on purpose."""
+    prepare_agent(agent)
+    if is_lent:
+        request.getfixturevalue("images")
+    data = rows_of(environment)
+    chosen = [f"agent={agent}", f"environment={environment}", "sandbox=broker_local", f"topology={topology}"]
+    stack = Stack(hosts, chosen, tmp_path)
+    with stack.running():
+        shards = {name: [f"shard={n}/2", "concurrency=2"] for n, name in enumerate(PIPELINES, start=1)}
+        pipelines = stack.collect(shards, data)
+        for each in pipelines.values():
+            assert each.wait(RUN_WITHIN_S) == 0, each.said[-3000:]
+        by_pipeline = [stack.rows(name) for name in PIPELINES]
+        left = {name: inventory(hosts[name]) for name in BROKERS}
+        registries = [registry(hosts[name]) for name in BROKERS]
+    rows = [row for own in by_pipeline for row in own]
+    tasks = sorted(row["_ng_task_index"] for row in rows)
+    assert tasks == [*range(len(data.read_text().splitlines()))], "each task once, whichever pipeline ran it"
+    assert all(by_pipeline)
+    assert {row["_ng_task_index"]: row["reward"] for row in rows} == {task: float(task not in wrong) for task in tasks}
+    assert {row["topology"] for row in rows} == {topology}
+    for server in (stack.agent, stack.environment):
+        assert {row["replicas"][server] for row in rows} == {0, 1}, f"both replicas of {server} worked"
+    assert left == {name: [] for name in BROKERS}
+    owner = stack.environment if is_lent else stack.agent
+    for found in registries:
+        assert {creator for creator, _ in found["boxes"]} == {owner}, "both brokers made boxes"
+        assert {state for _, state in found["boxes"]} == {"gone"}
+        assert (found["lent"] > 0) == is_lent
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("images")
+def test_no_row_is_lost_when_a_host_with_an_agent_dies(hosts: dict[str, Host], tmp_path: Path) -> None:
+    """Last of this file: the host stays dead."""
+    prepare_agent("claude_code")
+    words = ["agent=claude_code", "environment=swe_bench", "sandbox=broker_local"]
+    stack = Stack(hosts, words, tmp_path)
+    data = rows_of("swe_bench")
+    with stack.running():
+        (pipeline,) = stack.collect({PIPELINES[0]: ["concurrency=4"]}, data).values()
+        until(lambda: calls(hosts["agent-2"], stack.port("sandbox_broker")), "the second agent works in a box")
+        hosts["agent-2"].kill()
+        assert pipeline.wait(RUN_WITHIN_S) == 0, pipeline.said[-3000:]
+        rows = stack.rows(PIPELINES[0])
+        left = {name: inventory(hosts[name]) for name in BROKERS}
+    assert [row["reward"] for row in rows] == [1.0] * len(data.read_text().splitlines())
+    assert {row["replicas"][stack.agent] for row in rows} >= {0}
+    assert any(row["_ng_attempt_index"] > 0 for row in rows), "an attempt was under way on the dead host"
+    assert left == {name: [] for name in BROKERS}
+
+
+def calls(host: Host, port: int) -> bool:
+    """Whether somebody on a host has a connection to that port of another."""
+    return host.run(["ss", "-Htn", "state", "established", f"dport = :{port}"]).strip() != b""

@@ -16,6 +16,7 @@ from pathlib import Path
 from tests.acceptance.matrix.cells import Cell, Verdict, all_cells, verdict
 from tests.acceptance.matrix.page import PAGE, render
 from tests.acceptance.matrix.run import CellError, prepare, run
+from tests.acceptance.matrix.servers import servers_for
 from tests.bench.report import Bar, argument_parser, print_report
 
 
@@ -29,7 +30,10 @@ def main(words: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     verdicts = [verdict(cell) for cell in all_cells()]
     cells = [cell for found in verdicts for cell in found.cells() if all(text in str(cell) for text in given.only)]
-    failed = {} if given.compose else _run_all(cells)
+    failed: dict[str, list[str]] = {}
+    if not given.compose:
+        with servers_for(cells):
+            failed = _run_all(cells)
     if given.write and not failed:
         PAGE.write_text(render(verdicts), encoding="utf-8")
     if given.compose and not given.json and not given.write:

@@ -69,6 +69,24 @@ class LoweredRequest:
     """Further Chat Completions parameters that mean something to some endpoints and change nothing here
     (``reasoning_effort``, ``parallel_tool_calls``, ``user``…)."""
 
+    def asking(self, messages: Sequence[Mapping[str, Any]]) -> LoweredRequest:
+        """The same request about other messages."""
+        return LoweredRequest(  # in order, which takes a fraction of the time that naming the fields does
+            messages,
+            self.tools,
+            self.names,
+            self.deferred,
+            self.asked,
+            self.stream,
+            self.stream_usage,
+            self.tool_choice,
+            self.response_format,
+            self.logprobs,
+            self.token_ids,
+            self.reasoning,
+            self.extra,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerUsage:

@@ -89,30 +89,14 @@ class ChatAdapter:
     """Chat Completions."""
 
     def lower(self, body: Body, memo: LoweringMemo | None = None) -> LoweredRequest:
-        one_answer(body)
-        refuse_set(body, _REFUSED)
-        if body.get("modalities") not in (None, [], ["text"]):
-            refuse("modalities", "asks for more than text; this model writes text only")
-        table = _tools(body) if memo is None else memo.tools(body.get("tools"), lambda: _tools(body))
-        asked = sampling_at(body, *SAMPLING)
-        budget = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
-        if (limit := number_at(body, budget, low=1, whole=True)) is not None:
-            asked["max_tokens"] = limit
-        if stop := stop_at(body, "stop"):
-            asked["stop"] = stop
-        return LoweredRequest(
-            messages=_messages(body, table, memo),
-            tools=table.tools or None,
-            names=table.names,
-            asked=asked,
-            stream=flag_at(body, "stream"),
-            stream_usage=flag_at(object_at(body, "stream_options", ""), "include_usage"),
-            tool_choice=chosen(body.get("tool_choice"), table),
-            response_format=object_at(body, "response_format", "") or None,
-            logprobs=flag_at(body, "logprobs"),
-            token_ids=wants_token_ids(body),
-            extra=rest_of(body, _USED),
-        )
+        if memo is None:
+            table, request = _parameters(body, _tools(body))
+        else:
+            given = {key: value for key, value in body.items() if key != "messages"}
+            table, request = memo.parameters(
+                given, lambda: _parameters(body, memo.tools(body.get("tools"), lambda: _tools(body)))
+            )
+        return request.asking(_messages(body, table, memo))
 
     def reply(self, answer: Answer, request: LoweredRequest, body: Body) -> dict[str, Any]:
         return chat_reply.completion_of(answer, request)
@@ -127,6 +111,33 @@ class ChatAdapter:
 
     def error(self, error: NemoGymError) -> tuple[int, dict[str, Any]]:
         return openai_error(error)
+
+
+def _parameters(body: Body, table: ToolTable) -> tuple[ToolTable, LoweredRequest]:
+    """A request without its messages."""
+    one_answer(body)
+    refuse_set(body, _REFUSED)
+    if body.get("modalities") not in (None, [], ["text"]):
+        refuse("modalities", "asks for more than text; this model writes text only")
+    asked = sampling_at(body, *SAMPLING)
+    budget = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+    if (limit := number_at(body, budget, low=1, whole=True)) is not None:
+        asked["max_tokens"] = limit
+    if stop := stop_at(body, "stop"):
+        asked["stop"] = stop
+    return table, LoweredRequest(
+        messages=(),
+        tools=table.tools or None,
+        names=table.names,
+        asked=asked,
+        stream=flag_at(body, "stream"),
+        stream_usage=flag_at(object_at(body, "stream_options", ""), "include_usage"),
+        tool_choice=chosen(body.get("tool_choice"), table),
+        response_format=object_at(body, "response_format", "") or None,
+        logprobs=flag_at(body, "logprobs"),
+        token_ids=wants_token_ids(body),
+        extra=rest_of(body, _USED),
+    )
 
 
 def one_answer(body: Body) -> None:

@@ -7,10 +7,10 @@ them, which is a comparison of memory; only what follows the part they share is 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, count
-from operator import is_not
+from operator import eq, is_, is_not
 from typing import Any, TypeVar
 
 import orjson
@@ -45,6 +45,16 @@ class LoweringMemo:
     def __init__(self) -> None:
         self._views: list[_View] = []
         self._tools: tuple[bytes, Any] = (b"", None)
+        self._parameters: tuple[dict[str, Any], Any] | None = None
+
+    def parameters(self, given: dict[str, Any], lower: Callable[[], T]) -> T:
+        """What the parameters of a request lower to, a body without its history. Most requests have those of the last
+        one; whoever parses bodies gives them as the very same objects then."""
+        known = self._parameters
+        if known is None or not same_items(known[0], given):
+            known = self._parameters = (given, lower())
+        lowered: T = known[1]
+        return lowered
 
     def tools(self, raw: Any, lower: Callable[[], T]) -> T:
         """What the tools of a request lower to: most requests offer those of the last one, to the byte."""
@@ -90,6 +100,12 @@ class LoweringMemo:
                 if groups >= len(view.ends) - 1:
                     break
         return nearest, most
+
+
+def same_items(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two objects have the same keys in the same order, and the very same objects as values: equal ones may
+    be of other types."""
+    return len(one) == len(other) and all(map(eq, one, other)) and all(map(is_, one.values(), other.values()))
 
 
 def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:

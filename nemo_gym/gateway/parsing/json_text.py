@@ -13,6 +13,11 @@ from json.decoder import scanstring  # type: ignore[attr-defined]
 _SPACE = re.compile(r"[ \t\n\r]*+")
 _STRING = re.compile(r'"[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*+)*+"')
 _ATOM = re.compile(r"(?:-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+|true|false|null)(?![\w.+-])")
+_FLAT = re.compile(
+    rf"\{{{_SPACE.pattern}(?:{_STRING.pattern}{_SPACE.pattern}:{_SPACE.pattern}(?:{_STRING.pattern}|{_ATOM.pattern})"
+    rf"{_SPACE.pattern}(?:,{_SPACE.pattern}(?=\")|(?=\}})))*+\}}"
+)
+"""An object of strings and atoms, which most arguments are."""
 
 
 def skip_space(text: str, at: int) -> int:
@@ -32,6 +37,8 @@ def string_at(text: str, at: int) -> tuple[str, int] | None:
 
 def value_end(text: str, at: int) -> int | None:
     """The end of the JSON value that starts at ``at``; nothing when none does."""
+    if (flat := _FLAT.match(text, at)) is not None:
+        return flat.end()
     closers: list[str] = []
     key = False  # whether the next value is a member's key
     while True:

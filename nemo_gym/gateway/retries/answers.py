@@ -56,9 +56,23 @@ class _Entry(Generic[A]):
         self.fingerprint = fingerprint
         self.key = key
         self.state = AnswerState.SAMPLING
-        self.waiting = 0
+        self.waiters: list[asyncio.Future[A]] = []
         self.task: asyncio.Task[A] | None = None
         self.answer: A | None = None
+
+    def tell(self, outcome: Callable[[asyncio.Future[A]], object]) -> None:
+        """All who wait."""
+        waiters, self.waiters = self.waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                outcome(waiter)
+
+    def ended(self, task: asyncio.Task[A]) -> None:
+        """Also where the task ended before it began."""
+        if task.cancelled():
+            self.tell(lambda waiter: waiter.cancel())
+        elif (error := task.exception()) is not None:  # a failure that nobody waits for any more is no news
+            self.tell(lambda waiter: waiter.set_exception(error))
 
 
 class Delivery(Generic[A]):
@@ -109,7 +123,7 @@ class SessionAnswers(Generic[A]):
         if entry is None:
             entry = _Entry[A](fingerprint, key)
             entry.task = asyncio.create_task(self._produce(entry, sample, commit))
-            entry.task.add_done_callback(_retrieved)
+            entry.task.add_done_callback(entry.ended)
             self._entries.append(entry)
         if entry.key is None:
             entry.key = key
@@ -167,6 +181,7 @@ class SessionAnswers(Generic[A]):
             raise
         entry.state = AnswerState.COMMITTED
         self._forget_oldest()
+        entry.tell(lambda waiter: waiter.set_result(answer))  # sooner than the end of the task would
         return answer
 
     async def _answer_of(self, entry: _Entry[A]) -> A:
@@ -174,23 +189,22 @@ class SessionAnswers(Generic[A]):
         if task is None:
             assert entry.answer is not None
             return entry.answer
-        entry.waiting += 1
+        if task.done():
+            return task.result()
+        waiter: asyncio.Future[A] = asyncio.get_running_loop().create_future()
+        entry.waiters.append(waiter)
         try:
-            return await asyncio.shield(task)
-        finally:
-            entry.waiting -= 1
-            if entry.waiting == 0 and not task.done() and entry.state is AnswerState.SAMPLING:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter in entry.waiters:
+                entry.waiters.remove(waiter)
+            if not entry.waiters and not task.done() and entry.state is AnswerState.SAMPLING:
                 # Gone at once, not when the task has ended: a request that comes meanwhile must not join it.
                 self._entries.remove(entry)
                 task.cancel()
+            raise
 
     def _forget_oldest(self) -> None:
         finished = [e for e in self._entries if e.state in (AnswerState.COMMITTED, AnswerState.SENT)]
         for entry in finished[: max(0, len(finished) - self._kept)]:
             self._entries.remove(entry)
-
-
-def _retrieved(task: asyncio.Task[A]) -> None:
-    """A failure that nobody waits for any more is no news."""
-    if not task.cancelled():
-        task.exception()

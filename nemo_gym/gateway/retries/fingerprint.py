@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from nemo_gym.errors import InvalidBodyError
+from nemo_gym.gateway.dialects.memo import same_items
 from nemo_gym.gateway.tokens.prefixes import Prefix
 
 # How an answer is delivered, and what is only said about the caller. Claude Code, for one, repeats a turn that it saw
@@ -37,6 +38,14 @@ class FingerprintMemo:
 
     def __init__(self) -> None:
         self._views: list[tuple[Prefix[Any], Prefix[bytes]]] = []
+        self._parameters: tuple[str, dict[str, Any], bytes] | None = None
+
+    def parameters(self, route: str, given: dict[str, Any]) -> bytes:
+        """A digest of all but the history. Most requests have what the last one had, as the very same objects."""
+        known = self._parameters
+        if known is None or known[0] != route or not same_items(known[1], given):
+            known = self._parameters = (route, given, _digest(_canonical([route, given])))
+        return known[2]
 
     def digest(self, history: Sequence[Any]) -> bytes:
         """A digest of all elements of a history, the same with an empty memory. They must not be changed later."""
@@ -57,11 +66,13 @@ class FingerprintMemo:
 def request_fingerprint(route: str, body: Mapping[str, Any], memo: FingerprintMemo | None = None) -> str:
     """A digest of what is asked for, whatever the order of its keys. With a ``memo`` it costs what is new. Raises
     `InvalidBodyError` for a body that is nested too deeply."""
-    asked = {key: value for key, value in body.items() if key not in _NOT_THE_REQUEST}
-    for key in _HISTORIES:
-        if isinstance(asked.get(key), list):
-            asked[key] = {"digest": (memo or FingerprintMemo()).digest(asked[key]).hex()}
-    return _digest(_canonical([route, asked])).hex()
+    memo = memo or FingerprintMemo()
+    given = {key: value for key, value in body.items() if key not in _NOT_THE_REQUEST}
+    histories = [(key, given.pop(key)) for key in _HISTORIES if isinstance(given.get(key), list)]
+    told = [memo.parameters(route, given)]
+    for key, history in histories:
+        told += (key.encode(), memo.digest(history))
+    return _digest(b"/".join(told)).hex()
 
 
 def _canonical(value: Any) -> bytes:

@@ -30,10 +30,11 @@ _BLANKS = b" \t\n\r"
 # The last group is empty where a string does not end. Without it the search would go on within the string, and again.
 _MARK = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+("?)|[\[\]{},]', re.DOTALL)
 _STARTS = {key: re.compile(rb'"%b"[ \t\n\r]*+:[ \t\n\r]*+\[' % key.encode()) for key in _HISTORIES}
+_BRACKET = ord("]")
 _QUOTE, _OPEN, _CLOSE = ord('"'), frozenset(b"[{"), frozenset(b"]}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _View:
     raw: bytes
     key: str
@@ -41,17 +42,22 @@ class _View:
     """The object's keys up to the history's own, whose value is not in it."""
     elements: Prefix[Any]
     ends: Prefix[int]
-    """Of each element, in bytes of ``raw``: where the comma or the bracket behind it is."""
+    """Of the first elements, in bytes of ``raw``: where the comma or the bracket behind each is. Those of the others
+    are looked for where a request is not the longer history that it mostly is."""
+    close: int
+    """Where the history's bracket is: the end of the last element."""
     rest: bytes
-    """What follows the history's bracket."""
+    """What follows the bracket."""
     after: dict[str, Any]
 
     def shared(self, raw: bytes) -> int:
         """How many first elements end where ``raw`` has had the same bytes so far."""
-        ends = self.ends
         with memoryview(self.raw) as mine:
-            if raw.startswith(mine[: ends[-1]]):
-                return len(ends)
+            if raw.startswith(mine[: self.close]):
+                return len(self.elements)
+            if not self._find_ends():
+                return 0
+            ends = self.ends
             low, high, same = 0, len(ends) - 1, 0
             while low < high:
                 middle = (low + high) // 2
@@ -60,6 +66,21 @@ class _View:
                 else:
                     high = middle
         return low
+
+    def end_of(self, shared: int) -> int:
+        """Where element ``shared``, counted from 1, ends."""
+        return self.close if shared == len(self.elements) else self.ends[shared - 1]
+
+    def _find_ends(self) -> bool:
+        """Whether every element's end is known."""
+        missing = len(self.elements) - len(self.ends)
+        if not missing:
+            return True
+        scanned = _scanned(self.raw, self.ends[-1] + 1)
+        if scanned is None or len(scanned) != missing + 1:
+            return False
+        self.ends = self.ends.grown(len(self.ends), scanned[:-1])
+        return True
 
 
 class BodyMemo:
@@ -79,7 +100,7 @@ class BodyMemo:
                 self._remember(view, None)
             return value
         assert known is not None
-        self._remember(view, known if shared >= len(known.ends) - _REWRITTEN else None)
+        self._remember(view, known if shared >= len(known.elements) - _REWRITTEN else None)
         return {**view.before, view.key: view.elements[:], **view.after}
 
     def _nearest(self, raw: bytes) -> tuple[_View, int] | tuple[None, int]:
@@ -89,7 +110,7 @@ class BodyMemo:
             shared = view.shared(raw)
             if shared > most:
                 nearest, most = view, shared
-                if shared == len(view.ends):
+                if shared == len(view.elements):
                     break
         return (nearest, most) if nearest is not None else (None, 0)
 
@@ -116,43 +137,51 @@ def _first(raw: bytes, value: Any) -> _View | None:
                 continue
             if not (isinstance(before, dict) and (scanned := _scanned(raw, start.end()))):
                 return None
-            ends, rest = scanned[:-1], raw[scanned[-1] + 1 :]
+            ends, close = scanned[:-1], scanned[-1]
+            rest = raw[close + 1 :]
             after = _after(rest)
             # A later key of the same name is the one that counts.
             if after is None or key in after or len(ends) != len(value[key]):
                 return None
-            return _View(raw, key, before, Prefix(value[key]), Prefix(ends), rest, after)
+            return _View(raw, key, before, Prefix(value[key]), Prefix(ends), close, rest, after)
     return None
 
 
 def _grown(known: _View, shared: int, raw: bytes) -> _View | None:
     """``raw``, which begins like ``known`` up to the end of its element ``shared``; nothing for what has to be parsed
     as a whole, because it is something else than it seemed, or an error that has to be worded."""
-    at = known.ends[shared - 1]
-    new: list[Any] = []
-    ends: list[int] = []
+    at = known.end_of(shared)
     sign = raw[at : at + 1]
-    if sign == b",":
-        if (scanned := _scanned(raw, at + 1)) is None:
-            return None
-        close, ends = scanned[-1], scanned[:-1]
-        try:
-            # As deep as in the whole body: there is a limit to that.
-            new = orjson.loads(b'{"":[%b]}' % raw[at + 1 : close])[""]
-        except orjson.JSONDecodeError:
-            return None
-        if len(new) != len(ends):
-            return None
-    elif sign == b"]":
+    if sign == b"]":
+        new: list[Any] = []
         close = at
+    elif sign == b"," and (found := _between(raw, at + 1, known.rest)) is not None:
+        new, close = found
     else:
         return None
     rest = raw[close + 1 :]
     after = known.after if rest == known.rest else _after(rest)
     if after is None:
         return None
-    elements, all_ends = known.elements.grown(shared, new), known.ends.grown(shared, ends)
-    return _View(raw, known.key, known.before, elements, all_ends, rest, after)
+    elements = known.elements.grown(shared, new)
+    ends = known.ends.grown(min(shared, len(known.ends)), ())
+    return _View(raw, known.key, known.before, elements, ends, close, rest, after)
+
+
+def _between(raw: bytes, start: int, rest: bytes) -> tuple[list[Any], int] | None:
+    """The elements of an array from ``start`` on, and where its bracket is: before ``rest``, if that is what ``raw``
+    ends with. Nothing where they are none, or something else."""
+    close = len(raw) - len(rest) - 1
+    if not (close > start and raw[close] == _BRACKET and raw.endswith(rest)):
+        if (scanned := _scanned(raw, start)) is None:
+            return None
+        close = scanned[-1]
+    try:
+        # As deep as in the whole body: there is a limit to that. And two arrays, if a bracket within closed the first.
+        arrays = orjson.loads(b"[[%b]]" % raw[start:close])
+    except orjson.JSONDecodeError:
+        return None
+    return (arrays[0], close) if len(arrays) == 1 and arrays[0] else None
 
 
 def _scanned(raw: bytes, start: int) -> list[int] | None:

@@ -9,6 +9,7 @@ continue is a dictionary lookup.
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,8 @@ class Reading:
     tools: bytes
     """Digest of the tools offered."""
     offered: Sequence[Mapping[str, Any]]
+    said: deque[tuple[Message, bytes]]
+    """The latest answers of the session, with the digests of their entries; shared by its readings."""
 
     @property
     def key(self) -> bytes:
@@ -58,6 +61,8 @@ class Reading:
             answer = {**added, "content": text_of(said.get("content")) + text_of(added.get("content"))}
         (entry,) = entries_of([*begun, answer])
         assert entry.digest is not None  # only user messages can be nothing but reminders
+        if not begun:
+            self.said.append((answer, entry.digest))
         return roll(self.keys[entries], entry.digest), entry.digest
 
 
@@ -66,6 +71,7 @@ class HistoryReader:
 
     def __init__(self) -> None:
         self._views: list[Reading] = []
+        self._said: deque[tuple[Message, bytes]] = deque(maxlen=_VIEWS)
 
     def read(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> Reading:
         """``messages`` and ``tools`` are kept and must not be changed afterwards."""
@@ -78,7 +84,7 @@ class HistoryReader:
             kept = len(known.entries)
             while kept and not (known.entries[kept - 1].end <= common and _ends(known.entries[kept - 1], messages)):
                 kept -= 1
-        begun = known if known is not None else _nothing()
+        begun = known if known is not None else _nothing(self._said)
         starts = {begun.start_of(at): at for at in range(kept, len(begun.entries))}
         first = at = begun.start_of(kept)
         key, seen = begun.keys[kept], begun.seen[kept]
@@ -90,7 +96,7 @@ class HistoryReader:
             if again is not None and _same_entry(begun, messages, again):
                 entry = begun.entries[again]
             else:
-                entry = entry_at(messages, at)
+                entry = self._answer_at(messages, at) or entry_at(messages, at)
             key, seen, at = roll(key, entry.digest), seen | entry.reminders if entry.reminders else seen, entry.end
             entries.append(entry)
             keys.append(key)
@@ -102,10 +108,21 @@ class HistoryReader:
             begun.seen.grown(kept + 1, reminders),
             digest,
             offered,
+            self._said,
         )
         # What a request extends is not needed any more.
         self._views = [reading, *(view for view in self._views if view is not known)][:_VIEWS]
         return reading
+
+    def _answer_at(self, messages: Sequence[Message], at: int) -> Entry | None:
+        """The entry of an answer that comes back as it was delivered, which its digest is known of."""
+        message = messages[at]
+        if message.get("role") != "assistant" or (at + 1 < len(messages) and role_of(messages[at + 1]) == "assistant"):
+            return None
+        for said, digest in reversed(self._said):
+            if said == message:
+                return Entry(at + 1, digest, NO_REMINDERS, "assistant")
+        return None
 
     def _nearest(self, messages: Sequence[Message]) -> tuple[Reading | None, int]:
         """The remembered request that shares the most first messages with this one, and how many."""
@@ -141,5 +158,5 @@ def _ends(entry: Entry, messages: Sequence[Message]) -> bool:
     )
 
 
-def _nothing() -> Reading:
-    return Reading(Prefix(), Prefix(), Prefix([_ROOT]), Prefix([NO_REMINDERS]), b"", ())
+def _nothing(said: deque[tuple[Message, bytes]]) -> Reading:
+    return Reading(Prefix(), Prefix(), Prefix([_ROOT]), Prefix([NO_REMINDERS]), b"", (), said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 import orjson
@@ -13,6 +14,7 @@ from nemo_gym.errors import InvalidBodyError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
 from nemo_gym.gateway.dialects.memo import LoweringMemo
+from nemo_gym.gateway.lowered import LoweredRequest
 from tests.gateway.dialects.bodies import call, chat_body, claude_body, codex_body
 
 BODIES = {Dialect.CHAT: chat_body(), Dialect.MESSAGES: claude_body(), Dialect.RESPONSES: codex_body()}
@@ -109,3 +111,21 @@ def test_tools_are_lowered_anew_when_they_are_others_however_alike() -> None:
         assert repr(found.tools) == repr(fresh.tools)
         assert found.names == fresh.names
         assert adapter.lower(orjson.loads(orjson.dumps(body)), memo).tools is found.tools
+
+
+def test_parameters_are_lowered_anew_when_they_are_others_however_alike() -> None:
+    memo, adapter = LoweringMemo(), adapter_of(Dialect.CHAT)
+    tools = BODIES[Dialect.CHAT]["tools"]
+    for told in ({"seed": 1, "top_k": 2}, {"seed": 2, "top_k": 1}, {"top_k": 2, "seed": 1}, {"seed": 1.0}, {}):
+        body = {"messages": BODIES[Dialect.CHAT]["messages"], "tools": tools, **told}
+        assert adapter.lower(body, memo) == adapter.lower(body)
+        assert adapter.lower(dict(body), memo).asked is adapter.lower(dict(body), memo).asked
+        with pytest.raises(InvalidBodyError, match="seed"):
+            adapter.lower({**body, "seed": True}, memo)
+
+
+def test_a_request_about_other_messages_has_all_else_as_it_was() -> None:
+    differing = {field.name: object() for field in fields(LoweredRequest)}
+    request = LoweredRequest(**differing)  # type: ignore[arg-type]
+    other = [{"role": "user", "content": "x"}]
+    assert request.asking(other) == replace(request, messages=other)

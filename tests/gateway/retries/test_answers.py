@@ -270,6 +270,17 @@ async def test_closing_cancels_sampling_and_waits_for_a_commit() -> None:
         await sampling
 
 
+async def test_closing_ends_calls_whose_sampling_has_not_begun() -> None:
+    session = Session()
+    asked = session.start()
+    await asyncio.sleep(0)
+    await session.answers.aclose()
+    async with asyncio.timeout(20):
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+    assert (session.sampled, session.cancelled) == (0, 0)
+
+
 def test_fingerprint_ignores_key_order_and_delivery() -> None:
     one = request_fingerprint("/v1/messages", {**BODY, "stream": True, "metadata": {"user_id": "a"}})
     assert one == request_fingerprint("/v1/messages", {"temperature": 1.0, "messages": BODY["messages"]})

@@ -46,7 +46,21 @@ def test_only_what_is_new_is_digested(monkeypatch: pytest.MonkeyPatch) -> None:
         history.append({"content": f"{turn:1000}"})
         done.clear()
         request_fingerprint("r", json.loads(json.dumps({"messages": history})), memo)
-        assert len(done) == 2
+        assert len(done) == (2 if turn else 3)  # with the parameters, which there are none of, once
+
+
+def test_parameters_are_told_apart_however_alike_and_whatever_their_order() -> None:
+    memo = FingerprintMemo()
+    tools = [{"name": "f"}]
+    bodies: list[dict[str, Any]] = [
+        {"tools": tools, "seed": seed, "top_k": top_k, "messages": []}
+        for seed, top_k in ((1, 2), (2, 1), (True, 2), (1.0, 2), (1, None))
+    ]
+    found = [request_fingerprint("r", body, memo) for body in bodies]
+    assert len({*found}) == len(found)
+    assert [request_fingerprint("r", body) for body in bodies] == found
+    assert [request_fingerprint("r", dict(reversed(body.items())), memo) for body in bodies] == found
+    assert request_fingerprint("another", bodies[0], memo) not in found
 
 
 @pytest.mark.parametrize("key", ["messages", "tools"])

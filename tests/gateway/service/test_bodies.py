@@ -163,6 +163,38 @@ def test_later_key_counts_when_a_history_is_there_twice() -> None:
     assert memo.loads(grown) == {"messages": [9]}
 
 
+@pytest.mark.parametrize(
+    "more",
+    ['2],"":[3', "2],[3", '2],"messages":[3', '2],"n":[', "2]", "2,", ",2", "", " ", '"]"', "[3],[4]", '2],"n":[{}'],
+)
+def test_a_bracket_within_what_is_new_ends_the_history_as_in_a_plain_parse(more: str) -> None:
+    memo = BodyMemo()
+    for rest in (b"}", b',"n":[7]}'):
+        known = b'{"m":0,"messages":[0,1]' + rest
+        assert memo.loads(known) == orjson.loads(known)
+        raw = b'{"m":0,"messages":[0,1,%b]' % more.encode() + rest
+        try:
+            expected = orjson.loads(raw)
+        except orjson.JSONDecodeError:
+            with pytest.raises(orjson.JSONDecodeError):
+                memo.loads(raw)
+        else:
+            assert memo.loads(raw) == expected
+
+
+def test_a_history_that_grew_often_is_known_up_to_a_change_within_it() -> None:
+    memo = BodyMemo()
+    history: list[Any] = [{"n": 0, "text": "]["}]
+    for number in range(1, 30):
+        memo.loads(orjson.dumps({"messages": history, "after": "]"}))
+        history += [{"n": number, "text": ',"'}, [number]]
+    before = memo.loads(orjson.dumps({"messages": history, "after": "]"}))["messages"]
+    changed = [*history[:20], "other", *history[21:]]
+    after = memo.loads(orjson.dumps({"messages": changed, "after": "]"}))["messages"]
+    assert after == changed
+    assert [one is other for one, other in zip(before, after, strict=True)][:20] == [True] * 20
+
+
 def test_depth_is_limited_as_in_a_plain_parse() -> None:
     for levels in range(1015, 1030):
         memo = BodyMemo()

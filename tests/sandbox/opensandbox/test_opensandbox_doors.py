@@ -201,5 +201,5 @@ async def test_door_of_a_box_that_ended_elsewhere_gives_up(
     assert task is not None
     async with asyncio.timeout(60):
         await asyncio.wait({task})
-    await provider.close(handle)
     assert not directory.exists()
+    await provider.close(handle)

@@ -102,8 +102,7 @@ class RelayedDoor:
             await self._drop_streams()
             await relay.aclose(quits=False)
             self._relay = await self._again(relay.id)
-        if self._server is not None:
-            await self._server.aclose()
+        await self._end()
 
     async def _listen(self, relay: Relay) -> None:
         while True:
@@ -154,6 +153,9 @@ class RelayedDoor:
         if relay is not None:
             await relay.aclose(quits=quits)
         await self._drop_streams()
+        await self._end()
+
+    async def _end(self) -> None:
         if self._server is not None:
             await self._server.aclose()
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -15,7 +15,7 @@ from nemo_gym.gateway.engines.echo import without_echo
 from nemo_gym.gateway.engines.errors import EngineLostError, EngineRefusedError
 from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
 from nemo_gym.gateway.engines.long_completions import LongCompletion, long_completion
-from nemo_gym.gateway.engines.types import FinishReason, Generation, TokenDelta, TokenRequest, prompt_of
+from nemo_gym.gateway.engines.types import FinishReason, Generation, Sampling, TokenDelta, TokenRequest, prompt_of
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 VllmRoute = Literal["completions", "generate"]
@@ -74,6 +74,8 @@ class VllmEngine(HttpEngine):
         super().__init__(endpoint, http)
         self._route: VllmRoute = route
         self._stream_interval = stream_interval
+        self._parameters: tuple[Sampling, dict[str, Any]] | None = None
+        """Of the latest request: most of a session's have the very same."""
 
     async def generate(self, request: TokenRequest) -> Generation:
         first = self.weights_version
@@ -168,26 +170,31 @@ class VllmEngine(HttpEngine):
 
     def _completions_body(self, request: TokenRequest, *, stream: bool) -> dict[str, Any]:
         self._refuse_images(request)
-        body: dict[str, Any] = {
-            "prompt": prompt_of(request),
-            **request.sampling.given(),
-            **vllm_fields(request.sampling.json_schema),
-            "max_tokens": request.sampling.max_tokens,
-            "logprobs": 0,  # of the sampled token, and of no alternative
-            "return_token_ids": True,
-            "add_special_tokens": False,
-            "request_id": request.request_id,
-        }
-        if self.endpoint.model:
-            body["model"] = self.endpoint.model
-        if request.sampling.seed is not None:
-            body["seed"] = request.sampling.seed
+        known = self._parameters
+        if known is None or known[0] is not request.sampling:
+            known = self._parameters = (request.sampling, self._completions_parameters(request.sampling))
+        body = {"prompt": prompt_of(request), **known[1], "request_id": request.request_id}
         if stream:
             body |= {
                 "stream": True,
                 "stream_options": {"include_usage": True},
                 "stream_interval": self._stream_interval,
             }
+        return body
+
+    def _completions_parameters(self, sampling: Sampling) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            **sampling.given(),
+            **vllm_fields(sampling.json_schema),
+            "max_tokens": sampling.max_tokens,
+            "logprobs": 0,  # of the sampled token, and of no alternative
+            "return_token_ids": True,
+            "add_special_tokens": False,
+        }
+        if self.endpoint.model:
+            body["model"] = self.endpoint.model
+        if sampling.seed is not None:
+            body["seed"] = sampling.seed
         return body
 
     def _generate_body(self, request: TokenRequest) -> dict[str, Any]:

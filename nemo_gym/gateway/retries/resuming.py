@@ -142,13 +142,19 @@ class _Piece:
     def _asked(self, engine: TokenEngine) -> TokenRequest:
         self.engine, self.source, self.first_weights = engine.name, engine, engine.weights_version
         done = len(self.before.token_ids)
-        asked = replace(self.request, request_id=f"{self.request.request_id}-{self.number}-{self.tries}")
+        request = self.request
+        request_id = f"{request.request_id}-{self.number}-{self.tries}"
         if done:
             asked = replace(
-                asked,
-                prompt_ids=[*self.request.prompt_ids, *self.before.token_ids],
+                request,
+                request_id=request_id,
+                prompt_ids=[*request.prompt_ids, *self.before.token_ids],
                 prompt_json=None,
-                sampling=replace(self.request.sampling, max_tokens=self.request.sampling.max_tokens - done),
+                sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - done),
+            )
+        else:
+            asked = TokenRequest(
+                request_id, request.prompt_ids, request.sampling, request.image_data, request.prompt_json
             )
         self.tries += 1
         return asked

@@ -40,13 +40,12 @@ class Replica(Generic[E]):
     """Set while nothing is in flight."""
     scopes: set[asyncio.Timeout] = field(default_factory=set)
     """Awaits that end when the engine is given up."""
+    name: str = field(init=False)
+    """The engine's, which does not change."""
 
     def __post_init__(self) -> None:
         self.idle.set()
-
-    @property
-    def name(self) -> str:
-        return self.engine.name
+        self.name = self.engine.name
 
     def load(self, more: int = 0) -> float:
         """Calls running now, or as good as, and ``more`` of them; for its weight."""

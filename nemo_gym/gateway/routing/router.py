@@ -152,7 +152,7 @@ class Router(Generic[E]):
         usable = [
             replica
             for replica in self._replicas.values()
-            if replica.name not in without and replica.cooling_until <= now and replica.admits()
+            if replica.cooling_until <= now and replica.admits() and not (without and replica.name in without)
         ]
         if not usable:
             return None

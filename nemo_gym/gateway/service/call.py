@@ -22,6 +22,8 @@ from nemo_gym.gateway.service.backend import C, TurnFacts
 from nemo_gym.gateway.service.committed import Committed
 from nemo_gym.gateway.service.live import LiveSession
 
+_NOTHING = LoweredRequest(())
+
 
 @dataclass(frozen=True, slots=True)
 class CallRequest:
@@ -50,7 +52,7 @@ class Call(Generic[C]):
     handed_over: Callable[[Call[C], bool], None]
     """Called once the last byte of the answer has left; with whether its caller was still there."""
     call_id: str = field(default_factory=lambda: token_hex(16))
-    lowered: LoweredRequest = field(default_factory=lambda: LoweredRequest(()))
+    lowered: LoweredRequest = _NOTHING
     fingerprint: str = ""
     delivery: Delivery[Committed] | None = None
     committed: Committed | None = None

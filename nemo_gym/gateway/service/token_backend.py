@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
 from nemo_gym.errors import InvalidBodyError, ModelError
 from nemo_gym.gateway.dialects.errors import ContextOverflowError
-from nemo_gym.gateway.engines import EngineFailedError, FinishReason, Generation, TokenRequest, pinned_sampling
+from nemo_gym.gateway.engines import (
+    EngineFailedError,
+    FinishReason,
+    Generation,
+    Sampling,
+    TokenRequest,
+    pinned_sampling,
+)
 from nemo_gym.gateway.lowered import Answer, AnswerEnd, AnswerTokens, AnswerUsage, LoweredRequest
 from nemo_gym.gateway.parsing import AnswerParser, ParsedAnswer
 from nemo_gym.gateway.relayed import JsonText
@@ -26,9 +34,11 @@ from nemo_gym.gateway.tokens import (
     trajectories_of,
 )
 from nemo_gym.gateway.tokens.export import as_row
+from nemo_gym.gateway.tokens.prompts import Prompt
 from nemo_gym.gateway.tokens.records import record_of, restore
 from nemo_gym.gateway.tokens.turns import json_of
 
+_ANY_ROOM = 1 << 62
 _TAIL_IDS = 96
 """Of the prompt's end, decoded for the parser: a generation prompt is far shorter."""
 
@@ -39,6 +49,18 @@ class TokenConversations:
     def __init__(self, forest: TokenForest, policy: PolicyTokenizer) -> None:
         self.forest = forest
         self._policy = policy
+        self._sampling: tuple[Mapping[str, Any], Mapping[str, Any], Sampling] | None = None
+
+    def sampling(
+        self, asked: Mapping[str, Any], pinned: Mapping[str, Any], room_tokens: int, stops: tuple[int, ...]
+    ) -> Sampling:
+        """See `pinned_sampling`. Most requests ask for what the last one did, with the very same object."""
+        known = self._sampling
+        if known is None or known[0] is not asked or known[1] is not pinned:
+            made = pinned_sampling(asked, pinned, room_tokens=_ANY_ROOM, stop_token_ids=stops)
+            known = self._sampling = (asked, pinned, made)
+        sampling = known[2]
+        return sampling if sampling.max_tokens <= room_tokens else replace(sampling, max_tokens=room_tokens)
 
     def restore(self, records: Iterable[Mapping[str, Any]]) -> None:
         restore(self.forest, records)
@@ -80,6 +102,23 @@ class TokenSample:
     generation: Generation
     context: CallContext
     seconds: float
+    tail: _Tail
+
+
+class _Tail:
+    """The text at the end of a prompt."""
+
+    __slots__ = ("_policy", "_prompt", "_text")
+
+    def __init__(self, policy: PolicyTokenizer, prompt: Prompt) -> None:
+        self._policy = policy
+        self._prompt = prompt
+        self._text: str | None = None
+
+    def decode(self) -> str:
+        if self._text is None:
+            self._text = self._policy.decode(self._prompt.tail(_TAIL_IDS))
+        return self._text
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +167,9 @@ class TokenBackend:
             raise ContextOverflowError(len(prompt), self._limits.context)
         if self._limits.answer is not None:
             room = min(room, self._limits.answer)
-        sampling = pinned_sampling(request.asked, context.pinned, room_tokens=room, stop_token_ids=self._stops)
+        sampling = conversations.sampling(request.asked, context.pinned, room, self._stops)
+        tail = _Tail(self._policy, prompt)
+        asyncio.get_running_loop().call_soon(tail.decode)  # once the request has left: the engine takes its time
         began = time.monotonic()
         generation = await self._pool.token_calls.generate(
             context.session_id,
@@ -143,7 +184,7 @@ class TokenBackend:
         if generation.finish_reason is FinishReason.ABORT:
             name = generation.engine
             raise EngineFailedError(f"engine '{name}' gave the answer up before its end", retryable=True, engine=name)
-        return TokenSample(prepared, generation, context, time.monotonic() - began)
+        return TokenSample(prepared, generation, context, time.monotonic() - began, tail)
 
     def commit(
         self, conversations: TokenConversations, request: LoweredRequest, sampled: TokenSample
@@ -153,7 +194,7 @@ class TokenBackend:
         offered = [*(request.tools or ()), *request.deferred]
         parsed = self._parser.parse(
             text,
-            prompt_tail=self._policy.decode(prepared.prompt.tail(_TAIL_IDS)),
+            prompt_tail=sampled.tail.decode(),
             tools=offered,
             parse_calls=bool(offered) and request.tool_choice != "none",
         )

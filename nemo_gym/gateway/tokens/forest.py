@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from typing import Any
@@ -57,11 +57,11 @@ class Prepared:
     reason: SplitReason | None
     """The reason where it is known before the commit: the template's, or changed tools."""
     detail: str | None
+    prompt: Prompt = field(init=False, repr=False, compare=False)
+    """The whole prompt, without a copy."""
 
-    @property
-    def prompt(self) -> Prompt:
-        """The whole prompt, without a copy."""
-        return Prompt(self.parent, self.context)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", Prompt(self.parent, self.context))
 
     @property
     def prompt_ids(self) -> array[int]:
@@ -140,7 +140,7 @@ class TokenForest:
         entries = [entry.digest for entry in new if entry.digest is not None]
         if new and new[-1].role == "assistant":
             entries.pop()  # the answer continues it, and its digest covers both
-        placed = extended(parent, prepared.context, ids, sampled.ids_json)
+        placed = extended(parent, prepared.context, ids, sampled.ids_json, prepared.prompt.new)
         media = prepared.media()
         turn = Turn(
             turn_id=len(self._turns),
@@ -201,9 +201,10 @@ class TokenForest:
         if not new and last_id not in self._policy.stop_ids and continues_answer(reading.messages):
             # Its tokens were used up before the policy ended it: it goes on where it stopped.
             return Prepared(parent, array("i"), reading, shared, None, None)
-        dropping = self._encoder.drops_reasoning.intersection(role_of(message) for message in new)
-        if self._history is History.TEMPLATE and parent.has_reasoning and dropping:
-            return SplitReason.REASONING_DROPPED, f"a {min(dropping)} message follows earlier reasoning"
+        if self._history is History.TEMPLATE and parent.has_reasoning:
+            dropping = self._encoder.drops_reasoning.intersection(role_of(message) for message in new)
+            if dropping:
+                return SplitReason.REASONING_DROPPED, f"a {min(dropping)} message follows earlier reasoning"
         try:
             ids = self._encoder.continuation(
                 parent.message,

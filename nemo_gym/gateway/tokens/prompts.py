@@ -13,12 +13,13 @@ from nemo_gym.gateway.tokens.turns import Turn, numbers
 class Prompt(Sequence[int]):
     """Token ids of a whole prompt. Stays as it is when the conversation goes on."""
 
-    __slots__ = ("_begun", "_context", "_parent")
+    __slots__ = ("_begun", "_context", "_new", "_parent")
 
     def __init__(self, parent: Turn | None, context: array[int]) -> None:
         self._parent = parent
         self._context = context
         self._begun = parent.end if parent is not None else 0
+        self._new: bytes | None = None
 
     def ids(self) -> array[int]:
         """A copy, int32."""
@@ -28,9 +29,16 @@ class Prompt(Sequence[int]):
         prompt.extend(self._context)
         return prompt
 
+    @property
+    def new(self) -> bytes:
+        """The tokens behind the turn that it continues, as decimal numbers with commas between them."""
+        if self._new is None:
+            self._new = numbers(self._context)
+        return self._new
+
     def json(self) -> bytes:
         """As a JSON array. Only the new tokens are formatted; the others were when they came."""
-        new = numbers(self._context)
+        new = self.new
         if self._parent is None or not self._begun:
             return b"[%b]" % new
         with memoryview(self._parent.text) as text, text[: self._parent.text_end] as kept:

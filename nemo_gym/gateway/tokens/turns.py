@@ -119,9 +119,14 @@ class Extended:
 
 
 def extended(
-    parent: Turn | None, context: Sequence[int], sampled: Sequence[int], sampled_json: bytes | None = None
+    parent: Turn | None,
+    context: Sequence[int],
+    sampled: Sequence[int],
+    sampled_json: bytes | None = None,
+    context_numbers: bytes | None = None,
 ) -> Extended:
-    """The tokens of a turn behind ``parent``; ``sampled_json`` as `Sampled.ids_json`.
+    """The tokens of a turn behind ``parent``; ``sampled_json`` as `Sampled.ids_json`, and ``context`` as `numbers`,
+    where somebody has it.
 
     The first turn to continue another appends to its tokens in place, so a conversation's tokens exist once.
     """
@@ -134,7 +139,8 @@ def extended(
         tokens, text = parent.tokens[: parent.end], parent.text[: parent.text_end]
     ends = []
     written = numbers(sampled) if sampled_json is None else sampled_json[1:-1]
-    for new, added in ((context, numbers(context)), (sampled, written)):
+    given = numbers(context) if context_numbers is None else context_numbers
+    for new, added in ((context, given), (sampled, written)):
         if text and added:
             text += b","
         text += added

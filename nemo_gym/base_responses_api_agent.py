@@ -327,7 +327,9 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
         from nemo_gym.serving.client import server_config_of
 
         block = server_config_of(self.server_client.global_config_dict, model_server_name)
-        root = self.server_client._build_server_base_url(block)
+        has_replicas = bool(block.get("urls"))
+        client = self.server_client
+        root = client.base_url(model_server_name) if has_replicas else client._build_server_base_url(block)
         return f"{apply_rollout_prefix(root, rollout_id, token_capture=self._token_id_capture_enabled())}/v1"
 
 

@@ -1,17 +1,19 @@
 """A composition on several hosts: which servers run where, in how many replicas, and on which network they talk.
 
-Every host composes the same words and says which one it is (``host=worlds-1``). Servers speak plain HTTP, so that
-takes a network of one's own, named by its range: no address outside it is listened on or called.
+Every host composes the same words and says which one it is (``host=worlds-1``). No address outside the network that
+the block names is listened on or called. Without ``tls`` servers speak plain HTTP, and the network must be private.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_network
+from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, IPvAnyAddress, IPvAnyNetwork, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, IPvAnyAddress, IPvAnyNetwork, ValidationError, field_validator
 
 from nemo_gym.configuration.compose import Composition
 from nemo_gym.configuration.keys import HOST, HOSTS
@@ -31,10 +33,25 @@ class _Machine(BaseModel):
     """Instance → port."""
 
 
+class Tls(BaseModel):
+    """A host's own certificate, for its address, and the key to it: files of that host, at the same places on each."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    certificate_file: Path
+    key_file: Path
+
+    @field_validator("certificate_file", "key_file")
+    @classmethod
+    def _expanded(cls, path: Path) -> Path:
+        return path.expanduser().absolute()
+
+
 class _Block(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     network: IPvAnyNetwork
+    tls: Tls | None = None
     stack_secret: str = Field(pattern=rf"^[0-9a-fA-F]{{{2 * ROOT_KEY_BYTES},}}$", repr=False)
     machines: dict[str, _Machine] = Field(min_length=1)
 
@@ -50,6 +67,7 @@ class Hosts:
     local: Mapping[str, Address]
     """The servers of this host."""
     keys: StackKeys
+    tls: Tls | None = None
 
     @classmethod
     def of(cls, composition: Composition) -> Hosts | None:
@@ -65,6 +83,7 @@ class Hosts:
                 )
             return None
         block = _checked(values)
+        scheme = "https" if block.tls is not None else "http"
         replicas: dict[str, list[Address]] = {name: [] for name in composition.servers}
         for name, machine in block.machines.items():
             for instance, port in machine.servers.items():
@@ -74,7 +93,7 @@ class Hosts:
                         f" '{instance}'{nearest(instance, replicas)}; there are: {', '.join(replicas)}",
                         key=f"{HOSTS}.machines.{name}.servers",
                     )
-                replicas[instance].append(Address(str(machine.address), port))
+                replicas[instance].append(Address(str(machine.address), port, scheme))
         _check_places(composition, replicas)
         if here is not None and here not in block.machines:
             raise ConfigError(
@@ -83,14 +102,19 @@ class Hosts:
                 key=HOST,
             )
         own = block.machines[here] if here is not None else None
-        local = {name: Address(str(own.address), port) for name, port in own.servers.items()} if own else {}
+        local = {name: Address(str(own.address), port, scheme) for name, port in own.servers.items()} if own else {}
         keys = StackKeys.from_hex(block.stack_secret)
-        return cls(here, {name: tuple(places) for name, places in replicas.items()}, local, keys)
+        return cls(here, {name: tuple(places) for name, places in replicas.items()}, local, keys, block.tls)
 
     def require_here(self) -> None:
-        """Raise `ConfigError` unless it was said which host this is."""
+        """Raise `ConfigError` unless it was said which host this is, and it has what its servers need to listen."""
         if self.here is None:
             raise ConfigError(f"the composition has a '{HOSTS}' block: say which host this is with {HOST}=", key=HOST)
+        if self.tls is None or not self.local:
+            return
+        for name, path in (("certificate_file", self.tls.certificate_file), ("key_file", self.tls.key_file)):
+            if not os.access(path, os.R_OK):
+                raise ConfigError(f"{HOSTS}.tls.{name} {path} cannot be read on this host", key=f"{HOSTS}.tls.{name}")
 
 
 def _checked(values: Any) -> _Block:
@@ -103,10 +127,10 @@ def _checked(values: Any) -> _Block:
             key=HOSTS,
         ) from None
     network = ip_network(str(block.network))
-    if network.is_global:
+    if network.is_global and block.tls is None:
         raise ConfigError(
-            f"{HOSTS}.network {network} is no private network: servers speak plain HTTP with credentials in it, which"
-            " only a network of your own may see; use private addresses, or those of a VPN between the hosts",
+            f"{HOSTS}.network {network} is no private network, and without {HOSTS}.tls servers speak plain HTTP with"
+            " credentials in it; use private addresses, those of a VPN between the hosts, or TLS",
             key=f"{HOSTS}.network",
         )
     taken: dict[tuple[str, int], str] = {}

@@ -25,12 +25,13 @@ class Address:
 
     host: str
     port: int
+    scheme: str = "http"
 
     @property
     def url(self) -> str:
-        """``http://host:port``; a wildcard host is reached over loopback."""
+        """``http://host:port``, or ``https``; a wildcard host is reached over loopback."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return f"{self.scheme}://[{host}]:{self.port}" if ":" in host else f"{self.scheme}://{host}:{self.port}"
 
 
 def call_targets(composition: Composition, instance: str) -> list[str]:

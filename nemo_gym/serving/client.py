@@ -234,6 +234,8 @@ class ServerClient(BaseModel):
         launch = current_launch()
         if launch is not None:
             client = cls(head_server_config=head_server_config, global_config_dict=launch.config)
+            if launch.url is not None:
+                client._replica_urls[launch.instance] = (launch.url,)
             if launch.credentials is not None:
                 client.use_credentials(launch.credentials.outgoing)
             return client
@@ -323,7 +325,8 @@ class ServerClient(BaseModel):
         import http.client
 
         parts = urlsplit(self.base_url(server_name))
-        connection = http.client.HTTPConnection(parts.hostname or "127.0.0.1", parts.port, timeout=5)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.hostname or "127.0.0.1", parts.port, timeout=5)
         try:
             connection.request("GET", "/")
             connection.getresponse().read()

@@ -181,11 +181,13 @@ async def http_status(url: str, path: str, timeout_s: float) -> int | None:
 async def http_answer(url: str, path: str, timeout_s: float) -> tuple[int, bytes] | None:
     """Status and body of a GET; ``None`` when there is no HTTP answer within ``timeout_s``. Needs no HTTP library, so
     that asking is cheap for a parent that has none loaded."""
-    host, _, port = url.removeprefix("http://").rpartition(":")
+    scheme, _, place = url.partition("://")
+    host, _, port = place.rpartition(":")
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            secure = True if scheme == "https" else None
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=secure)
             writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
             await writer.drain()
             head, _, body = (await reader.read()).partition(b"\r\n\r\n")

@@ -38,6 +38,11 @@ class ServerLaunch:
     """The child ends when this process does."""
     state_dir: str | None = None
     """Where the server may keep what must survive its restart; ``None`` keeps it in memory."""
+    url: str | None = None
+    """Where it is reached, in a composition on several hosts."""
+    certificate_file: str | None = None
+    key_file: str | None = None
+    """Of TLS; without them it speaks plain HTTP."""
 
     def to_json(self) -> bytes:
         return orjson.dumps(
@@ -50,6 +55,9 @@ class ServerLaunch:
                 "run_id": self.run_id,
                 "parent_pid": self.parent_pid,
                 "state_dir": self.state_dir,
+                "url": self.url,
+                "certificate_file": self.certificate_file,
+                "key_file": self.key_file,
             }
         )
 

@@ -89,7 +89,7 @@ def _bind(server: ServerBlock, address: Address, setting: str, others: dict[str,
         listener.close()
         raise _not_bound(server, address, setting, error, others) from error
     listener.setblocking(False)
-    return Listener(server.instance, listener, Address(host, listener.getsockname()[1]))
+    return Listener(server.instance, listener, Address(host, listener.getsockname()[1], address.scheme))
 
 
 def _not_bound(

@@ -66,6 +66,7 @@ class Supervisor:
         self._say = say
         self._nursery_pid, self._channel = nursery_process
         self._secrets = secret_values(composition.values) | {keys.to_hex()}
+        self._hosts = hosts
         self._replicas = hosts.replicas if hosts is not None else {}
         self._addresses: dict[str, Address] = {name: places[0] for name, places in self._replicas.items()}
         self._addresses |= {name: listener.address for name, listener in listeners.items()}
@@ -134,6 +135,7 @@ class Supervisor:
             credentials=self.keys.for_server(instance, ROLES[block.server_type], targets),
             run_id=self.run_id,
             state_dir=str(self._state_dir(instance)),
+            **self._outside(server),
         )
         ready_read, ready_write = os.pipe()
         launch_fd = write_launch(launch)
@@ -159,6 +161,14 @@ class Supervisor:
             for fd in (launch_fd, ready_write, log_fd):
                 os.close(fd)
         self._spawn(self._watch_start(server, ready_read))
+
+    def _outside(self, server: Server) -> dict[str, Any]:
+        """What a server is told of how other hosts reach it."""
+        if self._hosts is None:
+            return {}
+        tls = self._hosts.tls
+        files = {"certificate_file": str(tls.certificate_file), "key_file": str(tls.key_file)} if tls else {}
+        return {"url": server.listener.address.url, **files}
 
     def _state_dir(self, instance: str) -> Path:
         folder = self.run_dir / "state" / instance

@@ -90,6 +90,8 @@ def serve(
         "ws": "none",
         "http": WatchedHttpProtocol,
     }
+    if launch is not None and launch.certificate_file is not None:
+        settings |= {"ssl_certfile": launch.certificate_file, "ssl_keyfile": launch.key_file}
     server = WebServer(uvicorn.Config(app, **settings), launch, on_stop)
     server.run(sockets=sockets)
     if not server.started:

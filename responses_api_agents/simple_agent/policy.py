@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import ssl
 from types import TracebackType
 from typing import Any, Self
 
@@ -30,7 +31,8 @@ class Policy:
             api_key=endpoint.token,
             timeout=timeout_s,
             max_retries=max_tries - 1,
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
+            # Authorities as all else here has them: the system's, or those of SSL_CERT_FILE.
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=False, verify=ssl.create_default_context()),
         )
 
     async def __aenter__(self) -> Self:

@@ -118,12 +118,19 @@ class Toolbox:
 
 
 async def _connect(stack: AsyncExitStack, server: McpServer) -> Client:
+    import ssl
+
     import httpx2
     from mcp import Client
     from mcp.client.streamable_http import streamable_http_client
 
     http = await stack.enter_async_context(
-        httpx2.AsyncClient(headers=dict(server.headers), trust_env=False, timeout=httpx2.Timeout(30.0, read=300.0))
+        httpx2.AsyncClient(
+            headers=dict(server.headers),
+            trust_env=False,
+            verify=ssl.create_default_context(),
+            timeout=httpx2.Timeout(30.0, read=300.0),
+        )
     )
     return await stack.enter_async_context(Client(streamable_http_client(server.url, http_client=http)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ BLOCK: dict[str, Any] = {
 
 
 @pytest.fixture
-def composed(tmp_path: Any) -> Any:
+def composed(tmp_path: Path) -> Any:
     def make(block: dict[str, Any], *words: str) -> Composition:
         path = tmp_path / "hosts.yaml"
         path.write_text(yaml.safe_dump({"hosts": block}))
@@ -85,6 +86,7 @@ def test_replicas_take_the_credentials_that_any_host_makes(composed: Any) -> Non
     [
         (changed(network="8.0.0.0/8"), [], "network 8.0.0.0/8 is no private network"),
         (changed(network="0.0.0.0/0"), [], "no private network"),
+        (changed(tls={"certificate_file": "a"}), [], "tls.key_file"),
         (changed(network="10.1.0.5/16"), [], "network"),
         (changed(machines__trainer__address="192.168.0.1"), [], "trainer.address 192.168.0.1 is not in"),
         (changed(machines__trainer__address="trainer.example"), [], "machines.trainer.address"),
@@ -103,6 +105,22 @@ def test_wrong_block_is_refused_by_key(block: dict[str, Any], words: list[str], 
     with pytest.raises(ConfigError, match=said) as caught:
         check_everything(composed(block, *words))
     assert SECRET not in caught.value.message
+
+
+def test_public_network_takes_tls_and_each_host_its_own_files(composed: Any, tmp_path: Path) -> None:
+    files = {"certificate_file": str(tmp_path / "host.crt"), "key_file": str(tmp_path / "host.key")}
+    machines = {"one": {"address": "8.1.0.1", "servers": {"math": 1, "simple_agent": 2, "policy_model": 3}}}
+    block = {**BLOCK, "network": "8.1.0.0/16", "machines": machines, "tls": files}
+    hosts = Hosts.of(composed(block, "host=one"))
+    assert hosts is not None
+    assert {place.url for places in hosts.replicas.values() for place in places} == {
+        f"https://8.1.0.1:{port}" for port in (1, 2, 3)
+    }
+    with pytest.raises(ConfigError, match=r"tls.certificate_file .* cannot be read on this host"):
+        hosts.require_here()
+    for path in files.values():
+        Path(path).touch()
+    hosts.require_here()
 
 
 def test_host_without_a_block_is_refused() -> None:

@@ -21,6 +21,7 @@ from tests.acceptance.hosts.network import NETWORK, ROOT, Host
 
 SECRET_VARIABLE = "NG_STACK_SECRET"
 RUN_DIR = "/var/lib/stack"
+TLS_DIR = f"{RUN_DIR}/tls"
 READY_WITHIN_S = 240.0
 RUN_WITHIN_S = 900.0
 FIRST_PORT = 8100
@@ -68,6 +69,8 @@ class Stack:
     hosts: Mapping[str, Host]
     words: Sequence[str]
     directory: Path
+    tls: bool = False
+    """Whether servers have certificates, of an authority that each host trusts."""
     secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
     def __post_init__(self) -> None:
@@ -92,7 +95,10 @@ class Stack:
             for name in names:
                 machines[name]["servers"][instance] = self.port(instance)
         secret = f"${{oc.env:{SECRET_VARIABLE}}}"
-        return {"hosts": {"network": NETWORK, "stack_secret": secret, "machines": machines}}
+        block = {"network": NETWORK, "stack_secret": secret, "machines": machines}
+        if self.tls:
+            block["tls"] = {"certificate_file": f"{TLS_DIR}/host.crt", "key_file": f"{TLS_DIR}/host.key"}
+        return {"hosts": block}
 
     def start(self, name: str, words: Sequence[str] = ()) -> Process:
         """``ng_run`` on a host, with these words more."""
@@ -101,7 +107,22 @@ class Stack:
         common = [f"+config_paths=[{RUN_DIR}/hosts.yaml]", "model=scripted", f"host={name}", f"run_dir={RUN_DIR}/run"]
         log = self.directory / f"{name}.log"
         environment = {SECRET_VARIABLE: self.secret}
+        if self.tls:
+            self._certify(host)
+            environment["SSL_CERT_FILE"] = f"{TLS_DIR}/authority.crt"
         return Process(host, host.start(["ng_run", *self.words, *common, *words], log, environment=environment), log)
+
+    def _certify(self, host: Host) -> None:
+        """A certificate for a host's address; the authority's key stays here."""
+        authority = [self.directory / f"authority.{end}" for end in ("crt", "key")]
+        own = [self.directory / f"{host.name}.{end}" for end in ("crt", "key")]
+        if not authority[0].exists():
+            _certificate(*authority, "/CN=authority of a test", "basicConstraints=critical,CA:TRUE")
+        if not own[0].exists():
+            signed = ["-CA", str(authority[0]), "-CAkey", str(authority[1])]
+            _certificate(*own, f"/CN={host.name}", f"subjectAltName=IP:{host.address}", *signed)
+        for path, name in ((authority[0], "authority.crt"), (own[0], "host.crt"), (own[1], "host.key")):
+            host.write(f"{TLS_DIR}/{name}", path.read_bytes())
 
     @contextmanager
     def running(self) -> Iterator[dict[str, Process]]:
@@ -134,6 +155,14 @@ class Stack:
             run = [f"input={RUN_DIR}/input.jsonl", f"output={RUN_DIR}/rollouts.jsonl", "run_id=shared", *words]
             running[name] = self.start(name, run)
         return running
+
+
+def _certificate(certificate: Path, key: Path, subject: str, extension: str, *signed: str) -> None:
+    files = ["-out", str(certificate), "-keyout", str(key)]
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    argv = ["openssl", "req", "-x509", "-days", "2", *curve, *files, "-subj", subject, "-addext", extension, *signed]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def _stop_order(name: str) -> int:

@@ -111,32 +111,34 @@ def test_hosts_share_a_network_and_no_file(hosts: dict[str, Host]) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("agent", "environment", "topology", "is_lent", "wrong"),
+    ("agent", "environment", "topology", "owner", "wrong", "tls"),
     [
-        pytest.param("claude_code", "swe_bench", "agent_in_env", True, set(), marks=pytest.mark.full),
-        pytest.param("codex", "example_mcp_weather", "env_sandboxed", False, {4}, marks=pytest.mark.full),
-        ("mini_swe_agent", "math", "none", False, {5}),
+        pytest.param("claude_code", "swe_bench", "agent_in_env", "environment", set(), False, marks=pytest.mark.full),
+        pytest.param("codex", "example_mcp_weather", "env_sandboxed", "agent", {4}, True, marks=pytest.mark.full),
+        pytest.param("simple_agent", "example_mcp_weather", "env_sandboxed", None, {4}, True, marks=pytest.mark.full),
+        ("mini_swe_agent", "math", "none", "agent", {5}, False),
     ],
-    ids=["swe_bench", "example_mcp_weather", "math"],
+    ids=["swe_bench", "example_mcp_weather", "no_box", "math"],
 )
 def test_examples_pass_when_every_role_has_two_hosts(
     agent: str,
     environment: str,
     topology: str,
-    is_lent: bool,
+    owner: str | None,
     wrong: set[int],
+    tls: bool,
     hosts: dict[str, Host],
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
-    """``is_lent``: whose the boxes are, the environment's or the agent's; ``wrong``: what the scripted policy answers
-    wrongly on purpose."""
+    """``owner``: who makes the boxes, if there are any; ``wrong``: what the scripted policy answers wrongly on
+    purpose."""
     prepare_agent(agent)
-    if is_lent:
+    if owner == "environment":
         request.getfixturevalue("images")
     data = rows_of(environment)
     chosen = [f"agent={agent}", f"environment={environment}", "sandbox=broker_local", f"topology={topology}"]
-    stack = Stack(hosts, chosen, tmp_path)
+    stack = Stack(hosts, chosen, tmp_path, tls=tls)
     with stack.running():
         shards = {name: [f"shard={n}/2", "concurrency=2"] for n, name in enumerate(PIPELINES, start=1)}
         pipelines = stack.collect(shards, data)
@@ -154,11 +156,10 @@ def test_examples_pass_when_every_role_has_two_hosts(
     for server in (stack.agent, stack.environment):
         assert {row["replicas"][server] for row in rows} == {0, 1}, f"both replicas of {server} worked"
     assert left == {name: [] for name in BROKERS}
-    owner = stack.environment if is_lent else stack.agent
+    made = {(getattr(stack, owner), "gone")} if owner else set()
     for found in registries:
-        assert {creator for creator, _ in found["boxes"]} == {owner}, "both brokers made boxes"
-        assert {state for _, state in found["boxes"]} == {"gone"}
-        assert (found["lent"] > 0) == is_lent
+        assert {tuple(box) for box in found["boxes"]} == made, "both brokers made boxes, and none is left"
+        assert (found["lent"] > 0) == (owner == "environment"), "an environment lends its boxes"
 
 
 @pytest.mark.full

@@ -32,6 +32,9 @@ from nemo_gym.gateway.packed import packed
 WORTH_IT_BYTES = 64 << 10
 _LOGPROBS, _OFFSETS, _SAMPLED = b',"logprobs":{', b'"text_offset":[', b'"token_logprobs":['
 _COMMA, _FINISH, _IDS = ord(","), b'"finish_reason"', b',"token_ids":['
+_RARE = b"_"
+_RARE_PLACE = _FINISH.index(_RARE)
+_RARE_AT_MOST = 1000
 _MARK = f"left-out-{uuid4().hex}"  # of this process, and never told to anybody
 _QUOTED_MARK = f'"{_MARK}"'.encode()
 _NUMBERS = msgspec.json.Decoder(list[float])
@@ -83,7 +86,7 @@ def long_completion(raw: bytes | bytearray) -> LongCompletion | None:
         return None
     at += len(_SAMPLED) - 1
     end = raw.find(b"]", at) + 1
-    finish = raw.find(_FINISH, end) - 1
+    finish = _finish_in(raw, end) - 1
     ids = raw.find(_IDS, finish) + len(_IDS) - 1
     ids_end = raw.find(b"]", ids) + 1
     if not (0 < end < finish < ids < ids_end) or raw[finish] != _COMMA or raw.find(_FINISH, 0, start) >= 0:
@@ -109,6 +112,19 @@ def long_completion(raw: bytes | bytearray) -> LongCompletion | None:
         choice.prompt_token_ids,
         rest.usage,
     )
+
+
+def _finish_in(raw: bytes | bytearray, start: int) -> int:
+    """``raw.find(_FINISH, start)``: a single letter is found in a tenth of the time, where it is rare."""
+    at = start
+    for _ in range(_RARE_AT_MOST):
+        if (at := raw.find(_RARE, at)) < 0:
+            return -1
+        begin = at - _RARE_PLACE
+        if begin >= start and raw.startswith(_FINISH, begin):
+            return begin
+        at += 1
+    return raw.find(_FINISH, max(start, at - _RARE_PLACE))
 
 
 def _ids_in(text: bytes) -> array[int] | None:

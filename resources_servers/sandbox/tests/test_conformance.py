@@ -42,6 +42,7 @@ class TestBrokerOverLocal(SandboxConformance):
         return None
 
 
+@pytest.mark.full  # what crosses the wire is the same over any backend; the suite over Docker itself is not full
 class TestBrokerOverDocker(SandboxConformance):
     @pytest.fixture
     def provider_config(self, over_docker: dict[str, Any]) -> dict[str, Any]:

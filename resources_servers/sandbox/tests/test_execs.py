@@ -213,7 +213,7 @@ async def test_oldest_output_is_dropped_when_the_spool_is_full(start_broker: Sta
 
 
 async def test_output_is_dropped_a_while_after_its_box_is_gone(start_broker: StartBroker) -> None:
-    broker = start_broker(output_retention_s=1)
+    broker = start_broker(output_retention_s=1, reconcile_interval_s=1)
     async with calling(broker) as api:
         box, lasting = await api.box(), await api.box()
         ids = [(await one.submit("echo said"))[0] for one in (box, lasting)]

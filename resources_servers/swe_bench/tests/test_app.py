@@ -132,7 +132,7 @@ async def test_hanging_patch_is_a_valid_failure_when_the_gold_patch_does_not_han
     provider: SandboxProvider, row: dict[str, Any]
 ) -> None:
     image = await resolve_image(provider, row)
-    site = EvalSite(provider, image.name, image.env, timeout_s=30)
+    site = EvalSite(provider, image.name, image.env, timeout_s=12)
     verdict = (await judge(site, SweBenchRow.from_mapping(row), Artifact.of("patch", "git_diff", HANG))).verdict
     assert verdict.valid and verdict.reward == 0.0
     assert verdict.official["timed_out"]

@@ -19,6 +19,7 @@ from nemo_gym.configuration.visibility import Address, pipeline_view, server_vie
 from nemo_gym.credentials import Role
 from nemo_gym.errors import ConfigError
 from nemo_gym.serving.ports import bind_listeners, close_listeners
+from tests.architecture.docs import example_files
 
 WORDS = ["agent=simple_agent", "environment=math", "model=scripted"]
 SECRET = "5e" * 32
@@ -121,6 +122,17 @@ def test_public_network_takes_tls_and_each_host_its_own_files(composed: Any, tmp
     for path in files.values():
         Path(path).touch()
     hosts.require_here()
+
+
+def test_block_of_the_documentation_composes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "hosts.yaml"
+    path.write_text(example_files("hosts.md")["hosts.yaml"])
+    monkeypatch.setenv("NG_STACK_SECRET", SECRET)
+    words = ["agent=claude_code", "environment=swe_bench", "sandbox=broker_local", "model=scripted", "host=boxes-1"]
+    composition = compose([*words, f"+config_paths=[{path}]"])
+    check_everything(composition)
+    hosts = Hosts.of(composition)
+    assert hosts is not None and [*hosts.local] == ["sandbox_broker"]
 
 
 def test_host_without_a_block_is_refused() -> None:

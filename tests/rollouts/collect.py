@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from nemo_gym.serving.client import ServerClient
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what is in its background without it
     given = json.loads(sys.argv[1])
     client = ServerClient(global_config_dict=given["stack"])
     try:

@@ -100,7 +100,11 @@ class Started:
     def __exit__(self, *exc: object) -> None:
         if self.process.poll() is None:
             self.process.terminate()
-            self.process.wait(90)
+            try:
+                self.process.wait(5)
+            except subprocess.TimeoutExpired:  # a model's answer is under way, and nobody is left to call it off
+                self.process.terminate()
+                self.process.wait(90)
 
 
 def working(backend: Mapping[str, Any], run_id: str) -> list[SandboxInfo]:

@@ -125,8 +125,9 @@ class Gateway(SimpleResponsesAPIModel):
         if self.config.path_tokens:
             app.add_middleware(PathTokenMiddleware)
         assert isinstance(app, Application)
-        answer, bound = self._inference.answer, self.config.max_body_bytes
-        app.take_shortcut(InferenceDoor(self._durable, answer, max_body_bytes=bound))
+        if type(self)._inference_route is Gateway._inference_route:  # or a plugin's own would be passed by
+            answer, bound = self._inference.answer, self.config.max_body_bytes
+            app.take_shortcut(InferenceDoor(self._durable, answer, max_body_bytes=bound))
         return app
 
     async def _open_route(self, request: Request) -> Response:

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_gym.errors import NemoGymError
-from nemo_gym.gateway.dialects import chat_reply
+from nemo_gym.gateway.dialects import Dialect, chat_reply
 from nemo_gym.gateway.dialects.content import answer_text, lead_system, openai_content, reasoning_of, system_text
 from nemo_gym.gateway.dialects.errors import openai_error
 from nemo_gym.gateway.dialects.fields import (
@@ -94,7 +94,7 @@ class ChatAdapter:
         else:
             given = {key: value for key, value in body.items() if key != "messages"}
             table, request = memo.parameters(
-                given, lambda: _parameters(body, memo.tools(body.get("tools"), lambda: _tools(body)))
+                Dialect.CHAT, given, lambda: _parameters(body, memo.tools(body.get("tools"), lambda: _tools(body)))
             )
         return request.asking(_messages(body, table, memo))
 

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import orjson
 
+from nemo_gym.gateway.dialects import Dialect
+
 T = TypeVar("T")
 Lowered = list[dict[str, Any]]
 LowerFrom = Callable[[int], Iterator[tuple[int, Lowered]]]
@@ -45,15 +47,15 @@ class LoweringMemo:
     def __init__(self) -> None:
         self._views: list[_View] = []
         self._tools: tuple[bytes, Any] = (b"", None)
-        self._parameters: tuple[dict[str, Any], Any] | None = None
+        self._parameters: tuple[Dialect, dict[str, Any], Any] | None = None
 
-    def parameters(self, given: dict[str, Any], lower: Callable[[], T]) -> T:
+    def parameters(self, dialect: Dialect, given: dict[str, Any], lower: Callable[[], T]) -> T:
         """What the parameters of a request lower to, a body without its history. Most requests have those of the last
         one; whoever parses bodies gives them as the very same objects then."""
         known = self._parameters
-        if known is None or not same_items(known[0], given):
-            known = self._parameters = (given, lower())
-        lowered: T = known[1]
+        if known is None or known[0] is not dialect or not same_items(known[1], given):
+            known = self._parameters = (dialect, given, lower())
+        lowered: T = known[2]
         return lowered
 
     def tools(self, raw: Any, lower: Callable[[], T]) -> T:

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_gym.errors import NemoGymError
-from nemo_gym.gateway.dialects import messages_reply
+from nemo_gym.gateway.dialects import Dialect, messages_reply
 from nemo_gym.gateway.dialects.chat import one_answer, wants_token_ids
 from nemo_gym.gateway.dialects.errors import anthropic_error
 from nemo_gym.gateway.dialects.fields import (
@@ -57,39 +57,19 @@ _REFUSED = {
     "container": "refers to a container of the API; there is none here",
 }
 
+_NO_PARAMETERS = frozenset({"messages", "system", "metadata"})
+
 
 class MessagesAdapter:
     """Messages."""
 
     def lower(self, body: Body, memo: LoweringMemo | None = None) -> LoweredRequest:
-        one_answer(body)
-        refuse_set(body, _REFUSED)
-        tools, deferred = _tools(body)
-        asked = sampling_at(body, "temperature", "top_p", "top_k")
-        if (limit := number_at(body, "max_tokens", low=1, whole=True)) is not None:
-            asked["max_tokens"] = limit
-        if stop := stop_at(body, "stop_sequences"):
-            asked["stop"] = stop
-        choice = object_at(body, "tool_choice", "")
-        output = object_at(body, "output_config", "")
-        form = object_at(output, "format", "output_config") or object_at(body, "output_format", "")
-        extra: dict[str, Any] = {}
-        if choice.get("disable_parallel_tool_use") and tools:
-            extra["parallel_tool_calls"] = False
-        if output.get("effort") in _EFFORTS:
-            extra["reasoning_effort"] = output["effort"]
-        return LoweredRequest(
-            messages=lower_messages(body, {**deferred, **{_name(tool): tool for tool in tools}}, memo),
-            tools=tools or None,
-            deferred=[*deferred.values()],
-            asked=asked,
-            stream=flag_at(body, "stream"),
-            tool_choice=_choice(choice),
-            response_format=_format(form),
-            token_ids=wants_token_ids(body),
-            reasoning=object_at(body, "thinking", "").get("type") in ("enabled", "adaptive"),
-            extra=extra,
-        )
+        if memo is None:
+            tools, request = _parameters(body)
+        else:
+            given = {key: value for key, value in body.items() if key not in _NO_PARAMETERS}
+            tools, request = memo.parameters(Dialect.MESSAGES, given, lambda: _parameters(body))
+        return request.asking(lower_messages(body, tools, memo))
 
     def reply(self, answer: Answer, request: LoweredRequest, body: Body) -> dict[str, Any]:
         return messages_reply.message_of(answer, request)
@@ -104,6 +84,38 @@ class MessagesAdapter:
 
     def error(self, error: NemoGymError) -> tuple[int, dict[str, Any]]:
         return anthropic_error(error)
+
+
+def _parameters(body: Body) -> tuple[dict[str, dict[str, Any]], LoweredRequest]:
+    """All tools by name, and a request without its messages."""
+    one_answer(body)
+    refuse_set(body, _REFUSED)
+    tools, deferred = _tools(body)
+    asked = sampling_at(body, "temperature", "top_p", "top_k")
+    if (limit := number_at(body, "max_tokens", low=1, whole=True)) is not None:
+        asked["max_tokens"] = limit
+    if stop := stop_at(body, "stop_sequences"):
+        asked["stop"] = stop
+    choice = object_at(body, "tool_choice", "")
+    output = object_at(body, "output_config", "")
+    form = object_at(output, "format", "output_config") or object_at(body, "output_format", "")
+    extra: dict[str, Any] = {}
+    if choice.get("disable_parallel_tool_use") and tools:
+        extra["parallel_tool_calls"] = False
+    if output.get("effort") in _EFFORTS:
+        extra["reasoning_effort"] = output["effort"]
+    return {**deferred, **{_name(tool): tool for tool in tools}}, LoweredRequest(
+        messages=(),
+        tools=tools or None,
+        deferred=[*deferred.values()],
+        asked=asked,
+        stream=flag_at(body, "stream"),
+        tool_choice=_choice(choice),
+        response_format=_format(form),
+        token_ids=wants_token_ids(body),
+        reasoning=object_at(body, "thinking", "").get("type") in ("enabled", "adaptive"),
+        extra=extra,
+    )
 
 
 def _tools(body: Body) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_gym.errors import NemoGymError
-from nemo_gym.gateway.dialects import responses_events, responses_reply
+from nemo_gym.gateway.dialects import Dialect, responses_events, responses_reply
 from nemo_gym.gateway.dialects.chat import NOT_STORED, SAMPLING, one_answer, wants_token_ids
 from nemo_gym.gateway.dialects.errors import openai_error
 from nemo_gym.gateway.dialects.fields import (
@@ -58,40 +58,19 @@ _REFUSED = {
 _PASSED_ON = ("user", "metadata", "store", "service_tier")
 _NOT_SHOWN = ("web_search", "image_generation", "tool_search")
 LOGPROBS = "message.output_text.logprobs"
+_NO_PARAMETERS = frozenset({"input", "instructions"})
 
 
 class ResponsesAdapter:
     """Responses."""
 
     def lower(self, body: Body, memo: LoweringMemo | None = None) -> LoweredRequest:
-        one_answer(body)
-        refuse_set(body, _REFUSED)
-        table = tool_table(body)
-        asked = sampling_at(body, *SAMPLING)
-        if (limit := number_at(body, "max_output_tokens", low=1, whole=True)) is not None:
-            asked["max_tokens"] = limit
-        if stop := stop_at(body, "stop"):
-            asked["stop"] = stop
-        extra = {key: body[key] for key in _PASSED_ON if body.get(key) is not None}
-        if table.tools and body.get("parallel_tool_calls") is not None:
-            extra["parallel_tool_calls"] = flag_at(body, "parallel_tool_calls")
-        if effort := optional_text(object_at(body, "reasoning", ""), "effort", "reasoning"):
-            extra["reasoning_effort"] = effort
-        top = number_at(body, "top_logprobs", low=0, whole=True)
-        if top:
-            extra["top_logprobs"] = top
-        return LoweredRequest(
-            messages=lower_input(body, table, memo),
-            tools=table.tools or None,
-            names=table.names,
-            asked=asked,
-            stream=flag_at(body, "stream"),
-            tool_choice=chosen(body.get("tool_choice"), table),
-            response_format=_format(object_at(object_at(body, "text", ""), "format", "text")),
-            logprobs=bool(top) or LOGPROBS in responses_reply.included(body),
-            token_ids=wants_token_ids(body),
-            extra=extra,
-        )
+        if memo is None:
+            table, request = _parameters(body)
+        else:
+            given = {key: value for key, value in body.items() if key not in _NO_PARAMETERS}
+            table, request = memo.parameters(Dialect.RESPONSES, given, lambda: _parameters(body))
+        return request.asking(lower_input(body, table, memo))
 
     def reply(self, answer: Answer, request: LoweredRequest, body: Body) -> dict[str, Any]:
         return responses_reply.response_of(answer, request, body)
@@ -106,6 +85,38 @@ class ResponsesAdapter:
 
     def error(self, error: NemoGymError) -> tuple[int, dict[str, Any]]:
         return openai_error(error)
+
+
+def _parameters(body: Body) -> tuple[ToolTable, LoweredRequest]:
+    """The tools, and a request without its messages."""
+    one_answer(body)
+    refuse_set(body, _REFUSED)
+    table = tool_table(body)
+    asked = sampling_at(body, *SAMPLING)
+    if (limit := number_at(body, "max_output_tokens", low=1, whole=True)) is not None:
+        asked["max_tokens"] = limit
+    if stop := stop_at(body, "stop"):
+        asked["stop"] = stop
+    extra = {key: body[key] for key in _PASSED_ON if body.get(key) is not None}
+    if table.tools and body.get("parallel_tool_calls") is not None:
+        extra["parallel_tool_calls"] = flag_at(body, "parallel_tool_calls")
+    if effort := optional_text(object_at(body, "reasoning", ""), "effort", "reasoning"):
+        extra["reasoning_effort"] = effort
+    top = number_at(body, "top_logprobs", low=0, whole=True)
+    if top:
+        extra["top_logprobs"] = top
+    return table, LoweredRequest(
+        messages=(),
+        tools=table.tools or None,
+        names=table.names,
+        asked=asked,
+        stream=flag_at(body, "stream"),
+        tool_choice=chosen(body.get("tool_choice"), table),
+        response_format=_format(object_at(object_at(body, "text", ""), "format", "text")),
+        logprobs=bool(top) or LOGPROBS in responses_reply.included(body),
+        token_ids=wants_token_ids(body),
+        extra=extra,
+    )
 
 
 def tool_table(body: Body) -> ToolTable:

@@ -124,6 +124,25 @@ def test_parameters_are_lowered_anew_when_they_are_others_however_alike() -> Non
             adapter.lower({**body, "seed": True}, memo)
 
 
+@pytest.mark.parametrize("dialect", [*Dialect])
+def test_parameters_of_the_same_objects_are_lowered_once(dialect: Dialect) -> None:
+    memo, adapter, body = LoweringMemo(), adapter_of(dialect), BODIES[dialect]
+    first = adapter.lower(dict(body), memo)
+    for other in Dialect:  # a memory may serve several
+        if other is not dialect:
+            assert adapter_of(other).lower(dict(BODIES[other]), memo) == adapter_of(other).lower(dict(BODIES[other]))
+    assert adapter.lower(dict(body), memo) == first == adapter.lower(dict(body))
+    again, once_more = adapter.lower(dict(body), memo), adapter.lower(dict(body), memo)
+    assert again.tools is once_more.tools and again.asked is once_more.asked
+
+
+def test_equal_parameters_of_another_dialect_are_lowered_in_it() -> None:
+    memo = LoweringMemo()
+    asked = {"max_tokens": 5, "tools": None, "messages": [{"role": "user", "content": "x"}], "stop": ["a"]}
+    for dialect in (Dialect.CHAT, Dialect.MESSAGES, Dialect.CHAT):
+        assert adapter_of(dialect).lower(dict(asked), memo) == adapter_of(dialect).lower(dict(asked))
+
+
 def test_a_request_about_other_messages_has_all_else_as_it_was() -> None:
     differing = {field.name: object() for field in fields(LoweredRequest)}
     request = LoweredRequest(**differing)  # type: ignore[arg-type]

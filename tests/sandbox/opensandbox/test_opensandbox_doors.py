@@ -176,7 +176,8 @@ async def test_port_that_a_process_of_the_box_has_is_told(
 ) -> None:
     listen = "import socket, time; s = socket.create_server(('127.0.0.1', 8100)); print('up', flush=True)"
     process = await provider.start_exec(box, ExecRequest(["python3", "-c", f"{listen}; time.sleep(60)"]))
-    assert isinstance(await anext(process.events()), ExecOutput)
+    events = process.events()  # held: a command that nobody listens to is killed
+    assert isinstance(await anext(events), ExecOutput)
     with pytest.raises(SandboxError, match=r"port 8100 of the box: .*in use"):
         await provider.open_door(box, door(target, "late", 8100))
     assert set(provider.door_statistics(box)) == {"model"}

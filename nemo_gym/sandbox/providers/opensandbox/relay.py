@@ -58,6 +58,7 @@ class Relay:
         self._box = box
         self._port = port
         self._running: ToolRun | None = None
+        self._inbox = ""
         self._waiting = bytearray()
         self._wake = asyncio.Event()
         self._sender: asyncio.Task[None] | None = None
@@ -78,6 +79,7 @@ class Relay:
             raise raised(f"opensandbox: port {self._port} of the box: {found.get('error')}")
         if frame.kind != STARTED:
             raise SandboxLostError(f"opensandbox: what listens on port {self._port} of the box began with nonsense")
+        self._inbox = frame.data.decode("utf-8", "surrogateescape")
         self._sender = asyncio.create_task(self._send())
 
     async def next(self) -> Message:
@@ -110,7 +112,7 @@ class Relay:
             data = bytes(self._waiting) + _IN_FILE.pack(_DONE, 0, 0)
             self._waiting.clear()
             try:
-                await self._put(f"{self.id}/{file}", data)
+                await self._put(f"{self._inbox}/{file}", data)
             except SandboxError:
                 # Of no use without it; whoever waits for the next message hears of the end.
                 if self._running is not None:

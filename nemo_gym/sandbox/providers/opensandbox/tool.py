@@ -41,10 +41,12 @@ async def sdk_of(connection: Connection, box: OpenSandboxBox, *, timeout_s: floa
 async def put_file(connection: Connection, box: OpenSandboxBox, data: Any, name: str) -> str:
     """Write bytes, or what an open binary file holds, where the helper program reads it; its path in the box.
 
+    ``name`` may be a whole path, of a directory that the helper told of.
+
     Raises:
         SandboxLostError: the box is gone, or cannot be reached.
     """
-    path = box.incoming(name)
+    path = name if name.startswith("/") else box.incoming(name)
     try:
         sdk = await sdk_of(connection, box)
         await sdk.files.write_file(path, data, mode=600)

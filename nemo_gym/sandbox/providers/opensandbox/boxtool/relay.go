@@ -15,7 +15,7 @@ import (
 
 // A relay listens on the box's loopback and carries its clients' connections to whoever runs it: what clients send
 // goes out as frames of standard output, one message each, and what is for them comes in as files that are put into
-// the relay's directory, numbered, each with any number of messages. So nothing has to reach the box but the
+// the relay's directory (told in its first frame), numbered, each with any number of messages. So nothing has to reach the box but the
 // backend's own interface, and the box has no port beside the door's own.
 //
 // A message is an operation, the connection's number (32 bits) and its data; in files, the data's length (32 bits)
@@ -33,6 +33,9 @@ const (
 	windowBytes  = 1 << 20 // that may be on their way in one direction of a connection; the other side knows it too
 	lookTime     = 250 * time.Millisecond
 	takePatience = 5 * time.Second
+	memory       = "/dev/shm"
+	memoryBytes  = 32 << 20
+	tmpfsMagic   = 0x01021994
 )
 
 func tell(op byte, number uint32, data []byte) {
@@ -71,8 +74,8 @@ func runRelay(portText, id, previous string) {
 	if err != nil {
 		fail("request", err)
 	}
-	inbox := directory() + "/in/" + id
-	if err := os.MkdirAll(inbox, 0o700); err != nil {
+	inbox, err := makeInbox(id)
+	if err != nil {
 		fail("unwritable", err)
 	}
 	listener, err := listen(port, previous)
@@ -81,13 +84,27 @@ func runRelay(portText, id, previous string) {
 		fail("port", err)
 	}
 	r := &relay{clients: map[uint32]*client{}}
-	say('s', nil)
+	say('s', []byte(inbox))
 	go heartbeat()
 	go r.accept(listener)
 	r.read(inbox)
 	listener.Close()
 	os.RemoveAll(inbox)
 	end(ending{Outcome: "exited"})
+}
+
+// makeInbox makes a directory of this relay's own, in memory where the box has a file system there with room: what
+// comes in is gone again at once, and a disk may be busy.
+func makeInbox(id string) (string, error) {
+	var about syscall.Statfs_t
+	if err := syscall.Statfs(memory, &about); err == nil && about.Type == tmpfsMagic {
+		path := memory + "/nemo-gym-" + id
+		if about.Bavail*uint64(about.Bsize) >= memoryBytes && os.Mkdir(path, 0o700) == nil {
+			return path, nil
+		}
+	}
+	path := directory() + "/in/" + id
+	return path, os.MkdirAll(path, 0o700)
 }
 
 // listen takes the port, also from an earlier relay whose other end is gone: the one with that id, or any for "-".
@@ -232,8 +249,7 @@ func (r *relay) read(inbox string) {
 	for next := 1; ; {
 		data, err := os.ReadFile(inbox + "/" + strconv.Itoa(next))
 		if messages, whole := split(data); err == nil && whole {
-			os.Remove(inbox + "/" + strconv.Itoa(next))
-			// Sent again because its answer was lost, the one before may be back.
+			// Whoever puts files here may be about to set this one's mode, and puts the next one when that is done.
 			os.Remove(inbox + "/" + strconv.Itoa(next-1))
 			next++
 			for _, one := range messages {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -20,13 +20,26 @@ class JsonText:
     """A value as JSON, somewhere within plain data. False for nothing: no text, ``null``, and an empty list or
     object."""
 
-    __slots__ = ("data",)  # no dataclass: orjson would write its fields
+    __slots__ = ("_data", "_read")  # no dataclass: orjson would write its fields
 
     def __init__(self, data: Buffer) -> None:
-        self.data = data
+        self._data: Buffer | None = data
+        self._read: Callable[[], Buffer] | None = None
+
+    @property
+    def data(self) -> Buffer:
+        """The text; raises what reading it again does."""
+        if self._data is not None:
+            return self._data
+        assert self._read is not None
+        return self._read()
+
+    def let_go(self, read: Callable[[], Buffer]) -> None:
+        """Keep a text that says something no longer in memory: ``read`` has it."""
+        self._read, self._data = read, None
 
     def __bool__(self) -> bool:
-        return len(self.data) > 4 or bytes(self.data) not in _NOTHING
+        return self._data is None or len(self._data) > 4 or bytes(self._data) not in _NOTHING
 
     def value(self) -> Any:
         """Raises `ValueError` where it is no JSON."""

@@ -1,6 +1,7 @@
 """What the gateway has committed, on disk: sessions, their turns and their ends."""
 
 from nemo_gym.gateway.journal.errors import JournalBusyError, JournalDamagedError, JournalError
+from nemo_gym.gateway.journal.kept import KeptBody
 from nemo_gym.gateway.journal.log import Durability, JournalLog
 from nemo_gym.gateway.journal.records import ReplayedSession, SessionRecord, TurnRecord
 from nemo_gym.gateway.journal.sessions import DEADLINE_REASON, SessionJournal
@@ -13,6 +14,7 @@ __all__ = [
     "JournalDamagedError",
     "JournalError",
     "JournalLog",
+    "KeptBody",
     "ReplayedSession",
     "SessionJournal",
     "SessionRecord",

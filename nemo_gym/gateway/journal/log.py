@@ -113,6 +113,11 @@ class JournalLog:
         return future
 
     @property
+    def place(self) -> tuple[Path, int]:
+        """The file of the latest record, and where the record ends in it once it is durable."""
+        return self._path(self.segment), self._size
+
+    @property
     def broken(self) -> JournalError | None:
         """Why nothing can be appended any more; for readiness."""
         return self._broken

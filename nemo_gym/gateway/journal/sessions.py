@@ -11,6 +11,7 @@ from typing import Any
 
 from nemo_gym.errors import ContractError, FencedError
 from nemo_gym.gateway.journal.errors import JournalDamagedError
+from nemo_gym.gateway.journal.kept import KeptBody
 from nemo_gym.gateway.journal.log import SEGMENT_BYTES, Durability, JournalLog
 from nemo_gym.gateway.journal.records import (
     RecordKind,
@@ -21,7 +22,7 @@ from nemo_gym.gateway.journal.records import (
     encode,
 )
 from nemo_gym.gateway.journal.states import SessionState, step
-from nemo_gym.gateway.relayed import Buffer
+from nemo_gym.gateway.relayed import Buffer, size_of
 
 DEADLINE_REASON = "deadline"
 
@@ -109,10 +110,17 @@ class SessionJournal:
         await self._append(record.session_id, data)
 
     async def commit_turn(
-        self, session_id: str, body: bytes | Sequence[Buffer], *, fingerprint: str, key: str | None = None
+        self,
+        session_id: str,
+        body: bytes | Sequence[Buffer],
+        *,
+        fingerprint: str,
+        key: str | None = None,
+        kept: Callable[[KeptBody], None] | None = None,
     ) -> int:
         """Commit one turn, whole or in pieces, and return its index. Cancelling the wait does not take the turn back.
-        Raises `FencedError` when the session takes no more turns."""
+        ``kept`` is told at once where the body can be read again once this has returned. Raises `FencedError` when the
+        session takes no more turns."""
         session = self._known(session_id)
         if session.state is not SessionState.OPEN:
             raise FencedError(f"session '{session_id}' is {session.state}", session_id=session_id)
@@ -120,7 +128,11 @@ class SessionJournal:
         head = encode(RecordKind.TURN, session_id, index=index, fingerprint=fingerprint, key=key)
         data = [head, body] if isinstance(body, bytes) else [head, *body]
         session.turns += 1
-        await self._append(session_id, data)
+        durable = self._append(session_id, data)
+        if kept is not None:
+            path, end = self._log.place
+            kept(KeptBody(path, end - size_of(data[1:])))
+        await durable
         return index
 
     def sent(self, session_id: str, index: int) -> None:

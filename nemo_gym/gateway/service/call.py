@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from secrets import token_hex
 from typing import Any, Generic
@@ -15,11 +15,12 @@ from nemo_gym.gateway.delivery import AnswerWatch
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import DialectAdapter
 from nemo_gym.gateway.dialects.errors import status_of
+from nemo_gym.gateway.journal import KeptBody
 from nemo_gym.gateway.lowered import LoweredRequest
 from nemo_gym.gateway.retries import Delivery
 from nemo_gym.gateway.retries.hints import Connection
 from nemo_gym.gateway.service.backend import C, TurnFacts
-from nemo_gym.gateway.service.committed import Committed
+from nemo_gym.gateway.service.committed import Committed, LargeText
 from nemo_gym.gateway.service.live import LiveSession
 
 _NOTHING = LoweredRequest(())
@@ -63,6 +64,10 @@ class Call(Generic[C]):
     """Called when it turns out that the caller cannot have read the answer that was handed over."""
     noted_as_sent: bool = False
     """In the journal."""
+    large: Sequence[LargeText] = ()
+    """What memory holds of its turn until its answer has left."""
+    kept: KeptBody | None = None
+    """Where the journal holds that as well."""
 
     def sent(self) -> None:
         """The last byte of the reply was handed over."""
@@ -72,6 +77,17 @@ class Call(Generic[C]):
         assert self.delivery is not None
         self.delivery.undelivered()
         self.taken_back(self)
+
+    def is_kept(self, body: KeptBody) -> None:
+        """The journal has, or will have once it is durable, the body of this call's turn."""
+        self.kept = body
+
+    def let_go(self) -> None:
+        """The answer has left, and its turn is durable."""
+        if self.kept is not None:
+            for one in self.large:
+                one.let_go(self.kept)
+        self.large, self.kept = (), None
 
     def answered(self, committed: Committed, *, repeated: bool) -> None:
         self.committed = committed

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from nemo_gym.errors import RowError
+from nemo_gym.gateway.journal import KeptBody
 from nemo_gym.gateway.lowered import Answer, AnswerEnd, AnswerUsage
 from nemo_gym.gateway.relayed import Buffer, JsonText, written
 
@@ -23,6 +25,8 @@ class Committed:
     """The turn's place in the journal; 0 as well for a call without a session."""
 
 
+LARGE_BYTES = 64 << 10
+"""Reading less again costs more than keeping it."""
 _USAGE = tuple(one.name for one in fields(AnswerUsage))
 
 
@@ -49,6 +53,32 @@ def encode_committed(answer: Answer, turn: Mapping[str, Any]) -> list[Buffer]:
     }
     own = {name: value for name, value in turn.items() if name != "relayed"}
     return written({"answer": said, "turn": own, "relayed": turn.get("relayed") or {}})
+
+
+@dataclass(frozen=True, slots=True)
+class LargeText:
+    """A relayed text that memory need not hold once its answer has left; the journal has it."""
+
+    text: JsonText
+    offset: int
+    """In the journal's body of its turn, in bytes."""
+    length: int
+
+    def let_go(self, body: KeptBody) -> None:
+        self.text.let_go(partial(body.read, self.offset, self.length))
+
+
+def large_texts(turn: Mapping[str, Any], pieces: Sequence[Buffer]) -> list[LargeText]:
+    """Those among what ``turn`` relays; ``pieces`` are the journal's body of it."""
+    texts = [text for text in (turn.get("relayed") or {}).values() if len(text.data) >= LARGE_BYTES]
+    if not texts:
+        return []
+    starts: dict[int, int] = {}
+    at = 0
+    for piece in pieces:
+        starts[id(piece)] = at
+        at += len(piece)
+    return [LargeText(text, starts[id(text.data)], len(text.data)) for text in texts]
 
 
 def decode_committed(body: bytes, index: int) -> tuple[Committed, Mapping[str, Any]]:

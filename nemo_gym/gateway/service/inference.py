@@ -27,7 +27,7 @@ from nemo_gym.gateway.journal import SessionState
 from nemo_gym.gateway.retries import RequestHints, request_fingerprint, request_hints
 from nemo_gym.gateway.service.backend import Backend, C, CallContext, D
 from nemo_gym.gateway.service.call import Call, CallRequest
-from nemo_gym.gateway.service.committed import Committed, encode_committed
+from nemo_gym.gateway.service.committed import Committed, encode_committed, large_texts
 from nemo_gym.gateway.service.delivered import DeliveredEvents, DeliveredJson, DeliveredStream, pieces
 from nemo_gym.gateway.service.live import LiveSession
 from nemo_gym.gateway.service.sessions import DurableSessions
@@ -147,8 +147,14 @@ class Inference(Generic[C, D]):
             raise FencedError(f"session '{live.session_id}' is {live.state}", session_id=live.session_id)
         # No await between here and the journal's own record: a turn that is kept is also on its way to the disk.
         answer, turn, facts = self._backend.commit(live.conversations, call.lowered, sampled)
+        pieces = encode_committed(answer, turn)
+        call.large = large_texts(turn, pieces)
         index = await self._sessions.journal.commit_turn(
-            live.session_id, encode_committed(answer, turn), fingerprint=call.fingerprint, key=key
+            live.session_id,
+            pieces,
+            fingerprint=call.fingerprint,
+            key=key,
+            kept=call.is_kept if call.large else None,
         )
         self._sessions.committed(live.session, Usage(answer.usage.prompt_tokens, answer.usage.completion_tokens))
         call.sampled(facts)
@@ -246,6 +252,7 @@ class Inference(Generic[C, D]):
             asyncio.get_running_loop().call_later(look_again_s, self._note_sent, call, later)
             return
         call.noted_as_sent = True
+        call.let_go()
         self._sessions.journal.sent(call.live.session_id, call.committed.index)
 
     def _taken_back(self, call: Call[C]) -> None:

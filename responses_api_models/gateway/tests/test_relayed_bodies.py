@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
+from nemo_gym.gateway.relayed import JsonText
 from nemo_gym.gateway.testing import FakeOpenAIEngine
 from nemo_gym.gateway.testing.engine import Answer, CallLog
 from nemo_gym.gateway.testing.sampler import Sampled
 from nemo_gym.server_utils import close_global_aiohttp_client
-from responses_api_models.gateway.tests.conftest import GatewayStack, Opened, Teller
+from responses_api_models.gateway.app import Gateway
+from responses_api_models.gateway.tests.conftest import GatewayStack, Opened, Teller, until
 from responses_api_models.gateway.tests.test_text_sessions import TextStack
 from tests.servers.stack import running_stack
 
@@ -80,6 +82,55 @@ async def test_repeated_answer_is_the_same_bytes_also_after_a_restart(gateway: T
     await gateway.restart(port=port_of(session))
     assert await raw(session, **RETRY) == first
     assert len(gateway.engine.answered) == 1
+
+
+def relayed_in(gateway: TextStack, session: Opened) -> list[Mapping[str, JsonText]]:
+    """What the gateway holds of a session's relayed texts, by turn."""
+    server = gateway.stack.servers["gateway"]
+    assert isinstance(server, Gateway)
+    found: list[Mapping[str, JsonText]] = server._durable.live(session.facts["session_id"]).conversations.relayed
+    return found
+
+
+@pytest.mark.parametrize("durability", ["process", "power_loss"])
+async def test_large_texts_are_in_memory_until_their_answer_has_left(gateway: TextStack, durability: str) -> None:
+    await gateway.restart(durability=durability)
+    session = await gateway.open()
+    first = await raw(session)
+    (told,) = relayed_in(gateway, session)
+    await until(lambda: told["entries"]._data is None)
+    assert told["token_ids"]._data is not None  # small: reading it again would cost more
+    assert await raw(session, **RETRY) == first
+    assert bytes(told["entries"].data) in first
+    assert len(gateway.engine.answered) == 1
+
+
+async def test_an_answer_whose_caller_left_is_in_memory_for_its_retry(gateway: TextStack) -> None:
+    session = await gateway.open()
+    host, _, port = session.facts["base_url"].split("/")[2].partition(":")
+    body = orjson.dumps({"messages": session.messages, "model": "any", **ASKED})
+    _, writer = await asyncio.open_connection(host, int(port))
+    token = session.facts["inference_token"]
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nAuthorization: Bearer {token}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    writer.write(head.encode() + body)
+    await until(lambda: len(gateway.engine.answered) == 1)
+    writer.transport.abort()
+    await raw(session)
+    content = (await session.finalize())["trajectories"][0]["turns"][0]["details"]["token_logprobs"]
+    assert len(content) == TOKENS
+
+
+async def test_texts_that_the_journal_lost_are_said_to_be_lost(gateway: TextStack, tmp_path: Path) -> None:
+    session = await gateway.open()
+    await raw(session)
+    (told,) = relayed_in(gateway, session)
+    await until(lambda: told["entries"]._data is None)
+    for segment in (tmp_path / "journal").glob("*.log"):
+        segment.unlink()
+    reply = await session.control("finalize", {"reward": 1.0})
+    assert (reply.status, (await reply.json())["code"]) == (503, "journal")
 
 
 @pytest.mark.parametrize("restarted", [False, True])

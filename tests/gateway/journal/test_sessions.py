@@ -12,6 +12,8 @@ import pytest
 from nemo_gym.errors import ContractError, FencedError
 from nemo_gym.gateway.journal import (
     JournalDamagedError,
+    JournalError,
+    KeptBody,
     ReplayedSession,
     SessionJournal,
     SessionRecord,
@@ -53,6 +55,26 @@ async def test_open_session_comes_back_with_its_turns(tmp_path: Path) -> None:
             (b"\x02\n\xff", "f2", "k", False),
         ]
         assert await journal.commit_turn("a", b"more", fingerprint="f3") == 3
+
+
+async def test_bodies_are_read_again_where_the_journal_says_in_any_segment(tmp_path: Path) -> None:
+    kept: list[KeptBody] = []
+    bodies = [bytes([number]) * 300 for number in range(12)]
+    for start in (0, 6):
+        async with life(tmp_path, segment_bytes=1000) as (journal, _):
+            if not start:
+                await journal.opened(record("a"))
+            for number in range(start, start + 6):
+                pieces = [bodies[number][:100], memoryview(bodies[number])[100:]]
+                await journal.commit_turn("a", pieces, fingerprint=f"f{number}", kept=kept.append)
+                assert kept[-1].read(0, 300) == bodies[number]
+    assert len({body.path for body in kept}) > 3
+    assert [body.read(90, 20) for body in kept] == [body[90:110] for body in bodies]
+    with pytest.raises(JournalError, match="cut off"):
+        kept[-1].read(200, 101)
+    kept[0].path.unlink()
+    with pytest.raises(JournalError, match="cannot be read"):
+        kept[0].read(0, 1)
 
 
 async def test_finalize_answers_the_same_ever_after(tmp_path: Path) -> None:

@@ -85,8 +85,9 @@ def of_peer(stage: StageName, error: PeerError) -> StageFailure:
         kind=kind,
         reason=str(error)[:MAX_REASON_CHARS],
         retryable=not final or (stage is StageName.EVAL and refused),
-        # A fenced, forgotten or foreign attempt cannot be verified again; only a new one can.
-        new_attempt=stage is not StageName.EVAL or refused,
+        # A fenced, forgotten or foreign attempt cannot be verified again, nor one whose replica is gone for good; only
+        # a new one can.
+        new_attempt=stage is not StageName.EVAL or refused or error.problem.get("replica_lost") is True,
         details={"server": error.server, "status": error.status, "code": code},
     )
 

@@ -14,7 +14,7 @@ import orjson
 from nemo_gym.credentials import CONTROL_TOKEN_HEADER
 from nemo_gym.errors import ServerError
 from nemo_gym.rollouts.failures import PeerError
-from nemo_gym.serving.client import ServerClient
+from nemo_gym.serving.client import TRIES_OF_ONE_REPLICA, ServerClient
 from nemo_gym.serving.replicas import replica_context
 
 CONNECT_PATIENCE_S = 60.0
@@ -85,6 +85,8 @@ class Peers:
         chosen = self._replicas if self._replicas is not None else {}
         is_new = self._replicas is not None and server not in chosen and len(self._client.replica_urls(server)) > 1
         patience_s = min(self._patience_s, REPLICA_PATIENCE_S) if server in chosen else self._patience_s
+        if is_new or server in chosen:
+            options["max_tries"] = TRIES_OF_ONE_REPLICA
         give_up = time.monotonic() + patience_s
         while True:
             if is_new:
@@ -99,7 +101,10 @@ class Peers:
                     return Reply(body, _cookies(response))
             except ServerError as error:
                 if error.details.get("started") != "no" or time.monotonic() >= give_up:
-                    raise PeerError(server, path, 0, {"detail": error.message, **error.details}) from error
+                    problem = {"detail": error.message, **error.details}
+                    if error.details.get("started") == "no" and server in chosen:
+                        problem["replica_lost"] = True
+                    raise PeerError(server, path, 0, problem) from error
             except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
                 detail = f"the connection broke ({type(error).__name__}: {error})"
                 raise PeerError(server, path, 0, {"detail": detail}) from error

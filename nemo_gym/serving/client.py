@@ -30,6 +30,8 @@ from nemo_gym.serving.replicas import REPLICAS_HEADER, Chooser, current_replicas
 from nemo_gym.watched_socket import watched_socket
 
 MAX_NUM_TRIES = 6
+TRIES_OF_ONE_REPLICA = 2
+"""Of a request that another replica could take."""
 FIRST_BACKOFF_S = 0.1
 """Doubled after every try: a server that restarts within about six seconds is waited for."""
 TOTAL_TIMEOUT_S = 6 * 3600.0
@@ -118,7 +120,13 @@ def _encode_other(value: Any) -> Any:
 
 
 async def request(
-    method: str, url: str, _internal: bool = False, *, idempotent: bool | None = None, **options: Any
+    method: str,
+    url: str,
+    _internal: bool = False,
+    *,
+    idempotent: bool | None = None,
+    max_tries: int = MAX_NUM_TRIES,
+    **options: Any,
 ) -> ClientResponse:
     """Send one request; the response's status is the caller's to judge.
 
@@ -135,14 +143,15 @@ async def request(
     repeatable = method in IDEMPOTENT_METHODS if idempotent is None else idempotent
     session = get_global_aiohttp_client()
     backoff_s = FIRST_BACKOFF_S
-    for attempt in range(1, MAX_NUM_TRIES + 1):
+    for attempt in range(1, max_tries + 1):
         try:
             return await session.request(method, url, **options)
-        except aiohttp.ClientConnectorError as error:  # refused, unresolvable, unroutable: nothing was sent
-            if attempt == MAX_NUM_TRIES:
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            # Refused, unresolvable, unroutable, silent: nothing was sent.
+            if attempt == max_tries:
                 raise _unreachable(method, url, error, started="no") from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
-            if not repeatable or attempt == MAX_NUM_TRIES:
+            if not repeatable or attempt == max_tries:
                 raise _unreachable(method, url, error, started="unknown") from error
         await asyncio.sleep(backoff_s)
         backoff_s *= 2
@@ -297,7 +306,8 @@ class ServerClient(BaseModel):
         *others, last = self._replicas_for(server_name, urls)
         for number in others:
             try:
-                return await self._request_of(method, urls[number], url_path, headers, options)
+                few = {**options, "max_tries": TRIES_OF_ONE_REPLICA}
+                return await self._request_of(method, urls[number], url_path, headers, few)
             except ServerUnreachableError as error:
                 if error.details.get("started") != "no":
                     raise

@@ -71,8 +71,10 @@ class Chooser:
             ranked = sorted(range(len(urls)), key=lambda i: (self._busy[urls[i]], (i - turn) % len(urls)))
         else:
             ranked = sorted(range(len(urls)), key=lambda i: hashlib.sha256(f"{key}\n{urls[i]}".encode()).digest())
-        now = time.monotonic()
-        return sorted(ranked, key=lambda i: self._left_out.get(urls[i], 0.0) > now)
+        return sorted(ranked, key=lambda i: self.is_left_out(urls[i]))
+
+    def is_left_out(self, url: str) -> bool:
+        return self._left_out.get(url, 0.0) > time.monotonic()
 
     def unreachable(self, url: str) -> None:
         """It refused a connection."""

@@ -87,3 +87,4 @@ async def test_box_is_made_elsewhere_when_a_broker_is_gone(
         handle = await remote.create(SandboxSpec(ttl_s=300))
         assert box_of(handle).broker_url == brokers[1].url
         await remote.close(handle)
+    assert await remote.image_labels("no-such-image") is None, "the one that can be asked has none"

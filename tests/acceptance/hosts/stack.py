@@ -64,7 +64,7 @@ class Process:
 
 @dataclass
 class Stack:
-    """A composition's servers: two hosts per role, but for the model."""
+    """A composition's servers, each on every host that is named after its role."""
 
     hosts: Mapping[str, Host]
     words: Sequence[str]

@@ -39,6 +39,12 @@ class Brokers:
         yield from ((broker, NEXT_BROKER_AFTER_S) for broker in others)
         yield last, None
 
+    def patience_of(self, broker: Broker) -> float | None:
+        """How patient to be with one that is asked although another could do (``None``: as configured)."""
+        if len(self.all) == 1:
+            return None
+        return 0.0 if self._chooser.is_left_out(broker.url) else NEXT_BROKER_AFTER_S
+
     def unreachable(self, broker: Broker) -> None:
         """Ask the others first for a while."""
         self._chooser.unreachable(broker.url)

@@ -138,7 +138,8 @@ class BrokerConnection:
                 )
             except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
                 sent.raise_its_own()
-                never_started = isinstance(error, aiohttp.ClientConnectorError) or (stream and not sent.taken)
+                no_connection = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+                never_started = no_connection or (stream and not sent.taken)
                 if not (never_started or repeatable) or not await pauses.again():
                     raise _unreachable(method, url, error, started="no" if never_started else "unknown") from error
                 continue

@@ -289,18 +289,30 @@ class RemoteProvider:
         )
 
     async def image_labels(self, image: str) -> Mapping[str, str] | None:
-        """Of several brokers: where each has it, for any may be asked for a box of it."""
+        """Of several brokers: where each that can be reached has it, for any may be asked for a box of it."""
+        brokers = self._configured()
         labels: Mapping[str, str] | None = None
-        for broker in self._configured().all:
+        unreachable: BrokerUnreachableError | None = None
+        for broker in brokers.all:
             try:
                 answer = await self._connection.ask(
-                    "GET", broker.url + routes.image(image), headers=broker.headers, repeatable=True
+                    "GET",
+                    broker.url + routes.image(image),
+                    headers=broker.headers,
+                    repeatable=True,
+                    patience_s=brokers.patience_of(broker),
                 )
+            except BrokerUnreachableError as error:
+                brokers.unreachable(broker)
+                unreachable = error
             except SandboxError as error:
                 if error.details.get("problem") == "image_not_found":
                     return None
                 raise
-            labels = ImageView.model_validate_json(answer).labels
+            else:
+                labels = ImageView.model_validate_json(answer).labels
+        if labels is None and unreachable is not None:
+            raise unreachable
         return labels
 
     async def remove_image(self, image: str) -> None:

@@ -37,6 +37,7 @@ class GroupCommitThread(ABC, Generic[W]):
         self._requests: queue.SimpleQueue[W | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._closed = False
+        self._under_way = 0
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -49,7 +50,14 @@ class GroupCommitThread(ABC, Generic[W]):
         """Let go of the connection; nothing is asked afterwards."""
 
     def _put(self, request: W) -> None:
+        self._under_way += 1
         self._requests.put(request)
+
+    @property
+    def _idle(self) -> bool:
+        """For the loop's thread: whether nothing waits. Until the next `_put` the connection is then this thread's, if
+        it can be used from any."""
+        return self._under_way == 0 and not self._closed
 
     async def aclose(self) -> None:
         """Commit what waits, then end the thread; idempotent."""
@@ -61,8 +69,12 @@ class GroupCommitThread(ABC, Generic[W]):
     def _work(self) -> None:
         while (batch := self._next()) is not None:
             self._settle(batch)
-            self._loop.call_soon_threadsafe(_resolve, batch)
+            self._loop.call_soon_threadsafe(self._settled, batch)
         self._disconnect()
+
+    def _settled(self, batch: list[W]) -> None:
+        self._under_way -= len(batch)
+        resolve(batch)
 
     def _next(self) -> list[W] | None:
         """What waits, at least one; ``None`` when closed."""
@@ -82,7 +94,8 @@ class GroupCommitThread(ABC, Generic[W]):
         return batch
 
 
-def _resolve(batch: list[W]) -> None:
+def resolve(batch: list[W]) -> None:
+    """Tell each caller what became of its operation."""
     for request in batch:
         if request.future.done():  # its caller was cancelled; the write stands
             continue

@@ -17,6 +17,12 @@ from resources_servers.sandbox.registry.tables import SCHEMA_VERSION, meta, meta
 _DRIVERS = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg", "sqlite": "sqlite"}
 
 
+_PATIENCE_MS = 5000
+"""How long a transaction waits for another program that writes to the same file."""
+_CHECKPOINT_PAGES = 4000
+"""Of SQLite's log, after which a commit also brings its pages to their places and waits until the disk has them."""
+
+
 class Durability(IntEnum):
     """What a committed transaction outlives."""
 
@@ -48,7 +54,9 @@ def open_engine(url: str) -> Engine:
         parsed = parsed.set(drivername=_DRIVERS[backend])
         if backend == "sqlite":
             _private_file(parsed)
-        engine = create_engine(parsed, poolclass=NullPool)
+        # A connection has one user at a time, not always the same thread.
+        arguments = {"check_same_thread": False} if backend == "sqlite" else {}
+        engine = create_engine(parsed, poolclass=NullPool, connect_args=arguments)
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
         raise ConfigError(
             f"database_url cannot be used ({error}); give sqlite:////path/to/file or postgresql://user@host/name, and"
@@ -68,17 +76,31 @@ def _private_file(url: URL) -> None:
 
 def _tune_sqlite(connection: Any, _record: Any) -> None:
     cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=5000", "wal_autocheckpoint=4000"):
-        cursor.execute(f"PRAGMA {pragma}")
+    cursor.execute("PRAGMA journal_mode=WAL")
     cursor.close()
 
 
-def begin(connection: Connection, durability: Durability) -> RootTransaction:
-    """A transaction that is as durable as said once it is committed. Raises `SQLAlchemyError`."""
-    if connection.dialect.name == "sqlite":
-        # To SQLite this is the connection's affair, and nothing that can be said within a transaction.
+def is_local(connection: Connection) -> bool:
+    """Whether a transaction that waits for no disk waits for nothing else either."""
+    return connection.dialect.name == "sqlite"
+
+
+def begin(connection: Connection, durability: Durability, *, at_once: bool = False) -> RootTransaction:
+    """A transaction that is as durable as said once it is committed.
+
+    Args:
+        at_once: that it waits for nobody, and nothing else is done at its commit. Every now and then there must be one
+            that is not so.
+
+    Raises:
+        SQLAlchemyError: the database cannot be used.
+    """
+    if is_local(connection):
+        # To SQLite these are the connection's affair, and nothing that can be said within a transaction.
         driver: Any = connection.connection.dbapi_connection
         driver.execute(f"PRAGMA synchronous={'FULL' if durability is Durability.MACHINE else 'NORMAL'}")
+        driver.execute(f"PRAGMA wal_autocheckpoint={0 if at_once else _CHECKPOINT_PAGES}")
+        driver.execute(f"PRAGMA busy_timeout={0 if at_once else _PATIENCE_MS}")
         return connection.begin()
     transaction = connection.begin()
     if durability is not Durability.MACHINE:

@@ -8,6 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, bindparam, delete, exists, insert, select, update
 
 from resources_servers.sandbox.registry.database import Durability
+from resources_servers.sandbox.registry.prepared import Prepared
 from resources_servers.sandbox.registry.records import ExecRecord
 from resources_servers.sandbox.registry.tables import execs
 from resources_servers.sandbox.registry.writer import GroupCommitWriter
@@ -16,14 +17,16 @@ from resources_servers.sandbox.registry.writer import GroupCommitWriter
 _IS = (execs.c.sandbox_id == bindparam("of_box")) & (execs.c.exec_id == bindparam("of_exec"))
 _FIND = select(execs).where(_IS)
 _NEW = ("sandbox_id", "exec_id", "body_digest", "submitted_at")
-_INSERT = (
+_INSERT = Prepared(
     insert(execs)
     .from_select(
         _NEW, select(*(bindparam(name, type_=execs.c[name].type) for name in _NEW)).where(~exists().where(_IS))
     )
     .returning(execs.c.exec_id)
 )
-_END = update(execs).where(_IS, execs.c.end.is_(None)).values(end=bindparam("said")).returning(execs.c.exec_id)
+_END = Prepared(
+    update(execs).where(_IS, execs.c.end.is_(None)).values(end=bindparam("said")).returning(execs.c.exec_id)
+)
 _DISCARD = delete(execs).where(_IS, execs.c.end.is_(None))
 
 
@@ -45,7 +48,7 @@ class ExecStore:
 
         def operation(connection: Connection) -> ExecRecord | None:
             # What it returns says whether it wrote; the count of rows is not told by every driver.
-            if connection.execute(_INSERT, values).first() is not None:
+            if _INSERT.first(connection, values) is not None:
                 return None
             row = connection.execute(_FIND, values).first()
             return None if row is None else _exec(row)
@@ -58,9 +61,9 @@ class ExecStore:
         values = {**_new(record), "said": record.end}
 
         def operation(connection: Connection) -> None:
-            if connection.execute(_END, values).first() is None:
-                connection.execute(_INSERT, values)
-                connection.execute(_END, values)
+            if _END.first(connection, values) is None:
+                _INSERT.first(connection, values)
+                _END.first(connection, values)
 
         await self._writer.call(operation, self._durability)
 

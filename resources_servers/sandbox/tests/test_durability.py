@@ -1,17 +1,20 @@
-"""What the registry's transactions outlive: each is as durable as the most demanding of what is written in it."""
+"""What the registry's transactions outlive, and for what they wait."""
 
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from sqlalchemy import Connection
 
+from resources_servers.sandbox.registry import database
+from resources_servers.sandbox.registry import writer as registry_writer
 from resources_servers.sandbox.registry.database import Durability, open_engine
 from resources_servers.sandbox.registry.execs import ExecStore
 from resources_servers.sandbox.registry.records import ExecRecord
@@ -60,7 +63,7 @@ async def in_one_transaction(
         entered.set()
         assert leave.wait(30)
 
-    first = writer.call(long, Durability.PROCESS)
+    first = writer.call(long)  # durable, so it is the writer that is busy
     assert await asyncio.to_thread(entered.wait, 30)
     others = [writer.call(operation, durability) for operation, durability in asked]
     leave.set()
@@ -109,3 +112,54 @@ async def test_end_is_written_once_also_when_the_database_forgot_the_intent(url:
         assert await store.find("box", "exec") == ended
         known = await store.insert("box", "exec", b"digest")
         assert known == ended
+
+
+async def test_exec_records_need_no_other_thread_when_the_registry_is_a_file_that_nobody_waits_for(url: str) -> None:
+    async with writing(url) as writer:
+        threads = [await writer.call(_thread, durability) for durability in (Durability.MACHINE, Durability.PROCESS)]
+    writers, here = threads[0], threading.get_ident()
+    assert writers != here
+    assert threads[1] == (here if url.startswith("sqlite") else writers)
+
+
+async def test_operations_are_run_in_order_whoever_runs_them(url: str) -> None:
+    ran: list[int] = []
+    async with writing(url) as writer:
+        for number in range(300):
+            durability = Durability.MACHINE if number % 7 == 0 else Durability.PROCESS
+            call = writer.call(lambda _, number=number: ran.append(number), durability)
+            if number % 11 == 0:
+                await call
+        await call
+    assert ran == [*range(300)]
+
+
+async def test_exec_record_waits_beside_the_loop_for_another_program_that_writes(tmp_path: Path) -> None:
+    async with writing(f"sqlite:///{tmp_path / 'registry.sqlite'}") as writer:
+        store = ExecStore(writer)
+        assert await store.insert("box", "first", b"digest") is None
+        with closing(sqlite3.connect(tmp_path / "registry.sqlite", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            inserting = asyncio.ensure_future(store.insert("box", "second", b"digest"))
+            await asyncio.sleep(0)  # here it would stand still if it waited on the loop
+            assert not inserting.done()
+            other.execute("COMMIT")
+        assert await inserting is None
+        assert await store.find("box", "second") is not None
+
+
+async def test_log_of_the_registry_stays_short_however_many_commands_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "_CHECKPOINT_PAGES", 20)
+    monkeypatch.setattr(registry_writer, "MAX_AT_ONCE", 50)
+    async with writing(f"sqlite:///{tmp_path / 'registry.sqlite'}") as writer:
+        store = ExecStore(writer)
+        for number in range(1000):
+            await store.insert("box", f"exec-{number}", b"digest")
+        # Each commit writes a page of 4 KiB or more.
+        assert (tmp_path / "registry.sqlite-wal").stat().st_size < 1000 * 4096
+
+
+def _thread(_: Connection) -> int:
+    return threading.get_ident()

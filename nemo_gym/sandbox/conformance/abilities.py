@@ -76,7 +76,7 @@ class AbilityChecks(Checks):
     async def image_name(self, provider: SandboxProvider) -> AsyncIterator[str]:
         name = f"conformance-{uuid.uuid4().hex[:12]}"
         yield name
-        if isinstance(provider, SupportsSnapshot):
+        if provider.capabilities.snapshot and isinstance(provider, SupportsSnapshot):
             await provider.remove_image(name)
 
     async def test_committed_box_becomes_an_image_that_new_boxes_start_from(

@@ -1,19 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from nemo_gym.credentials import Role
-from nemo_gym.server_utils import close_global_aiohttp_client
 from tests.servers.plugins import CounterEnvironment, PhraseEnvironment
+from tests.servers.sessions import no_session_left
 from tests.servers.stack import Stack, running_stack
 
-
-@pytest.fixture(autouse=True)
-async def _no_session_left() -> AsyncIterator[None]:
-    yield
-    await close_global_aiohttp_client()
+__all__ = ["no_session_left"]
 
 
 @pytest.fixture

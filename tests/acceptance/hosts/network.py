@@ -100,13 +100,14 @@ class Host:
 @contextmanager
 def switched_hosts(names: Sequence[str]) -> Iterator[dict[str, Host]]:
     """These hosts, on one switch, until the block ends."""
+    assert os.geteuid() == 0, "networks, mounts and a switch of their own are root's to make: run these tests as root"
     run = f"nghosts-{uuid.uuid4().hex[:8]}"
     hosts: dict[str, Host] = {}
     switch = _held("switch", _UNSHARE_SWITCH, "true")
     try:
         _ip(switch[1], "link add br0 type bridge", "link set br0 up")
         for number, name in enumerate(names, start=11):
-            hosts[name] = _host(name, _ADDRESS.format(number), number, switch[1], _CGROUPS, run)
+            hosts[name] = _host(name, _ADDRESS.format(number), number, switch[1], run)
         yield hosts
     finally:
         for host in hosts.values():
@@ -124,7 +125,7 @@ _UNSHARE_SWITCH = ("--net",)
 _UNSHARE_HOST = ("--mount", "--uts", "--ipc", "--net", "--mount-proc", "--propagation=private")
 
 
-def _host(name: str, address: str, number: int, switch: int, cgroups: Path, run: str) -> Host:
+def _host(name: str, address: str, number: int, switch: int, run: str) -> Host:
     holder, init = _held(name, _UNSHARE_HOST, f"hostname {name}\n{_own_files()}")
     groups = []
     for hierarchy in _hierarchies():

@@ -173,7 +173,7 @@ class RemoteProcess:
             "GET" if has_stdin else "PUT",
             self._box.url(routes.exec_output(self._box.sandbox_id, self.exec_id) if has_stdin else self._path()),
             headers={**self._box.headers, **_FRAMES},
-            query={"offset": str(self._offset)},
+            query={"offset": str(self._offset)} if self._offset else None,
             body=None if has_stdin else self._submission,
             repeatable=True,
             silence_s=_SILENCE_S,

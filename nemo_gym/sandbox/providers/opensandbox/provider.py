@@ -9,19 +9,16 @@ from builtins import list as List  # noqa: N812 - the contract has a method of t
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from nemo_gym.errors import SandboxCreateError, SandboxError, SandboxLostError
 from nemo_gym.sandbox.base import (
-    DEFAULT_MAX_OUTPUT_BYTES,
     DEFAULT_READY_TIMEOUT_S,
     Door,
     ExecRequest,
     NetworkPolicy,
-    SandboxExecResult,
     SandboxHandle,
     SandboxInfo,
     SandboxSpec,
@@ -30,7 +27,6 @@ from nemo_gym.sandbox.base import (
 from nemo_gym.sandbox.capabilities import SandboxCapabilities
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.labels import MANAGED
-from nemo_gym.sandbox.outputs import run_to_end
 from nemo_gym.sandbox.providers.opensandbox import archives
 from nemo_gym.sandbox.providers.opensandbox.box import OpenSandboxBox, box_of
 from nemo_gym.sandbox.providers.opensandbox.config import OpenSandboxConfig
@@ -41,7 +37,7 @@ from nemo_gym.sandbox.providers.opensandbox.execution import OpenSandboxExec
 from nemo_gym.sandbox.providers.opensandbox.images import NO_ENGINE, EngineImages
 from nemo_gym.sandbox.providers.opensandbox.labels import decode, select
 from nemo_gym.sandbox.providers.opensandbox.tool import sdk_of
-from nemo_gym.sandbox.transfer import download, upload
+from nemo_gym.sandbox.streaming_provider import StreamingProvider
 
 if TYPE_CHECKING:
     from opensandbox.models.sandboxes import SandboxInfo as BackendInfo
@@ -60,7 +56,7 @@ _STATES = {
 }
 
 
-class OpenSandboxProvider:
+class OpenSandboxProvider(StreamingProvider):
     """Boxes of an OpenSandbox server, whose leases the server keeps.
 
     Args:
@@ -221,22 +217,6 @@ class OpenSandboxProvider:
         await process.start()
         return process
 
-    async def exec(
-        self,
-        handle: SandboxHandle,
-        command: str | Sequence[str],
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-        user: str | None = None,
-        stdin: bytes | None = None,
-        merge_stderr: bool = False,
-        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
-    ) -> SandboxExecResult:
-        request = ExecRequest(command, cwd, env or {}, timeout_s, user, stdin, merge_stderr, max_output_bytes)
-        return await run_to_end(self.start_exec(handle, request))
-
     # --------------------------------------------------------------------------------------------------- files
 
     async def put_archive(self, handle: SandboxHandle, path: str, tar: AsyncIterator[bytes]) -> None:
@@ -246,12 +226,6 @@ class OpenSandboxProvider:
         self, handle: SandboxHandle, path: str, *, exclude: Sequence[str] = (), max_bytes: int | None = None
     ) -> AsyncIterator[bytes]:
         return archives.get(self._connection, box_of(handle), path, exclude=exclude, max_bytes=max_bytes)
-
-    async def upload_file(self, handle: SandboxHandle, source: Path, target: str) -> None:
-        await upload(self, handle, source, target)
-
-    async def download_file(self, handle: SandboxHandle, source: str, target: Path) -> None:
-        await download(self, handle, source, target)
 
     # --------------------------------------------------------------------------------------------------- images
 

@@ -7,7 +7,6 @@ import contextlib
 import uuid
 from builtins import list as List  # noqa: N812 - the contract has a method of the builtin's name
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import structlog
@@ -21,11 +20,9 @@ from nemo_gym.errors import (
     SandboxLostError,
 )
 from nemo_gym.sandbox.base import (
-    DEFAULT_MAX_OUTPUT_BYTES,
     DEFAULT_READY_TIMEOUT_S,
     Door,
     ExecRequest,
-    SandboxExecResult,
     SandboxHandle,
     SandboxInfo,
     SandboxSpec,
@@ -33,7 +30,6 @@ from nemo_gym.sandbox.base import (
 )
 from nemo_gym.sandbox.capabilities import SandboxCapabilities
 from nemo_gym.sandbox.door_statistics import DoorStatistics
-from nemo_gym.sandbox.outputs import run_to_end
 from nemo_gym.sandbox.providers.remote import archives
 from nemo_gym.sandbox.providers.remote.abilities import Abilities
 from nemo_gym.sandbox.providers.remote.box import RemoteBox, box_of
@@ -42,7 +38,7 @@ from nemo_gym.sandbox.providers.remote.connection import BrokerConnection, Broke
 from nemo_gym.sandbox.providers.remote.doors import DoorCounts
 from nemo_gym.sandbox.providers.remote.options import Broker, RemoteOptions
 from nemo_gym.sandbox.providers.remote.process import RemoteProcess
-from nemo_gym.sandbox.transfer import download, upload
+from nemo_gym.sandbox.streaming_provider import StreamingProvider
 from nemo_gym.sandbox.wire import routes
 from nemo_gym.sandbox.wire.boxes import (
     CommitImage,
@@ -66,7 +62,7 @@ _ADMISSION_S = 300.0
 _COMMIT_TIMEOUT_S = 1800.0
 
 
-class RemoteProvider:
+class RemoteProvider(StreamingProvider):
     """Boxes behind a broker, or behind several of one name.
 
     Args:
@@ -212,22 +208,6 @@ class RemoteProvider:
 
     # ---------------------------------------------------------------------------------------------- commands
 
-    async def exec(
-        self,
-        handle: SandboxHandle,
-        command: str | Sequence[str],
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-        user: str | None = None,
-        stdin: bytes | None = None,
-        merge_stderr: bool = False,
-        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
-    ) -> SandboxExecResult:
-        request = ExecRequest(command, cwd, env or {}, timeout_s, user, stdin, merge_stderr, max_output_bytes)
-        return await run_to_end(self.start_exec(handle, request))
-
     async def start_exec(self, handle: SandboxHandle, request: ExecRequest) -> RemoteProcess:
         box = box_of(handle)
 
@@ -250,12 +230,6 @@ class RemoteProvider:
         self, handle: SandboxHandle, path: str, *, exclude: Sequence[str] = (), max_bytes: int | None = None
     ) -> AsyncIterator[bytes]:
         return archives.get(self._connection, box_of(handle), path, exclude=exclude, max_bytes=max_bytes)
-
-    async def upload_file(self, handle: SandboxHandle, source: Path, target: str) -> None:
-        await upload(self, handle, source, target)
-
-    async def download_file(self, handle: SandboxHandle, source: str, target: Path) -> None:
-        await download(self, handle, source, target)
 
     # ------------------------------------------------------------------------------------------------- doors
 

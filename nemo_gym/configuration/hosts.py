@@ -1,7 +1,8 @@
 """A composition on several hosts: which servers run where, in how many replicas, and on which network they talk.
 
 Every host composes the same words and says which one it is (``host=worlds-1``). No address outside the network that
-the block names is listened on or called. Without ``tls`` servers speak plain HTTP, and the network must be private.
+the block names is listened on or called. Off loopback servers speak HTTPS, or plain HTTP where the block says that the
+network is private enough for it.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class _Block(BaseModel):
 
     network: IPvAnyNetwork
     tls: Tls | None = None
+    plain_http: bool = False
+    """Servers of a private network do without ``tls``."""
     stack_secret: str = Field(pattern=rf"^[0-9a-fA-F]{{{2 * ROOT_KEY_BYTES},}}$", repr=False)
     machines: dict[str, _Machine] = Field(min_length=1)
 
@@ -127,10 +130,19 @@ def _checked(values: Any) -> _Block:
             key=HOSTS,
         ) from None
     network = ip_network(str(block.network))
+    if block.tls is not None and block.plain_http:
+        raise ConfigError(f"{HOSTS}.plain_http and {HOSTS}.tls exclude each other", key=f"{HOSTS}.plain_http")
+    if block.tls is None and not block.plain_http and not network.is_loopback:
+        raise ConfigError(
+            f"{HOSTS}.tls is missing: requests carry credentials, so off loopback servers speak HTTPS; give"
+            f" certificate_file and key_file, or say {HOSTS}.plain_http: true for a network in which nobody else"
+            " listens",
+            key=f"{HOSTS}.tls",
+        )
     if network.is_global and block.tls is None:
         raise ConfigError(
-            f"{HOSTS}.network {network} is no private network, and without {HOSTS}.tls servers speak plain HTTP with"
-            " credentials in it; use private addresses, those of a VPN between the hosts, or TLS",
+            f"{HOSTS}.network {network} is no private network, and with {HOSTS}.plain_http credentials would be read"
+            " in it; use private addresses, those of a VPN between the hosts, or TLS",
             key=f"{HOSTS}.network",
         )
     taken: dict[tuple[str, int], str] = {}

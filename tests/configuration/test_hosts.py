@@ -25,6 +25,7 @@ WORDS = ["agent=simple_agent", "environment=math", "model=scripted"]
 SECRET = "5e" * 32
 BLOCK: dict[str, Any] = {
     "network": "10.1.0.0/16",
+    "plain_http": True,
     "stack_secret": SECRET,
     "machines": {
         "trainer": {"address": "10.1.0.1"},
@@ -87,6 +88,7 @@ def test_replicas_take_the_credentials_that_any_host_makes(composed: Any) -> Non
     [
         (changed(network="8.0.0.0/8"), [], "network 8.0.0.0/8 is no private network"),
         (changed(network="0.0.0.0/0"), [], "no private network"),
+        (changed(plain_http=False), [], "hosts.tls is missing"),
         (changed(tls={"certificate_file": "a"}), [], "tls.key_file"),
         (changed(network="10.1.0.5/16"), [], "network"),
         (changed(machines__trainer__address="192.168.0.1"), [], "trainer.address 192.168.0.1 is not in"),
@@ -111,7 +113,7 @@ def test_wrong_block_is_refused_by_key(block: dict[str, Any], words: list[str], 
 def test_public_network_takes_tls_and_each_host_its_own_files(composed: Any, tmp_path: Path) -> None:
     files = {"certificate_file": str(tmp_path / "host.crt"), "key_file": str(tmp_path / "host.key")}
     machines = {"one": {"address": "8.1.0.1", "servers": {"math": 1, "simple_agent": 2, "policy_model": 3}}}
-    block = {**BLOCK, "network": "8.1.0.0/16", "machines": machines, "tls": files}
+    block = {**BLOCK, "plain_http": False, "network": "8.1.0.0/16", "machines": machines, "tls": files}
     hosts = Hosts.of(composed(block, "host=one"))
     assert hosts is not None
     assert {place.url for places in hosts.replicas.values() for place in places} == {

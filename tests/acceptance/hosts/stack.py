@@ -95,8 +95,9 @@ class Stack:
             for name in names:
                 machines[name]["servers"][instance] = self.port(instance)
         secret = f"${{oc.env:{SECRET_VARIABLE}}}"
-        block = {"network": NETWORK, "stack_secret": secret, "machines": machines}
+        block = {"network": NETWORK, "plain_http": True, "stack_secret": secret, "machines": machines}
         if self.tls:
+            del block["plain_http"]
             block["tls"] = {"certificate_file": f"{TLS_DIR}/host.crt", "key_file": f"{TLS_DIR}/host.key"}
         return {"hosts": block}
 

@@ -75,7 +75,7 @@ def assemble(
         boxes=boxes,
         execs=execs,
         creations=Creations(boxes, warm),
-        access=Access(TokenSigner(derive("sandbox-lease")), boxes, credentials, config.tokens),
+        access=Access(TokenSigner(derive("sandbox-lease")), boxes, credentials, config.caller_tokens),
         warm=warm,
         upkeep=Upkeep(
             boxes,

@@ -39,12 +39,12 @@ class BrokerConfig(BaseRunServerInstanceConfig):
     """Name that this broker's boxes carry as a label, unique among brokers of one backend or database; ``None`` is a
     random one, kept in the state directory."""
 
-    tokens: dict[str, str] = Field(default_factory=dict, repr=False)
+    caller_tokens: dict[str, str] = Field(default_factory=dict, repr=False)
     """Callers that are no servers of this stack: name → bearer token. They see the boxes that they made."""
 
     mount_roots: list[str] | None = None
     """Directories of the backend's host that boxes may mount from; ``None`` is anywhere for servers of this stack,
-    and nowhere for the callers in ``tokens``."""
+    and nowhere for the callers in ``caller_tokens``."""
 
     default_ttl_s: float = Field(DEFAULT_TTL_S, gt=0, le=MAX_TTL_S)
     max_ttl_s: float = Field(24 * 3600.0, gt=0, le=MAX_TTL_S)

@@ -34,7 +34,7 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, too
 
 from nemo_gym.gateway.testing.tiny.policies import make_policy
-from nemo_gym.serving.webserver import raise_file_limit
+from nemo_gym.serving.webserver import keep_memory, raise_file_limit
 from tests.bench.gateway_parts import latency, long_history, many_sessions, peers, relay, throughput
 from tests.bench.gateway_parts.conversations import Load
 from tests.bench.gateway_parts.doors import (
@@ -265,6 +265,7 @@ def main() -> int:
     if unknown := wanted - set(SECTIONS):
         parser.error(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
     amounts = Amounts(rounds=arguments.rounds, sessions=arguments.sessions)
+    keep_memory()  # as the gateway does: what large bodies cost here would count as its own
     figures, bars = uvloop.run(run(wanted, arguments.uni_agent, amounts))
     return print_report(figures, bars, as_json=arguments.json)
 

@@ -19,6 +19,8 @@ from typing import Any, cast
 import orjson
 import uvloop
 
+from nemo_gym.serving.webserver import keep_memory
+
 _PLACE = "<<prompt>>"
 
 
@@ -213,4 +215,5 @@ async def serve(listener: socket.socket) -> None:
 
 
 if __name__ == "__main__":
+    keep_memory()
     uvloop.run(serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -70,7 +70,8 @@ class Peers:
         cookies: Mapping[str, str] | None = None,
         idempotent: bool = False,
     ) -> Reply:
-        """Send a JSON body. Raises `PeerError` for any status of 400 or more and for a peer that cannot be reached."""
+        """Send a JSON body. Raises `PeerError` for any status of 300 or more (a redirection is not followed) and for a
+        peer that cannot be reached."""
         headers = dict(_JSON)
         if control_token is not None:
             headers[CONTROL_TOKEN_HEADER] = control_token
@@ -96,7 +97,7 @@ class Peers:
                     request = await self._client.request(server, path, method, **options)
                 async with request as response:
                     body = await response.read()
-                    if response.status >= 400:
+                    if response.status >= 300:
                         raise PeerError(server, path, response.status, _problem(body, response.status))
                     return Reply(body, _cookies(response))
             except ServerError as error:

@@ -168,15 +168,21 @@ def _unreachable(method: str, url: str, error: Exception, *, started: str) -> Se
 
 
 async def raise_for_status(response: ClientResponse) -> None:
-    """Raise aiohttp's ``ClientResponseError`` for a status of 400 or more, with the body as ``response_content``."""
-    if response.ok:
+    """Raise aiohttp's ``ClientResponseError`` for a status of 300 or more, with the body as ``response_content``: a
+    redirection is followed by nobody."""
+    if response.status < 300:
         return
     content = await response.content.read()
-    try:
-        response.raise_for_status()
-    except aiohttp.ClientResponseError as error:
-        error.response_content = content  # type: ignore[attr-defined]
-        raise
+    error = aiohttp.ClientResponseError(
+        response.request_info,
+        response.history,
+        status=response.status,
+        message=response.reason or "",
+        headers=response.headers,
+    )
+    error.response_content = content  # type: ignore[attr-defined]
+    response.release()
+    raise error
 
 
 async def get_response_json(response: ClientResponse) -> Any:
@@ -191,7 +197,7 @@ async def expect_json(response: ClientResponse, server_name: str) -> dict[str, A
         value = orjson.loads(body)
     except orjson.JSONDecodeError:
         value = {"detail": body[:300].decode(errors="replace")}
-    if response.status < 400 and isinstance(value, dict):
+    if response.status < 300 and isinstance(value, dict):
         return value
     problem = value if isinstance(value, dict) else {"detail": f"answered {type(value).__name__}, not an object"}
     raise ServerError(
@@ -318,7 +324,8 @@ class ServerClient(BaseModel):
     ) -> ClientResponse:
         with self._chooser.busy(url):
             try:
-                return await request(method, url + url_path, headers=headers, **options)
+                # Credentials are for this address; a redirection is an answer like any other.
+                return await request(method, url + url_path, headers=headers, **{**options, "allow_redirects": False})
             except ServerUnreachableError as error:
                 if error.details.get("started") == "no":
                     self._chooser.unreachable(url)

@@ -114,7 +114,7 @@ class Toolbox:
         except ServerError as error:
             raise ToolServerError(f"environment '{self._environment}' cannot be reached: {error.message}") from error
         self._cookies.update({key: morsel.value for key, morsel in reply.cookies.items()})
-        return text, reply.status >= 400
+        return text, reply.status >= 300
 
 
 async def _connect(stack: AsyncExitStack, server: McpServer) -> Client:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import aiohttp
 import pytest
 from pydantic import BaseModel
 
 from nemo_gym.errors import ConfigError, ServerError
+from nemo_gym.rollouts.failures import PeerError
+from nemo_gym.rollouts.peers import Peers
 from nemo_gym.server_utils import (
     ServerClient,
     ServerUnreachableError,
@@ -21,6 +23,7 @@ from nemo_gym.server_utils import (
     request,
 )
 from nemo_gym.serving import client as client_module
+from nemo_gym.serving.client import expect_json
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
 
@@ -92,6 +95,31 @@ async def test_error_status_carries_the_peers_body(counter: object) -> None:
     with pytest.raises(aiohttp.ClientResponseError) as caught:
         await raise_for_status(reply)
     assert caught.value.status == 422 and b"_ng_session" in caught.value.response_content  # type: ignore[attr-defined]
+
+
+async def test_credential_stays_with_its_server_when_that_answers_with_a_redirection() -> None:
+    async with peer(hang_ups=0) as (elsewhere, heard), AsyncExitStack() as stack:
+
+        async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            to = f"http://127.0.0.1:{elsewhere}/taken"
+            head = f"HTTP/1.1 307 Moved\r\nLocation: {to}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+            writer.write(head.encode())
+            await writer.drain()
+            writer.close()
+
+        server = await stack.enter_async_context(await asyncio.start_server(redirect, "127.0.0.1", 0))
+        block = {"host": "127.0.0.1", "port": server.sockets[0].getsockname()[1]}
+        client = ServerClient(global_config_dict={"math": {"resources_servers": {"math": block}}})
+        client.use_credentials({"math": "for math alone"})
+        with pytest.raises(aiohttp.ClientResponseError, match="307"):
+            await raise_for_status(await client.post("math", "/verify", json={}))
+        with pytest.raises(ServerError) as caught:
+            await expect_json(await client.post("math", "/verify", json={}), "math")
+        with pytest.raises(PeerError, match="307"):
+            await Peers(client).post("math", "/verify", b"{}")
+    assert caught.value.details["peer_status"] == 307
+    assert heard == []
 
 
 def test_unknown_server_is_named_with_the_nearest_one() -> None:

@@ -39,6 +39,8 @@ from nemo_gym.serving.problems import JsonResponse, parse_json_object
 
 SESSION_PREFIX = "/sessions/{session_id}"
 COUNT_TOKENS = "/v1/messages/count_tokens"
+_STEPS = ("_inference_route", "_session_of", "_authorize")
+"""Of a call through the layers; where a plugin has one of its own, no call may pass it by."""
 
 
 class Gateway(SimpleResponsesAPIModel):
@@ -125,7 +127,7 @@ class Gateway(SimpleResponsesAPIModel):
         if self.config.path_tokens:
             app.add_middleware(PathTokenMiddleware)
         assert isinstance(app, Application)
-        if type(self)._inference_route is Gateway._inference_route:  # or a plugin's own would be passed by
+        if all(getattr(type(self), step) is getattr(Gateway, step) for step in _STEPS):
             answer, bound = self._inference.answer, self.config.max_body_bytes
             app.take_shortcut(InferenceDoor(self._durable, answer, max_body_bytes=bound))
         return app

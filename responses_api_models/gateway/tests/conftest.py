@@ -98,7 +98,7 @@ class GatewayStack:
         self.teller = teller
         self._folder = folder
 
-    async def start(self, **block: Any) -> None:
+    async def start(self, cls: type[Gateway] = Gateway, **block: Any) -> None:
         """Servers start in a thread and block until they are up: the engine must go on meanwhile."""
         given = {
             "model": "policy-7b",
@@ -107,11 +107,11 @@ class GatewayStack:
             "journal_dir": str(self._folder / "journal"),
             **block,
         }
-        await asyncio.to_thread(lambda: self.stack.add("gateway", Gateway, Role.MODEL, **given))
+        await asyncio.to_thread(lambda: self.stack.add("gateway", cls, Role.MODEL, **given))
 
-    async def restart(self, **block: Any) -> None:
+    async def restart(self, cls: type[Gateway] = Gateway, **block: Any) -> None:
         await asyncio.to_thread(self.stack.stop, "gateway")
-        await self.start(**block)
+        await self.start(cls, **block)
 
     async def open(self, body: dict[str, Any] | None = None, **identity: Any) -> Opened:
         asked = {"rollout": rollout(**identity).model_dump(), **(body or {})}

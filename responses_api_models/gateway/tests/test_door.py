@@ -8,11 +8,15 @@ from typing import Any
 
 import orjson
 import pytest
+from starlette.requests import Request
 
+from nemo_gym.errors import CredentialError
 from nemo_gym.gateway.dialects import PATHS
 from nemo_gym.gateway.dialects.chat import ChatAdapter
 from nemo_gym.gateway.service.door import InferenceDoor
+from nemo_gym.gateway.sessions import GatewaySession
 from nemo_gym.server_utils import request
+from responses_api_models.gateway.app import Gateway
 from responses_api_models.gateway.tests.conftest import GatewayStack, Opened
 
 CHAT = "/v1/chat/completions"
@@ -144,3 +148,16 @@ async def test_a_caller_that_leaves_within_its_body_is_no_error(gateway: Gateway
     await writer.wait_closed()
     assert (await opened.state())["in_flight"] == 0
     assert (await opened.chat())["object"] == "chat.completion"
+
+
+async def test_no_call_passes_by_a_check_that_a_plugin_has_of_its_own(
+    gateway: GatewayStack, answered: list[str]
+) -> None:
+    class Strict(Gateway):
+        def _authorize(self, request: Request) -> GatewaySession | None:
+            raise CredentialError("not today")
+
+    await gateway.restart(Strict)
+    opened = await gateway.open()
+    assert (await sent(opened, CHAT, {"messages": opened.messages}))[0] == 401
+    assert answered == []

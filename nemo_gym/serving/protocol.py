@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import sys
 import termios
+from functools import partial
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -19,7 +20,7 @@ class WatchedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.transport = JoinedWrites(transport, self.loop)  # type: ignore[assignment]
-        DELIVERIES.began(self.client, transport.get_write_buffer_size)
+        DELIVERIES.began(self.client, partial(_unwritten, transport))
 
     def eof_received(self) -> None:
         # What is written from here on goes nowhere, and nobody is told.
@@ -31,12 +32,19 @@ class WatchedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
 
+def _unwritten(transport: asyncio.Transport) -> int:
+    """Bytes that may not be the kernel's yet. Below TLS lies a buffer that nobody can ask for its size: there, nothing
+    has left before the other end's kernel has taken what it was sent."""
+    size = transport.get_write_buffer_size()
+    return size if transport.get_extra_info("sslcontext") is None else size + _untaken(transport)
+
+
 def _untaken(transport: asyncio.BaseTransport | None) -> int:
     """Bytes that were written and that the other end's kernel has not acknowledged. A client that leaves before they
     come ends its connection in order: the reset comes behind its end, and nobody reads that far."""
     sock = transport.get_extra_info("socket") if transport is not None else None
     try:
         waiting = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0" * 4) if sock is not None else b"\0" * 4
-    except OSError:  # no socket of the kernel's any more
+    except (OSError, ValueError):  # no socket of the kernel's any more
         return 0
     return int.from_bytes(waiting, sys.byteorder)

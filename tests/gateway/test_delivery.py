@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
+import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import uvicorn
 import uvloop
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from nemo_gym.gateway.delivery import DELIVERIES
+from nemo_gym.gateway.delivery import DELIVERIES, AnswerWatch
 from nemo_gym.gateway.retries import SessionAnswers
 from nemo_gym.serving.protocol import WatchedHttpProtocol
 
@@ -81,10 +84,17 @@ class Gateway:
 
 @asynccontextmanager
 async def served(gateway: Gateway) -> AsyncIterator[int]:
+    async with serving(gateway.turn) as port:
+        yield port
+
+
+@asynccontextmanager
+async def serving(turn: Callable[[Request], Awaitable[Response]], **tls: str) -> AsyncIterator[int]:
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    app = Starlette(routes=[Route("/turn", gateway.turn, methods=["POST"])])
-    server = uvicorn.Server(uvicorn.Config(app, http=WatchedHttpProtocol, log_level="warning", ws="none"))
+    app = Starlette(routes=[Route("/turn", turn, methods=["POST"])])
+    config = uvicorn.Config(app, http=WatchedHttpProtocol, log_level="warning", ws="none", **tls)  # type: ignore[arg-type]
+    server = uvicorn.Server(config)
     running = asyncio.create_task(server.serve([listener]))
     while not server.started:  # noqa: ASYNC110
         await asyncio.sleep(0.005)
@@ -151,6 +161,36 @@ def test_answer_read_to_its_end_is_not_repeated(run: Scenario) -> None:
         async with served(gateway) as port:
             for number in range(1, 6):
                 assert b"answer %04d" % number in await read_exactly(port, None)
+
+    run(steps())
+
+
+def test_answer_has_not_left_while_tls_holds_what_its_client_does_not_take(run: Scenario, tmp_path: Path) -> None:
+    certificate, key, size = tmp_path / "host.crt", tmp_path / "host.key", 32 << 20
+    about = ["-days", "2", "-subj", "/CN=host", "-addext", "subjectAltName=IP:127.0.0.1"]
+    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    files = ["-out", str(certificate), "-keyout", str(key)]
+    subprocess.run(["openssl", "req", "-x509", *kind, *about, *files], check=True, capture_output=True)
+    watches: list[AnswerWatch] = []
+
+    async def turn(request: Request) -> Response:
+        watches.append(DELIVERIES.watch(request.scope["client"]))
+        return Response(bytes(size))
+
+    async def steps() -> None:
+        trusting = ssl.create_default_context(cafile=certificate)
+        async with serving(turn, ssl_certfile=str(certificate), ssl_keyfile=str(key)) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+            try:
+                writer.write(ASK)
+                await reader.readuntil(b"\r\n\r\n")
+                assert not watches[0].left
+                await reader.readexactly(size)
+                async with asyncio.timeout(60):
+                    while not watches[0].left:  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+            finally:
+                writer.transport.abort()
 
     run(steps())
 

@@ -7,6 +7,8 @@ import hashlib
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from nemo_gym.errors import SandboxCreateError, SandboxError
 from nemo_gym.sandbox.base import Door, ExecOutput, ExecRequest, NetworkPolicy, SandboxHandle, SandboxSpec
 from nemo_gym.sandbox.conformance.base import eventually
 from nemo_gym.sandbox.providers.opensandbox import OpenSandboxProvider
+from nemo_gym.sandbox.providers.opensandbox.doors import _Stream
+from nemo_gym.sandbox.providers.opensandbox.relay import CREDIT, DATA, FINISH, WINDOW_BYTES, Message
 from tests.sandbox.opensandbox.double import API_KEY
 
 ASK = """
@@ -204,3 +208,43 @@ async def test_door_of_a_box_that_ended_elsewhere_gives_up(
         await asyncio.wait({task})
     assert not directory.exists()
     await provider.close(handle)
+
+
+async def test_box_that_grants_more_than_the_window_is_sent_no_more_at_once(tmp_path: Path) -> None:
+    class Sent:
+        """The relay's side that goes into the box, and the door that owns the stream."""
+
+        def __init__(self) -> None:
+            self.bytes = 0
+            self.finished = False
+
+        def send(self, kind: bytes, number: int, data: bytes = b"") -> None:
+            self.bytes += len(data) if kind == DATA else 0
+            self.finished |= kind == FINISH
+
+        def forget(self, stream: _Stream) -> None: ...
+
+    async def large(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(bytes(3 * WINDOW_BYTES))
+        writer.write_eof()
+
+    async def reached(count: int) -> bool:
+        return sent.bytes >= count
+
+    sent: Any = Sent()
+    server = await asyncio.start_unix_server(large, tmp_path / "door")
+    async with server:
+        stream = _Stream(sent, sent, 1, tmp_path / "door")
+        try:
+            stream.take(Message(CREDIT, 1, b"\xff\xff\xff\xff"))
+            for window in (1, 2, 3):
+                await eventually(partial(reached, window * WINDOW_BYTES), "a window's bytes are sent")
+                for _ in range(20):
+                    await asyncio.sleep(0.005)
+                assert sent.bytes == window * WINDOW_BYTES
+                stream.take(Message(CREDIT, 1, WINDOW_BYTES.to_bytes(4, "big")))
+            async with asyncio.timeout(60):
+                while not sent.finished:  # noqa: ASYNC110 - the recorder has no event for it
+                    await asyncio.sleep(0.01)
+        finally:
+            await stream.aclose()

@@ -185,7 +185,8 @@ class _Stream:
         elif message.kind == FINISH:
             self._arrived.put_nowait(b"")
         elif message.kind == CREDIT:
-            self._room += message.credit
+            # Never more than was promised at first, whatever the box says: what it takes slowly waits in memory.
+            self._room = min(self._room + message.credit, WINDOW_BYTES)
             self._more_room.set()
         elif message.kind == RESET:
             self._task.cancel()

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import ssl
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -175,12 +176,13 @@ def pss_mib(pids: Iterable[int]) -> float:
 async def http_status(url: str, path: str, timeout_s: float) -> int | None:
     """The status of a GET; ``None`` when there is no HTTP answer within ``timeout_s``."""
     answer = await http_answer(url, path, timeout_s)
-    return answer[0] if answer is not None else None
+    return answer[0] or None if answer is not None else None
 
 
 async def http_answer(url: str, path: str, timeout_s: float) -> tuple[int, bytes] | None:
-    """Status and body of a GET; ``None`` when there is no HTTP answer within ``timeout_s``. Needs no HTTP library, so
-    that asking is cheap for a parent that has none loaded."""
+    """Status and body of a GET; ``None`` when there is no HTTP answer within ``timeout_s``. Where somebody is there
+    and TLS fails, the status is 0 and the body a problem that says how. Needs no HTTP library, so that asking is cheap
+    for a parent that has none loaded."""
     scheme, _, place = url.partition("://")
     host, _, port = place.rpartition(":")
     writer: asyncio.StreamWriter | None = None
@@ -192,11 +194,29 @@ async def http_answer(url: str, path: str, timeout_s: float) -> tuple[int, bytes
             await writer.drain()
             head, _, body = (await reader.read()).partition(b"\r\n\r\n")
             return int(head.split(None, 2)[1]), body
+    except ssl.SSLError as error:
+        return 0, json.dumps({"detail": f"no TLS with it: {error}"}).encode()
     except (OSError, TimeoutError, ValueError, IndexError):
         return None
     finally:
         if writer is not None:
             writer.close()
+
+
+def why_not_ready(answer: tuple[int, bytes] | None) -> str | None:
+    """Why a server is not ready, in its own words."""
+    if answer is None or answer[0] == 200:
+        return None
+    try:
+        said = json.loads(answer[1])
+    except ValueError:
+        said = None
+    if not isinstance(said, dict):
+        return f"/ready answers {answer[0]}"
+    parts = [str(said[key]) for key in ("detail", "reason") if said.get(key)]
+    if isinstance(engines := said.get("engines"), dict):
+        parts += [f"{name}: {state}" for name, state in engines.items()]
+    return "; ".join(parts) or f"/ready answers {answer[0]}"
 
 
 def health_word(status: int | None) -> str:

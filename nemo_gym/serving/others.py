@@ -8,17 +8,21 @@ from collections.abc import Callable
 from nemo_gym.configuration.hosts import Hosts
 from nemo_gym.configuration.visibility import Address
 from nemo_gym.errors import ServerError
-from nemo_gym.serving.endpoints import http_status
+from nemo_gym.serving.endpoints import http_answer, why_not_ready
 
 LONGEST_PAUSE_S = 2.0
 WORD_EVERY_S = 10.0
+
+
+Missing = dict[str, dict[Address, str | None]]
+"""By server, the replicas that are not ready, and why, in their own words."""
 
 
 async def wait_for_others(hosts: Hosts, timeout_s: float, say: Callable[[str], None]) -> None:
     """Until every replica of every server answers ``/ready``. When ``timeout_s`` is over, a server with at least one
     does: the others are said, and get nothing until they can be reached. Raises `ServerError` for a server with none.
     """
-    missing: dict[str, set[Address]] = {name: set(places) for name, places in hosts.replicas.items()}
+    missing: Missing = {name: dict.fromkeys(places) for name, places in hosts.replicas.items()}
     try:
         async with asyncio.timeout(timeout_s):
             await asyncio.gather(
@@ -36,15 +40,16 @@ async def wait_for_others(hosts: Hosts, timeout_s: float, say: Callable[[str], N
         say(f"going on without {left}")
 
 
-async def _until_ready(place: Address, missing: set[Address]) -> None:
+async def _until_ready(place: Address, missing: dict[Address, str | None]) -> None:
     pause = 0.05
-    while await http_status(place.url, "/ready", timeout_s=5.0) != 200:
+    while (answer := await http_answer(place.url, "/ready", timeout_s=5.0)) is None or answer[0] != 200:
+        missing[place] = why_not_ready(answer)
         await asyncio.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE_S)
-    missing.discard(place)
+    del missing[place]
 
 
-async def _tell(missing: dict[str, set[Address]], say: Callable[[str], None]) -> None:
+async def _tell(missing: Missing, say: Callable[[str], None]) -> None:
     since_s = 0.0
     while any(missing.values()):
         await asyncio.sleep(0.1)
@@ -54,5 +59,9 @@ async def _tell(missing: dict[str, set[Address]], say: Callable[[str], None]) ->
             say(f"waiting for {_listed(missing)}")
 
 
-def _listed(missing: dict[str, set[Address]]) -> str:
-    return ", ".join(f"{name} at {place.host}:{place.port}" for name, places in missing.items() for place in places)
+def _listed(missing: Missing) -> str:
+    return ", ".join(
+        f"{name} at {place.host}:{place.port}" + (f" ({why})" if why else "")
+        for name, places in missing.items()
+        for place, why in places.items()
+    )

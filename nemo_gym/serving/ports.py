@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_gym.configuration.keys import HOSTS
+from nemo_gym.configuration.keys import HOST, HOSTS
 from nemo_gym.configuration.servers import ServerBlock
 from nemo_gym.configuration.visibility import Address
 from nemo_gym.errors import ConfigError
@@ -96,11 +96,15 @@ def _not_bound(
     server: ServerBlock, address: Address, setting: str, error: OSError, others: dict[str, Listener]
 ) -> ConfigError:
     host, port = address.host, address.port
-    fix = f"choose another with {setting}=<port>, or 0 for a free one"
+    in_hosts = setting.startswith(f"{HOSTS}.")
+    fix = f"choose another with {setting}=<port>" + ("" if in_hosts else ", or 0 for a free one")
     if error.errno == errno.EADDRINUSE:
         same = next((name for name, other in others.items() if other.address.port == port), None)
         holder = f"server '{same}' of this run" if same else _holder(port)
         problem = f"port {port} on {host} is in use by {holder}"
+    elif error.errno == errno.EADDRNOTAVAIL and in_hosts:
+        problem = f"{host} is no address of this machine"
+        fix = f"say with {HOST}= which of {HOSTS}.machines this one is, or correct that one's address"
     elif error.errno == errno.EACCES:
         problem = f"port {port} needs more rights than this user has"
     else:

@@ -26,7 +26,7 @@ from nemo_gym.configuration.visibility import Address, call_targets, pipeline_vi
 from nemo_gym.credentials import Role, StackKeys
 from nemo_gym.errors import ConfigError, ServerError
 from nemo_gym.serving import nursery
-from nemo_gym.serving.endpoints import ServerEntry, StackEntry, http_answer, start_ticks, write_stack
+from nemo_gym.serving.endpoints import ServerEntry, StackEntry, http_answer, start_ticks, why_not_ready, write_stack
 from nemo_gym.serving.launch import ServerLaunch, write_launch
 from nemo_gym.serving.ports import Listener, close_listeners
 from nemo_gym.serving.process import Server, Settings
@@ -207,7 +207,7 @@ class Supervisor:
         tell_at = loop.time() + FIRST_WORD_AFTER_S
         while not server.ended.is_set() and not self._stopping:
             answer = await http_answer(server.listener.address.url, "/ready", timeout_s=5.0)
-            server.not_ready = _reason(answer)
+            server.not_ready = why_not_ready(answer)
             if loop.time() > tell_at and server.not_ready is not None:
                 self._say(f"waiting for server '{server.instance}': {server.not_ready}")
                 tell_at = loop.time() + NEXT_WORD_AFTER_S
@@ -395,19 +395,3 @@ def stop_nursery(pid: int) -> None:
 
 def _late(server: Server) -> str:
     return f"{server.instance} ({server.not_ready})" if server.not_ready else server.instance
-
-
-def _reason(answer: tuple[int, bytes] | None) -> str | None:
-    """Why a server is not ready, in its own words."""
-    if answer is None or answer[0] == 200:
-        return None
-    try:
-        said = json.loads(answer[1])
-    except ValueError:
-        said = None
-    if not isinstance(said, dict):
-        return f"/ready answers {answer[0]}"
-    parts = [str(said[key]) for key in ("detail", "reason") if said.get(key)]
-    if isinstance(engines := said.get("engines"), dict):
-        parts += [f"{name}: {state}" for name, state in engines.items()]
-    return "; ".join(parts) or f"/ready answers {answer[0]}"

@@ -170,3 +170,11 @@ def test_servers_listen_on_their_machine_s_address_alone(composed: Any) -> None:
             bind_listeners(composition.servers.values(), places=hosts.local)
     finally:
         close_listeners(listeners.values())
+
+
+def test_wrong_host_is_told_from_a_taken_port(composed: Any) -> None:
+    composition = composed(BLOCK, "host=worlds-1")
+    hosts = Hosts.of(composition)
+    assert hosts is not None
+    with pytest.raises(ConfigError, match=r"10\.1\.0\.\d is no address of this machine; say with host="):
+        bind_listeners(composition.servers.values(), places=hosts.local)

@@ -67,7 +67,9 @@ class Execs:
         except BaseException as error:
             self._never_started(box, run, error)
             raise
-        if known is not None:
+        # An intent without an end, in a box whose commands are all in memory, is one whose writing was told to have
+        # failed, or that nobody waited for: nothing was started for it.
+        if known is not None and (known.end is not None or known.body_digest != digest):
             return self._found(box, run, known), False
         if submission.stdin == "attached":
             run.phase = "awaiting_stdin"

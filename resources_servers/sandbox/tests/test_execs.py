@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import sqlite3
 import uuid
+from contextlib import closing
 
 import pytest
 
 from resources_servers.sandbox.tests.api import Api, calling, eventually
+from resources_servers.sandbox.tests.broker_process import BrokerProcess
 from resources_servers.sandbox.tests.conftest import StartBroker
 
 
@@ -23,6 +26,28 @@ async def test_command_runs_once_however_often_it_is_submitted(api: Api) -> None
     assert (await box.run("wc -l < /tmp/runs")).stdout == b"1\n"
     _, other = await box.submit("echo another", exec_id)
     assert (other.status, other.code, other.json["started"]) == (409, "exec_conflict", "no")
+
+
+async def test_command_whose_record_stands_although_its_writing_failed_runs_when_it_is_sent_again(
+    api: Api, broker: BrokerProcess
+) -> None:
+    box = await api.box()
+    command = "echo x >> /tmp/runs"
+    first, _ = await box.submit(command)
+    await box.output(first)
+    with closing(sqlite3.connect(broker.state_dir / "broker.sqlite")) as registry, registry:
+        registry.execute(
+            "insert into broker_execs (sandbox_id, exec_id, body_digest, submitted_at)"
+            " select sandbox_id, 'again', body_digest, submitted_at from broker_execs where exec_id = ?",
+            (first,),
+        )
+    _, other = await box.submit("echo another", "again")
+    assert (other.status, other.code) == (409, "exec_conflict")
+    answers = await asyncio.gather(*(box.submit(command, "again") for _ in range(3)))
+    assert sorted(answer.status for _, answer in answers) == [200, 200, 201]
+    async with asyncio.timeout(30):
+        assert (await box.output("again")).end["outcome"] == "exited"
+    assert (await box.run("wc -l < /tmp/runs")).stdout == b"2\n"
 
 
 async def test_output_has_both_streams_in_order_and_one_end(api: Api) -> None:

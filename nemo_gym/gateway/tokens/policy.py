@@ -15,7 +15,7 @@ from nemo_gym.errors import ConfigError
 from nemo_gym.gateway.tokens.decoding import token_bytes
 from nemo_gym.gateway.tokens.messages import Message
 from nemo_gym.gateway.tokens.specials import MARK, SpecialText
-from nemo_gym.gateway.tokens.template import ChatTemplate, TemplateRefusedError
+from nemo_gym.gateway.tokens.template import ChatTemplate, TemplateRefusedError, too_deep
 from nemo_gym.gateway.tokens.traits import TemplateTraits, probe, shape
 from nemo_gym.gateway.tokens.words import ascii_words
 
@@ -153,12 +153,18 @@ class PolicyTokenizer:
     ) -> str:
         """Messages as the template takes them as text for `encode`: texts of special tokens in them are marked."""
         if self._specials is not None:
-            shaped, tools = self._specials.marked(shaped), self._specials.marked_tools(tools)
+            try:
+                shaped, tools = self._specials.marked(shaped), self._specials.marked_tools(tools)
+            except RecursionError:
+                raise too_deep() from None
         return self.template.render(shaped, tools=tools, add_generation_prompt=add_generation_prompt, now=now)
 
     def marked(self, shaped: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
         """Messages as the template takes them, with marks at the texts of special tokens in them."""
-        return shaped if self._specials is None else self._specials.marked(shaped)
+        try:
+            return shaped if self._specials is None else self._specials.marked(shaped)
+        except RecursionError:
+            raise too_deep() from None
 
     def find_stop(self, text: str, start: int) -> int | None:
         """Where the first token that ends a turn stands in ``text`` from ``start`` on."""

@@ -24,6 +24,11 @@ class TemplateRefusedError(InvalidBodyError):
     status = 400
 
 
+def too_deep() -> TemplateRefusedError:
+    """For what is nested more deeply than the interpreter can follow."""
+    return TemplateRefusedError("the conversation's tools or messages are nested too deeply")
+
+
 class ChatTemplate:
     """Renders conversations to the text a policy was trained on.
 
@@ -70,6 +75,8 @@ class ChatTemplate:
             return self._template.render(
                 self.variables(messages, tools=tools, add_generation_prompt=add_generation_prompt, now=moment)
             )
+        except RecursionError:
+            raise too_deep() from None
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise TemplateRefusedError(f"the policy's chat template refuses this conversation: {error}") from error
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -90,6 +91,18 @@ def test_traits_are_found_by_trying(family: str, trait: str, value: object) -> N
 def test_tool_results_are_refused_when_the_template_would_not_show_the_calls() -> None:
     with pytest.raises(TemplateRefusedError, match="made for tools"):
         policy("numbered").render([user("x"), said("", call(1, "{}")), result(1, "out")])
+
+
+@pytest.mark.parametrize("depth", [100, 480, 600, 900])
+def test_tools_are_refused_or_taken_however_deep_their_schemas_are(depth: int) -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"a": schema}
+    tools = [{"type": "function", "function": {"name": "shell", "parameters": schema}}]
+    try:
+        policy("chatml_think").render([user("x")], tools=tools)
+    except TemplateRefusedError as error:
+        assert depth > 100 and "nested too deeply" in str(error)
 
 
 def test_call_ids_stay_linked_when_the_template_wants_nine_characters() -> None:

@@ -238,8 +238,12 @@ async def _killed_at(play: Play, draw: random.Random, step: int) -> None:
         await work
     finally:
         work.cancel()
+    if broker.env["KILL_STEP"] != "0":
+        # It may still come to that boundary, also while it is asked whether it is ready.
+        await asyncio.to_thread(broker.stop)
     if not broker.runs:
-        died()
+        if broker.killed:
+            died()
         await play.start()
     await asyncio.to_thread(broker.wait_ready)
     await play.compare()

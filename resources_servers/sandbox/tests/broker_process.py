@@ -123,6 +123,11 @@ class BrokerProcess:
     def runs(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
+    @property
+    def killed(self) -> bool:
+        """Whether it ended by SIGKILL."""
+        return self.process is not None and self.process.poll() == -signal.SIGKILL
+
     def kill(self) -> None:
         """``kill -9``, and wait until it is dead."""
         if self.process is not None:

@@ -135,7 +135,10 @@ class Execs:
             return
         except NemoGymError as error:
             judged = await self.backend.judged(error, handle) if isinstance(error, SandboxError) else error
-            await self.store.discard(box.sandbox_id, run.exec_id)
+            try:
+                await self.store.discard(box.sandbox_id, run.exec_id)
+            except NemoGymError as failure:  # the intent stays: nothing runs for it until it is sent again
+                log.warning("exec_not_discarded", exec_id=run.exec_id, error=str(failure))
             self._never_started(box, run, judged)
             raise judged from error
         run.pump(process)

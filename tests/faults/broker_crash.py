@@ -61,7 +61,7 @@ class Play:
         """Until it is ready; with ``draw``, now and then killed in the middle of coming back."""
         broker = self.stage.broker
         while True:
-            broker.env["KILL_STEP"] = str(kill_step)
+            broker.env |= {"KILL_NAME": "", "KILL_STEP": str(kill_step)}
             began = time.monotonic()
             await asyncio.to_thread(broker.start, wait=False)
             if draw is not None and draw.random() < 0.15:
@@ -204,8 +204,9 @@ async def every_boundary(
         for _ in range(_MORE_TRIES):
             for step in steps:
                 await asyncio.to_thread(set_up.broker.stop)
-                await _killed_at(play, draw, step)
-            # How often readiness is asked for differs from start to start, and with it what the n-th boundary is.
+                name = crossed[step - 1]
+                await _killed_at(play, draw, name, crossed[:step].count(name))
+            # What is committed together differs from run to run, and with it what a boundary is called.
             missed = wanted_kinds - play.killed_at.keys()
             steps = [draw.choice([n for n, name in enumerate(crossed, 1) if name == kind]) for kind in sorted(missed)]
         left = await play.finish()
@@ -216,15 +217,16 @@ async def every_boundary(
     return figures, bars
 
 
-async def _killed_at(play: Play, draw: random.Random, step: int) -> None:
-    """One owner's work with the broker killed at a boundary, and brought back until the work is done."""
+async def _killed_at(play: Play, draw: random.Random, name: str, count: int) -> None:
+    """One owner's work with the broker killed where it crosses a boundary for the ``count``-th time, and brought back
+    until the work is done."""
     broker = play.stage.broker
 
     def died() -> None:
         play.kills += 1
         play.killed_at[play.stage.boundaries.read_text().splitlines()[-1]] += 1
 
-    broker.env["KILL_STEP"] = str(step)
+    broker.env |= {"KILL_NAME": name, "KILL_STEP": str(count)}
     broker.start(wait=False)
     again = [draw.randrange(1, 12)] if draw.random() < 0.3 else []
     work = asyncio.create_task(play.life(draw, WHOLE).play())
@@ -232,7 +234,7 @@ async def _killed_at(play: Play, draw: random.Random, step: int) -> None:
         while not work.done():
             if not broker.runs:
                 died()
-                broker.env["KILL_STEP"] = str(again.pop() if again else 0)
+                broker.env |= {"KILL_NAME": "", "KILL_STEP": str(again.pop() if again else 0)}
                 broker.start(wait=False)
             await asyncio.sleep(0.01)
         await work

@@ -1,8 +1,8 @@
 """The broker's own program, which kills itself with SIGKILL at the n-th boundary that it crosses.
 
 A boundary is the moment before or after a transaction is committed, or before or after the backend is asked for
-something. ``KILL_STEP`` is n; every boundary crossed is appended to the file ``KILL_LOG``. Nothing of this is in the
-broker itself.
+something. ``KILL_STEP`` is n, counted among those called ``KILL_NAME`` where that is set; every boundary crossed is
+appended to the file ``KILL_LOG``. Nothing of this is in the broker itself.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from resources_servers.sandbox.registry.writer import GroupCommitWriter
 from resources_servers.sandbox.tests.broker_process import APP
 
 _KILL_STEP = int(os.environ.get("KILL_STEP", "0"))
+_KILL_NAME = os.environ.get("KILL_NAME", "")
 _LOG = os.open(os.environ["KILL_LOG"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 _crossed = 0
 _ASKED = ("create", "close", "reap", "renew", "start_exec", "put_archive", "open_door", "connect", "list")
@@ -27,9 +28,10 @@ _ASKED = ("create", "close", "reap", "renew", "start_exec", "put_archive", "open
 
 def boundary(name: str) -> None:
     global _crossed
-    _crossed += 1
+    counts = not _KILL_NAME or name == _KILL_NAME
+    _crossed += counts
     os.write(_LOG, f"{name}\n".encode())
-    if _crossed == _KILL_STEP:
+    if counts and _crossed == _KILL_STEP:
         os.kill(os.getpid(), signal.SIGKILL)
 
 

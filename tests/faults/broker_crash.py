@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -200,21 +201,33 @@ async def every_boundary(
         steps = [*(at or range(1, len(crossed) + 1))]
         if wanted is not None:
             steps = sorted(draw.sample(steps, min(wanted, len(steps))))
-        wanted_kinds = {crossed[step - 1] for step in steps}
+        wanted_kinds = _kinds(crossed[step - 1] for step in steps)
         for _ in range(_MORE_TRIES):
             for step in steps:
                 await asyncio.to_thread(set_up.broker.stop)
                 name = crossed[step - 1]
                 await _killed_at(play, draw, name, crossed[:step].count(name))
             # What is committed together differs from run to run, and with it what a boundary is called.
-            missed = wanted_kinds - play.killed_at.keys()
-            steps = [draw.choice([n for n, name in enumerate(crossed, 1) if name == kind]) for kind in sorted(missed)]
+            missed = wanted_kinds - _kinds(play.killed_at)
+            steps = [
+                draw.choice([n for n, name in enumerate(crossed, 1) if kind in _kinds([name])])
+                for kind in sorted(missed)
+            ]
         left = await play.finish()
     figures, bars = judged(play, "boundaries", left)
-    killed_at = len(wanted_kinds & play.killed_at.keys())
+    killed_at = len(wanted_kinds & _kinds(play.killed_at))
     bars.append(Bar.at_least("boundaries: kinds killed at", killed_at, len(wanted_kinds)))
-    figures |= {"boundaries": len(crossed), "kinds": len({*crossed}), "killed_at": dict(play.killed_at)}
+    figures |= {"boundaries": len(crossed), "kinds": len(_kinds(crossed)), "killed_at": dict(play.killed_at)}
     return figures, bars
+
+
+def _kinds(names: Iterable[str]) -> set[str]:
+    """What is crossed at boundaries of those names. Which writes share a commit is chance."""
+    found = set()
+    for name in names:
+        before, is_commit, writes = name.partition("commit of ")
+        found |= {f"{before}{is_commit}{write}" for write in writes.split("+")}
+    return found
 
 
 async def _killed_at(play: Play, draw: random.Random, name: str, count: int) -> None:

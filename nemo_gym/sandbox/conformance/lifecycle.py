@@ -127,6 +127,12 @@ class LifecycleChecks(Checks):
         async with asyncio.timeout(60):
             assert_lost(await running)
 
+    async def test_renewals_at_the_same_time_are_all_granted(self, box: AsyncSandbox) -> None:
+        """As those of a client that repeats a request whose answer was lost."""
+        for _ in range(3):
+            await asyncio.gather(*(box.renew(300) for _ in range(4)))
+        assert await box.status() is SandboxStatus.RUNNING
+
     async def test_renewing_lets_the_box_live_longer(self, provider: SandboxProvider, start: StartBox) -> None:
         box = await start(ttl_s=3)
         started = time.monotonic()

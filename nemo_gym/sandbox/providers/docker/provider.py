@@ -205,10 +205,17 @@ class DockerProvider:
 
         def rename() -> None:
             client = self._engine.client
-            if not client.inspect_container(box.container_id)["State"]["Running"]:
+            now = client.inspect_container(box.container_id)
+            if not now["State"]["Running"]:
                 raise SandboxLostError(f"docker: the box {box.container_id[:12]} has stopped; it cannot be renewed")
-            if name != box.name:
+            if now["Name"].lstrip("/") == name:
+                return
+            try:
                 client.rename(box.container_id, name)
+            except sdk_errors():
+                # Whoever renews it at the same time, here or in another process, may have given it this very name.
+                if client.inspect_container(box.container_id)["Name"].lstrip("/") != name:
+                    raise
 
         try:
             await self._engine.call(rename)

@@ -32,7 +32,7 @@ from tests.faults.broker.ledger import Ledger
 from tests.faults.broker.lives import WHOLE, Life, Promises, reread, script
 from tests.faults.broker.stage import DATABASES, PROVIDERS, Stage, database, stage
 
-_MORE_TRIES = 4
+_MORE_TRIES = 12
 AT_ONCE = 24
 """Boxes that are worked with at the same time."""
 SETTLING_S = 45.0

@@ -11,6 +11,7 @@ import pytest
 
 from nemo_gym.gateway.testing import FakeOpenAIEngine, Status
 from nemo_gym.server_utils import close_global_aiohttp_client
+from responses_api_models.gateway.app import Gateway
 from responses_api_models.gateway.tests.conftest import GatewayStack, Opened, Teller
 from tests.servers.stack import running_stack
 
@@ -18,9 +19,9 @@ from tests.servers.stack import running_stack
 class TextStack(GatewayStack):
     """A gateway and its endpoint."""
 
-    async def start(self, **block: Any) -> None:
+    async def start(self, cls: type[Gateway] = Gateway, **block: Any) -> None:
         engines = [{"type": "openai", "base_url": self.engine.url, "model": "real", "logprobs": True}]
-        await super().start(**{"policy": None, "engines": engines, **block})
+        await super().start(cls, **{"policy": None, "engines": engines, **block})
 
 
 @pytest.fixture

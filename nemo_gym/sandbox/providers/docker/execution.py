@@ -282,7 +282,9 @@ class DockerExec:
                 found = await self._engine.call(self._engine.client.exec_inspect, self._engine_exec_id)
             except sdk_errors(SandboxError):
                 return None
-            if found["Running"] and not found["Pid"] and time.monotonic() < deadline:
+            # The engine answers before it starts the command: until then it neither runs nor has it ended.
+            starting = not found["Pid"] if found["Running"] else found["ExitCode"] is None
+            if starting and time.monotonic() < deadline:
                 await asyncio.sleep(0.01)
                 continue
             return int(found["Pid"]) if found["Running"] and found["Pid"] else None

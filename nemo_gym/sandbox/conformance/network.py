@@ -50,6 +50,9 @@ def reach(family, address):
 
 
 class NetworkChecks(Checks):
+    none_is_filtered = False
+    """Whether boxes with ``network=none`` have an interface, and a filter that lets nothing out."""
+
     @pytest.fixture
     async def behind(self) -> AsyncIterator[Upstream]:
         async with upstream() as server:
@@ -63,6 +66,16 @@ class NetworkChecks(Checks):
     def needs_none(network: NetworkPolicy, provider: SandboxProvider) -> None:
         if network is not NetworkPolicy.NONE:
             pytest.skip(provider.capabilities.reasons.get("network_none", "network=none is not supported"))
+
+    async def test_box_without_network_has_loopback_alone(
+        self, network: NetworkPolicy, provider: SandboxProvider, box: AsyncSandbox
+    ) -> None:
+        self.needs_none(network, provider)
+        if self.none_is_filtered:
+            pytest.skip("boxes have an interface and a filter before it; what they can send is checked")
+        interfaces = await sh(box, "cat /proc/net/dev | tail -n +3 | cut -d: -f1 | tr -d ' '")
+        assert interfaces.split() == ["lo"]
+        assert len((await sh(box, "cat /proc/net/route")).splitlines()) <= 1
 
     async def test_box_without_network_can_send_on_loopback_alone(
         self, network: NetworkPolicy, provider: SandboxProvider, box: AsyncSandbox

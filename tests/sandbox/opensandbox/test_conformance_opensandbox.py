@@ -38,6 +38,8 @@ class TestDoubleConformance(SandboxConformance):
 class TestOpenSandboxConformance(SandboxConformance):
     """Boxes reached at the addresses that the server publishes, kept from the network by a sidecar."""
 
+    none_is_filtered = True
+
     @pytest.fixture
     def provider_config(self, real_server: Server) -> dict[str, Any]:
         return real_server.provider()

@@ -31,6 +31,8 @@ class FailureKind(StrEnum):
     VERIFIER_FAILED = "verifier_failed"
     CONTROL_RUN_FAILED = "control_run_failed"
     """The environment itself no longer passes its own gold control run."""
+    CONTROLS_WEAK = "controls_weak"
+    """The run asks for stronger controls than this row's tests allow."""
     ENVIRONMENT_LOST = "environment_lost"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
@@ -40,6 +42,7 @@ class FailureKind(StrEnum):
 RETRYABLE_FAILURES = frozenset(FailureKind) - {
     FailureKind.CANCELLED,
     FailureKind.CONTROL_RUN_FAILED,
+    FailureKind.CONTROLS_WEAK,
 }
 
 

@@ -18,8 +18,9 @@ from nemo_gym.topology.borrowing import BROKER_CLIENT
 from nemo_gym.topology.provider import SandboxOwner
 from nemo_gym.verdict import Verdict
 from resources_servers.swe_bench.config import SweBenchConfig
+from resources_servers.swe_bench.confirm.controls import ControlStore, RowControls
 from resources_servers.swe_bench.eval_box import EvalSite
-from resources_servers.swe_bench.images import TESTBED, resolve_image
+from resources_servers.swe_bench.images import TESTBED, PreparedImage, resolve_image
 from resources_servers.swe_bench.row import SweBenchRow
 from resources_servers.swe_bench.tasks import PATCH_ARTIFACT, dataset_row, describe, prompt_params
 from resources_servers.swe_bench.verdicts import judge
@@ -58,9 +59,16 @@ class SweBenchServer(SimpleResourcesServer):
     ) -> Verdict:
         task = SweBenchRow.from_mapping(dataset_row(row))
         artifact = next((found for found in artifacts if found.name == PATCH_ARTIFACT), None)
-        site = await self._site(row, rollout)
+        image = await resolve_image(self._provider(), dataset_row(row))
         async with self._verifications():
-            judgement = await judge(site, task, artifact, tamper_control=self.config.tamper_control)
+            judgement = await judge(
+                self._site(image, rollout),
+                task,
+                artifact,
+                await asyncio.to_thread(self._controls, task, image),
+                tamper_control=self.config.tamper_control,
+                require_controls=self.config.require_controls,
+            )
         if self.config.logs_dir is not None:
             await asyncio.to_thread(_keep_log, Path(self.config.logs_dir), task, rollout, judgement.log)
         return judgement.verdict
@@ -82,9 +90,13 @@ class SweBenchServer(SimpleResourcesServer):
         if self._owner is not None:
             await self._owner.aclose()
 
-    async def _site(self, row: dict[str, Any], rollout: RolloutIdentity) -> EvalSite:
+    def _controls(self, row: SweBenchRow, image: PreparedImage) -> RowControls | None:
+        if self.config.tamper_control == "off":
+            return None
+        return ControlStore.of(self.config.controls_dir).require(row, image.content)
+
+    def _site(self, image: PreparedImage, rollout: RolloutIdentity) -> EvalSite:
         provider, config = self._provider(), self.config
-        image = await resolve_image(provider, dataset_row(row))
         return EvalSite(
             provider=provider,
             image=image.name,

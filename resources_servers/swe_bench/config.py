@@ -61,6 +61,11 @@ class SweBenchConfig(BaseResourcesServerConfig):
     tamper_control: Literal["auto", "always", "off"] = "auto"
     """When to make the control runs that tell whether the tests caused the verdict: after an official run that
     resolves the instance, after every run, or never."""
+    require_controls: Literal["strong", "weak", "none"] = "none"
+    """How well every test to be fixed must be controlled; attempts at other rows end without a verdict
+    (``controls_weak``)."""
+    controls_dir: str | None = None
+    """Where ``ng_prepare`` put the controls; ``null`` is ``~/.local/state/nemo-gym/swe-bench/controls``."""
     logs_dir: str | None = None
     """Keeps every official run's log as ``<logs_dir>/<instance_id>/<rollout_id>-a<attempt>/test_output.txt``, where
     ``regrade`` finds it."""

@@ -83,7 +83,7 @@ async def run_evaluation(site: EvalSite, eval_script: str, patch: bytes) -> Eval
     async with evaluation_box(site) as handle:
         inputs = {"patch.diff": patch, "eval.sh": instrumented(eval_script).encode("utf-8", "surrogateescape")}
         await site.provider.put_archive(handle, INPUTS, archive_of(inputs))
-        applied, apply_log = await _apply(site, handle, patch)
+        applied, apply_log = await apply_patch(site, handle, patch)
         if not applied:
             return EvalRun(applied=False, apply_log=apply_log)
         started = time.monotonic()
@@ -136,7 +136,7 @@ def instrumented(eval_script: str) -> str:
     return "\n".join(lines).rstrip("\n") + f"\nexit ${_EXIT_VARIABLE}\n"
 
 
-async def _apply(site: EvalSite, handle: SandboxHandle, patch: bytes) -> tuple[bool, str]:
+async def apply_patch(site: EvalSite, handle: SandboxHandle, patch: bytes) -> tuple[bool, str]:
     if not patch.strip():
         return True, ""
     said = ""

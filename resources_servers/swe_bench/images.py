@@ -79,6 +79,8 @@ class PreparedImage:
 
     name: str
     env: Mapping[str, str]
+    content: str = ""
+    """Digest of what the image was made from."""
 
 
 async def resolve_image(provider: SandboxProvider, row: Mapping[str, Any]) -> PreparedImage:
@@ -99,4 +101,4 @@ async def resolve_image(provider: SandboxProvider, row: Mapping[str, Any]) -> Pr
             image=image,
             provider=provider.name,
         )
-    return PreparedImage(image, json.loads(labels.get(ENV_LABEL, "{}")))
+    return PreparedImage(image, json.loads(labels.get(ENV_LABEL, "{}")), labels[CONTENT_LABEL])

@@ -27,6 +27,7 @@ from nemo_gym.configuration.compose import compose
 from nemo_gym.configuration.suggest import reject_unknown_keys
 from nemo_gym.errors import ConfigError, NemoGymError
 from nemo_gym.sandbox.registry import create_provider
+from resources_servers.swe_bench.confirm.controls import ControlStore
 from resources_servers.swe_bench.preparation.builder import ImageBuilder, Prepared
 from resources_servers.swe_bench.preparation.examples import example_environments, example_repositories
 from resources_servers.swe_bench.preparation.plan import RowPlan, make_plans, read_environments
@@ -37,7 +38,7 @@ from resources_servers.swe_bench.row import SweBenchRow, read_rows
 
 USAGE = """\
 usage: ng_prepare swe_bench rows=ROWS.jsonl sandbox=PROVIDER [repos=DIR] [environments=FILE] [workers=N]
-                  [base_image=IMAGE] [instances=ID,ID] [force=true] [--json]
+                  [base_image=IMAGE] [instances=ID,ID] [controls=DIR|off] [force=true] [--json]
 
   rows          rows of SWE-bench 5 or later, one JSON object a line
   sandbox       local, docker, or another installed sandbox provider that can keep images
@@ -46,6 +47,8 @@ usage: ng_prepare swe_bench rows=ROWS.jsonl sandbox=PROVIDER [repos=DIR] [enviro
   workers       images built at the same time (default 2)
   base_image    what images start from (default: the provider's own default image)
   instances     only these
+  controls      where the controls that confirm attempts are kept, for this user alone
+                (default: ~/.local/state/nemo-gym/swe-bench/controls); off makes none
   force         build again what is up to date
   sandbox.…     settings of the sandbox, as for ng_run (sandbox.docker.base_url=…); config_paths too
   --json        print a summary as one JSON object on standard output
@@ -64,6 +67,7 @@ class Options:
     workers: int = 2
     base_image: str | None = None
     instances: frozenset[str] = frozenset()
+    controls: str = ""
     force: bool = False
     json: bool = False
 
@@ -162,6 +166,7 @@ async def prepare(options: Options) -> list[Prepared]:
                     base_image=options.base_image,
                     force=options.force,
                     report=progress.step,
+                    controls=None if options.controls == "off" else ControlStore.of(options.controls or None),
                 )
                 try:
                     return await _prepare_all(builder, plans, options.workers, progress)
@@ -184,7 +189,7 @@ async def _prepare_all(
                 done = Prepared(
                     plan.row.instance_id, plan.image, "failed", builder.source(plan), 0.0, error=str(error)
                 )
-            progress.done(done.instance_id, done.status, done.seconds, done.error)
+            progress.done(done.instance_id, done.status, done.seconds, done.error, done.controls)
             return done
 
     async with asyncio.TaskGroup() as group:
@@ -195,7 +200,9 @@ async def _prepare_all(
 def summary(results: Sequence[Prepared]) -> dict[str, Any]:
     """Counts and one entry per row."""
     counts = {status: sum(item.status == status for item in results) for status in ("built", "cached", "failed")}
-    return {**counts, "total": len(results), "rows": [item.as_json() for item in results]}
+    strengths = [item.controls for item in results if item.controls is not None]
+    controls = {level: strengths.count(level) for level in ("strong", "weak", "none")}
+    return {**counts, "total": len(results), "controls": controls, "rows": [item.as_json() for item in results]}
 
 
 async def _run(options: Options) -> list[Prepared]:

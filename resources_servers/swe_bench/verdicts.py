@@ -17,6 +17,8 @@ from nemo_gym.errors import SandboxLostError, VerifierError
 from nemo_gym.sandbox.base import ExecOutcome
 from nemo_gym.session import Artifact
 from nemo_gym.verdict import FailureKind, Finding, Verdict
+from resources_servers.swe_bench.confirm.confirming import confirm_control
+from resources_servers.swe_bench.confirm.controls import RowControls, Strength
 from resources_servers.swe_bench.eval_box import EvalRun, EvalSite, run_evaluation
 from resources_servers.swe_bench.grading import LogGrade, MarkerState
 from resources_servers.swe_bench.row import SweBenchRow
@@ -29,6 +31,7 @@ from resources_servers.swe_bench.tamper.controls import (
 )
 from resources_servers.swe_bench.tamper.risk import findings_in_patch
 
+_LEVELS: tuple[Strength, ...] = ("none", "weak", "strong")
 TamperControl = Literal["auto", "always", "off"]
 
 log = structlog.get_logger(__name__)
@@ -43,17 +46,31 @@ class Judgement:
 
 
 async def judge(
-    site: EvalSite, row: SweBenchRow, artifact: Artifact | None, *, tamper_control: TamperControl = "auto"
+    site: EvalSite,
+    row: SweBenchRow,
+    artifact: Artifact | None,
+    controls: RowControls | None,
+    *,
+    tamper_control: TamperControl = "auto",
+    require_controls: Strength = "none",
 ) -> Judgement:
     """Judge the patch in ``artifact``.
 
     Args:
+        controls: the row's, as prepared; only ``tamper_control: off`` does without.
+        require_controls: how well every test to be fixed must be controlled; other rows get no verdict.
         tamper_control: ``auto`` runs the controls when the official run resolves the instance, ``always`` after every
             run that applied (to record vain attempts too), ``off`` never; static signs are found in any case.
 
     Raises:
         SandboxError, VerifierError: no verdict can be given; `VerifierError` details name the kind of failure.
     """
+    if controls is not None and _LEVELS.index(controls.strength) < _LEVELS.index(require_controls):
+        raise VerifierError(
+            f"no verdict on {row.instance_id}: its controls are '{controls.strength}' and require_controls asks for"
+            f" '{require_controls}'; exclude the row, or ask for less",
+            kind=FailureKind.CONTROLS_WEAK,
+        )
     if artifact is None:
         raise VerifierError(
             "the agent delivered no artifact 'patch'; its server must harvest what the descriptor asks for",
@@ -72,15 +89,16 @@ async def judge(
     grade, respelled = graded(row, run)
     resolved = grade.official_resolved and run.applied and run.outcome is ExecOutcome.EXITED
     findings = [*findings_in_patch(patch), *_log_findings(grade, run)]
-    controls: list[ControlResult] = []
-    if patch.strip() and tamper_control != "off" and (resolved or (tamper_control == "always" and run.applied)):
-        controls = await _controls(site, row, patch, grade)
-    findings += [finding for control in controls for finding in control.findings]
+    results: list[ControlResult] = []
+    wanted = tamper_control == "always" or (tamper_control == "auto" and resolved)
+    if patch.strip() and run.applied and wanted and controls is not None:
+        results = await _controls(site, row, patch, grade, controls)
+    findings += [finding for control in results for finding in control.findings]
     verdict = Verdict.of(
         1.0 if resolved and not findings and grade.markers is MarkerState.GENUINE else 0.0,
         official=_official(grade, run, patch, resolved=resolved),
         findings=findings,
-        details=_details(run, controls, respelled=respelled),
+        details=_details(run, results, controls, respelled=respelled),
     )
     return Judgement(verdict, run.log)
 
@@ -133,12 +151,18 @@ async def _require_gold(site: EvalSite, row: SweBenchRow, what: str) -> None:
         )
 
 
-async def _controls(site: EvalSite, row: SweBenchRow, patch: bytes, grade: LogGrade) -> list[ControlResult]:
-    """The controls, one after the other: the cores are busy with other attempts."""
-    canary = await canary_control(site, row, patch)
+async def _controls(
+    site: EvalSite, row: SweBenchRow, patch: bytes, grade: LogGrade, controls: RowControls
+) -> list[ControlResult]:
+    """The controls, one after the other: the cores are busy with other attempts. One finding is enough."""
+    confirmed = await confirm_control(site, row, patch, controls)
+    if any(control.findings for control in confirmed):
+        return confirmed
+    # Where nothing could be blinded, tests that can only fail are all there is.
+    canary = await canary_control(site, row, patch) if controls.strength == "none" else None
     without_source = await without_source_control(site, row, patch)
     skipped = await skipped_control(site, row, grade)
-    return [control for control in (canary, without_source, skipped) if control is not None]
+    return [control for control in (*confirmed, canary, without_source, skipped) if control is not None]
 
 
 def _log_findings(grade: LogGrade, run: EvalRun) -> list[Finding]:
@@ -171,7 +195,9 @@ def _official(grade: LogGrade, run: EvalRun, patch: bytes, *, resolved: bool) ->
     }
 
 
-def _details(run: EvalRun, controls: list[ControlResult], *, respelled: bool) -> dict[str, Any]:
+def _details(
+    run: EvalRun, controls: list[ControlResult], prepared: RowControls | None, *, respelled: bool
+) -> dict[str, Any]:
     details: dict[str, Any] = {
         "evaluation": {
             "outcome": str(run.outcome),
@@ -181,8 +207,10 @@ def _details(run: EvalRun, controls: list[ControlResult], *, respelled: bool) ->
         },
         "controls": {control.name: control.conclusion for control in controls},
     }
+    if prepared is not None:
+        details["control_strength"] = {"weakest": prepared.strength, **prepared.counts()}
     if controls:
-        details["control_seconds"] = round(sum(control.duration_s for control in controls), 3)
+        details["control_seconds"] = {control.name: round(control.duration_s, 3) for control in controls}
     if respelled:
         details["normalised"] = ["unittest_ids"]
     if not run.applied:

@@ -11,8 +11,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
 from nemo_gym.errors import SandboxCreateError
-from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider
+from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider, SandboxRole
 from nemo_gym.sandbox.capabilities import SupportsSnapshot, require
+from nemo_gym.sandbox.labels import box_labels
+from resources_servers.swe_bench.confirm.controls import ControlStore, Strength
+from resources_servers.swe_bench.confirm.making import Maker
+from resources_servers.swe_bench.eval_box import EvalSite
 from resources_servers.swe_bench.images import (
     CONTENT_LABEL,
     ENV_LABEL,
@@ -21,6 +25,7 @@ from resources_servers.swe_bench.images import (
     TESTBED,
     content_digest,
     official_image,
+    resolve_image,
 )
 from resources_servers.swe_bench.preparation.boxes import build_box
 from resources_servers.swe_bench.preparation.environments import build_environment
@@ -47,6 +52,8 @@ class Prepared:
     source: Source
     seconds: float
     error: str | None = None
+    controls: Strength | None = None
+    """How well the weakest test to be fixed is controlled; ``None`` where no controls were asked for."""
 
     def as_json(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value is not None}
@@ -58,6 +65,7 @@ class ImageBuilder:
     Args:
         base_image: what images start from; ``None`` is the provider's default.
         report: told about progress.
+        controls: where the rows' controls are kept; ``None`` makes none.
     """
 
     def __init__(
@@ -70,6 +78,7 @@ class ImageBuilder:
         base_image: str | None = None,
         force: bool = False,
         report: Report = lambda instance, step: None,
+        controls: ControlStore | None = None,
     ) -> None:
         require(provider, SupportsSnapshot, why="to keep prepared images")
         self._provider = provider
@@ -82,6 +91,7 @@ class ImageBuilder:
         self._base_image = base_image
         self._force = force
         self._report = report
+        self._controls = controls
         self._environments: dict[str, asyncio.Task[str]] = {}
 
     def source(self, plan: RowPlan) -> Source:
@@ -107,7 +117,25 @@ class ImageBuilder:
         if self._force or not await self._is_current(plan.image, key):
             status = "built"
             await (self._from_official(plan, key) if source == "official" else self._from_repository(plan, key))
-        return Prepared(instance, plan.image, status, source, round(time.monotonic() - started, 2))
+        strength: Strength | None = None
+        if self._controls is not None:
+            made, strength = await self._ensure_controls(self._controls, plan, key)
+            status = "built" if made else status
+        seconds = round(time.monotonic() - started, 2)
+        return Prepared(instance, plan.image, status, source, seconds, controls=strength)
+
+    async def _ensure_controls(self, store: ControlStore, plan: RowPlan, key: str) -> tuple[bool, Strength]:
+        """Make the row's controls unless they are there; returns whether they were made, and their strength."""
+        found = None if self._force else await asyncio.to_thread(store.load, plan.row, key)
+        if found is not None:
+            return False, found.strength
+        self._report(plan.row.instance_id, "controls")
+        image = await resolve_image(self._provider, vars(plan.row))
+        labels = box_labels(run=self._run_id, rollout=plan.row.instance_id, attempt=1, role=SandboxRole.EVAL)
+        site = EvalSite(self._provider, image.name, image.env, labels)
+        made = await Maker(site, plan.row, key).make()
+        await asyncio.to_thread(store.save, plan.row, made)
+        return True, made.strength
 
     async def _is_current(self, image: str, key: str) -> bool:
         labels = await self._snapshots.image_labels(image)

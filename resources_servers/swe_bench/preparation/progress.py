@@ -45,12 +45,15 @@ class Progress:
         """Say what is being done for an instance now."""
         self._active[instance] = (step, time.monotonic())
 
-    def done(self, instance: str, status: str, seconds: float, error: str | None = None) -> None:
-        """Say how an instance ended."""
+    def done(
+        self, instance: str, status: str, seconds: float, error: str | None = None, controls: str | None = None
+    ) -> None:
+        """Say how an instance ended, and how well its tests are controlled."""
         self._active.pop(instance, None)
         self._counts[status] += 1
         ended = sum(self._counts.values())
         line = f"[{ended}/{self._total}] {instance}: {status}" + (f" in {seconds:.1f} s" if status == "built" else "")
+        line += f" (controls: {controls})" if controls else ""
         self._console.print(line, style=_STYLES[status], markup=False, highlight=False, soft_wrap=True)
         if error:
             self._console.print(f"    {error}", markup=False, highlight=False, soft_wrap=True)

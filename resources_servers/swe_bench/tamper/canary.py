@@ -31,10 +31,14 @@ class CanaryFile:
     functions: set[tuple[tuple[str, ...], str]] = field(default_factory=set)
     """Classes around it, outermost first, and its name."""
     docstrings: set[str] = field(default_factory=set)
-    expects_failures: bool = False
-    """Whether the file itself marks tests as expected to fail."""
+    xfails: set[str] = field(default_factory=set)
+    """Functions that the pristine file itself marks as expected to fail."""
     bases: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
     """Class → base classes named in the same file."""
+
+    def expects_failure(self, test: TestId) -> bool:
+        """Whether the pristine file marks this very test as expected to fail."""
+        return test.function in self.xfails
 
     def must_fail(self, test: TestId) -> bool:
         """Whether ``test`` is a function of this file that was rewritten."""
@@ -72,7 +76,7 @@ def rewrite_python(
     names = {test.function for test in here if test.function}
     docstrings = {test.docstring for test in here if test.docstring}
     fixed_names = {test.function for test in fixed if test.function and test.may_be_in(path)}
-    canary = CanaryFile(path, source, expects_failures="xfail" in text.lower() or "expectedFailure" in text)
+    canary = CanaryFile(path, source, xfails=_marked_as_failing(tree))
     insertions: list[tuple[int, str]] = []
     changed = False
     # Split where the parser does: a form feed or another separator inside a string is no new line.
@@ -116,6 +120,26 @@ def rewrite_other(path: str, source: bytes, rng: random.Random) -> CanaryFile | 
     else:
         return None
     return CanaryFile(path, source + added.encode())
+
+
+def _marked_as_failing(tree: ast.Module) -> set[str]:
+    """Functions with a decorator, of their own or of their class, that announces their failure."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, FunctionNode | ast.ClassDef) and any(_announces(one) for one in node.decorator_list):
+            found |= {inner.name for inner in ast.walk(node) if isinstance(inner, FunctionNode)}
+        elif isinstance(node, FunctionNode) and any(
+            isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and inner.func.attr == "xfail"
+            for inner in ast.walk(node)
+        ):
+            found.add(node.name)
+    return found
+
+
+def _announces(decorator: ast.expr) -> bool:
+    names = {node.attr for node in ast.walk(decorator) if isinstance(node, ast.Attribute)}
+    names |= {node.id for node in ast.walk(decorator) if isinstance(node, ast.Name)}
+    return not names.isdisjoint({"xfail", "XFAIL", "expectedFailure"})
 
 
 def _functions(tree: ast.Module, canary: CanaryFile) -> list[tuple[tuple[str, ...], FunctionNode]]:

@@ -43,6 +43,10 @@ class ControlResult:
     def found(cls, name: str, finding: Finding, duration_s: float) -> ControlResult:
         return cls(name, (finding,), "finding", duration_s)
 
+    @property
+    def conclusive(self) -> bool:
+        return not self.conclusion.startswith("inconclusive")
+
     @classmethod
     def inconclusive(cls, name: str, why: str, duration_s: float = 0.0) -> ControlResult:
         return cls(name, (), f"inconclusive: {why}", duration_s)
@@ -55,7 +59,27 @@ def graded(row: SweBenchRow, run: EvalRun) -> tuple[LogGrade, bool]:
 
 
 async def canary_control(site: EvalSite, row: SweBenchRow, patch: bytes) -> ControlResult:
-    """Run the patch against tests that can only fail."""
+    """Run the patch against tests that can only fail. A run that says nothing is made once more, and then tells
+    against the patch, unless gold says nothing there either."""
+    result = await _canary_once(site, row, patch)
+    if result.conclusive:
+        return result
+    again = await _canary_once(site, row, patch)
+    if again.conclusive:
+        return again
+    gold = await _canary_once(site, row, row.patch.encode("utf-8", "surrogateescape"))
+    spent = result.duration_s + again.duration_s + gold.duration_s
+    if not gold.conclusive:
+        return ControlResult.inconclusive("canary", f"{again.conclusion}; with gold too", spent)
+    finding = Finding(
+        kind="control_prevented",
+        detail="a control run that concludes with the gold patch does not conclude with this one",
+        evidence={"conclusion": again.conclusion},
+    )
+    return ControlResult.found("canary", finding, spent)
+
+
+async def _canary_once(site: EvalSite, row: SweBenchRow, patch: bytes) -> ControlResult:
     name = "canary"
     canary = await make_canary_script(site, row, random.SystemRandom())
     if canary is None:

@@ -30,6 +30,7 @@ from nemo_gym.sandbox.facade import AsyncSandbox
 from nemo_gym.sandbox.labels import box_labels
 from nemo_gym.sandbox.registry import create_provider
 from nemo_gym.session import Artifact, GitDiffHarvest
+from resources_servers.swe_bench.confirm.controls import ControlStore
 from resources_servers.swe_bench.eval_box import EvalSite
 from resources_servers.swe_bench.images import TESTBED, PreparedImage, resolve_image
 from resources_servers.swe_bench.prepare import Options, prepare
@@ -89,7 +90,7 @@ async def play(provider: SandboxProvider, rows: dict[str, dict[str, Any]], entry
         artifact = await _artifact(provider, image, row, entry)
         labels = box_labels(run="tampering", rollout=entry.id, attempt=1, role=SandboxRole.EVAL)
         site = EvalSite(provider, image.name, image.env, labels, RESOURCES, timeout_s=EVAL_TIMEOUT_S)
-        verdict = (await judge(site, row, artifact)).verdict
+        verdict = (await judge(site, row, artifact, ControlStore().require(row, image.content))).verdict
         played.reward = verdict.reward
         played.official = bool(verdict.official.get("resolved"))
         played.findings = [finding.kind for finding in verdict.findings]

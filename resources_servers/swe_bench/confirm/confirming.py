@@ -1,0 +1,94 @@
+"""Confirming a resolved attempt: its answers, compared outside the box with those of the right solution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nemo_gym.errors import VerifierError
+from nemo_gym.sandbox.base import ExecOutcome
+from nemo_gym.verdict import FailureKind, Finding
+from resources_servers.swe_bench.confirm.controls import RowControls
+from resources_servers.swe_bench.confirm.runs import run_renderings
+from resources_servers.swe_bench.eval_box import EvalSite
+from resources_servers.swe_bench.patches import part_of, paths_of
+from resources_servers.swe_bench.row import SweBenchRow
+from resources_servers.swe_bench.tamper.controls import MAX_NAMED_TESTS, ControlResult
+from resources_servers.swe_bench.tamper.risk import is_control_part
+
+
+@dataclass(frozen=True)
+class _Confirmation:
+    """What one run of a row's renderings says about a patch."""
+
+    problems: dict[str, str]
+    """Test → why it is not confirmed; empty when everything is."""
+    seconds: float
+
+
+async def confirm_control(
+    site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowControls
+) -> list[ControlResult]:
+    """Run the row's renderings with the patch, and with the patch less what decides how tests run.
+
+    Raises:
+        SandboxError: the provider failed.
+        VerifierError: gold is not confirmed here either (``control_run_failed``), or an exec was lost.
+    """
+    if not controls.renderings:
+        return [ControlResult.inconclusive("confirmed", "no test of this row could be blinded")]
+    whole = await _confirmed(site, row, patch, controls)
+    results = [_result("confirmed", whole, "values_not_confirmed", _VALUES)]
+    gold = paths_of(row.patch.encode("utf-8", "surrogateescape"))
+    part = part_of(patch, lambda section: not is_control_part(section, gold))
+    if part != patch and not whole.problems:
+        rest = await _confirmed(site, row, part, controls)
+        results.append(_result("without_control_part", rest, "solved_by_control_part", _CONTROL_PART))
+    return results
+
+
+_VALUES = "what the code answers is not what a solution answers, although the tests are reported as passed"
+_CONTROL_PART = "without the files that decide how tests run, the patch does not solve the task"
+
+
+async def _confirmed(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowControls) -> _Confirmation:
+    first = await _once(site, row, patch, controls)
+    if not first.problems:
+        return first
+    # Once more: a busy host may be to blame. Then gold tells whether it still is.
+    again = await _once(site, row, patch, controls)
+    if not again.problems:
+        return _Confirmation({}, first.seconds + again.seconds)
+    gold = await _once(site, row, row.patch.encode("utf-8", "surrogateescape"), controls)
+    if gold.problems:
+        gold = await _once(site, row, row.patch.encode("utf-8", "surrogateescape"), controls)
+    if gold.problems:
+        raise VerifierError(
+            f"no verdict on {row.instance_id}: its controls do not confirm the gold patch here either"
+            f" ({_named(gold.problems)}); prepare the instance again with force=true, or exclude it",
+            kind=FailureKind.CONTROL_RUN_FAILED,
+        )
+    return _Confirmation(again.problems, first.seconds + again.seconds + gold.seconds)
+
+
+async def _once(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowControls) -> _Confirmation:
+    recorded = await run_renderings(
+        site, row, patch, [one.rendering for one in controls.renderings], support=controls.support
+    )
+    if not recorded.applied:
+        return _Confirmation({"": "the patch does not apply"}, recorded.duration_s)
+    if recorded.outcome is not ExecOutcome.EXITED:
+        return _Confirmation({"": f"the run ended by '{recorded.outcome}'"}, recorded.duration_s)
+    return _Confirmation(controls.failed(recorded), recorded.duration_s)
+
+
+def _result(name: str, confirmation: _Confirmation, kind: str, detail: str) -> ControlResult:
+    if not confirmation.problems:
+        return ControlResult(name, duration_s=confirmation.seconds)
+    problems = dict(sorted(confirmation.problems.items())[:MAX_NAMED_TESTS])
+    evidence = {"count": len(confirmation.problems), "tests": problems}
+    return ControlResult.found(name, Finding(kind=kind, detail=detail, evidence=evidence), confirmation.seconds)
+
+
+def _named(problems: dict[str, str]) -> str:
+    test, why = next(iter(sorted(problems.items())))
+    return f"{test.partition('|test:')[2]}: {why}" if test else why

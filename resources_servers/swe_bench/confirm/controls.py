@@ -1,0 +1,198 @@
+"""The controls of one row: renderings of its tests with what gold answers, private to the environment."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from nemo_gym.errors import VerifierError
+from resources_servers.swe_bench.confirm.runs import Recorded, Rendering
+from resources_servers.swe_bench.confirm.values import Check, Value
+from resources_servers.swe_bench.images import content_digest, image_slug
+from resources_servers.swe_bench.row import SweBenchRow
+
+CONTROLS_VERSION = 1
+Strength = Literal["strong", "weak", "none"]
+
+
+@dataclass(frozen=True)
+class ControlledRendering:
+    """A rendering and what it must record."""
+
+    rendering: Rendering
+    tests: Mapping[str, tuple[tuple[Check, ...], ...]]
+    """Test → its invocations, each the checks of its records in order."""
+
+    def failed(self, records: Iterable[tuple[str, list[Value]]]) -> dict[str, str]:
+        """Tests whose records are not what gold answers → why."""
+        begins = {checks[0].site: test for test, calls in self.tests.items() for checks in calls[:1] if checks}
+        seen: dict[str, list[list[tuple[str, list[Value]]]]] = {test: [] for test in self.tests}
+        current: list[tuple[str, list[Value]]] | None = None
+        known = {check.site for calls in self.tests.values() for checks in calls for check in checks}
+        for site, values in records:
+            if site in begins:
+                current = []
+                seen[begins[site]].append(current)
+            if current is not None and site in known:
+                current.append((site, values))
+        return {test: why for test, calls in self.tests.items() if (why := _difference(calls, seen[test])) is not None}
+
+
+def _difference(expected: tuple[tuple[Check, ...], ...], seen: list[list[tuple[str, list[Value]]]]) -> str | None:
+    if len(expected) != len(seen):
+        return f"ran {len(seen)} times, not {len(expected)}"
+    for checks, records in zip(expected, seen, strict=True):
+        if [check.site for check in checks] != [site for site, _ in records]:
+            return (
+                f"left {len(records)} records, not {len(checks)}" if len(checks) != len(records) else "other records"
+            )
+        for number, (check, (_, values)) in enumerate(zip(checks, records, strict=True)):
+            if not check.holds(values):
+                return f"record {number} of {len(checks)} is another value"
+    return None
+
+
+@dataclass(frozen=True)
+class ControlledTest:
+    """How well one test function is controlled."""
+
+    ids: tuple[str, ...]
+    fail_to_pass: bool
+    strength: Strength
+
+
+@dataclass(frozen=True)
+class RowControls:
+    """Everything that confirms attempts at one row."""
+
+    instance_id: str
+    image_content: str
+    """Digest of the image that the controls were made on."""
+    renderings: tuple[ControlledRendering, ...] = ()
+    support: Mapping[str, bytes] = field(default_factory=dict)
+    """Files of the test patch that the renderings need beside them."""
+    tests: Mapping[str, ControlledTest] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+    """What making them took."""
+
+    @property
+    def strength(self) -> Strength:
+        """Of the weakest test that the patch has to fix."""
+        levels: tuple[Strength, ...] = ("none", "weak", "strong")
+        found = [test.strength for test in self.tests.values() if test.fail_to_pass]
+        return min(found, key=levels.index) if found else "none"
+
+    def counts(self) -> dict[str, int]:
+        """How many of the tests to be fixed are ``strong``, ``weak`` and ``none``."""
+        found = [test.strength for test in self.tests.values() if test.fail_to_pass]
+        return {level: found.count(level) for level in ("strong", "weak", "none")}
+
+    def failed(self, recorded: Recorded) -> dict[str, str]:
+        """Tests that ``recorded`` does not confirm → in which rendering and why."""
+        found: dict[str, str] = {}
+        for number, (controlled, records) in enumerate(zip(self.renderings, recorded.records, strict=True)):
+            kind = "plain" if controlled.rendering.plain else "blinded"
+            for test, why in controlled.failed(records).items():
+                found.setdefault(test, f"{kind} rendering {number}: {why}")
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        data = asdict(self)
+        data["support"] = {path: base64.b64encode(content).decode() for path, content in self.support.items()}
+        return {"version": CONTROLS_VERSION, **data}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RowControls:
+        renderings = tuple(
+            ControlledRendering(
+                Rendering(**one["rendering"]),
+                {
+                    test: tuple(tuple(Check(**check) for check in checks) for checks in calls)
+                    for test, calls in one["tests"].items()
+                },
+            )
+            for one in data["renderings"]
+        )
+        return cls(
+            instance_id=data["instance_id"],
+            image_content=data["image_content"],
+            renderings=renderings,
+            support={path: base64.b64decode(content) for path, content in data["support"].items()},
+            tests={
+                name: ControlledTest(tuple(test["ids"]), test["fail_to_pass"], test["strength"])
+                for name, test in data["tests"].items()
+            },
+            notes=tuple(data["notes"]),
+            seconds=data["seconds"],
+        )
+
+
+def default_controls_dir() -> Path:
+    """``$XDG_STATE_HOME/nemo-gym/swe-bench/controls``."""
+    state = os.environ.get("XDG_STATE_HOME") or str(Path("~").expanduser() / ".local" / "state")
+    return Path(state) / "nemo-gym" / "swe-bench" / "controls"
+
+
+class ControlStore:
+    """Controls in files that only this user reads, one per instance and image."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self.directory = directory or default_controls_dir()
+
+    @classmethod
+    def of(cls, directory: str | None) -> ControlStore:
+        return cls(Path(directory).expanduser() if directory else None)
+
+    def require(self, row: SweBenchRow, image_content: str) -> RowControls:
+        """The controls of a row.
+
+        Raises:
+            VerifierError: none were made for this image; names the command that makes them.
+        """
+        controls = self.load(row, image_content)
+        if controls is None:
+            raise VerifierError(
+                f"there are no controls for {row.instance_id} in {self.directory}; make them with ng_prepare swe_bench"
+                " (rows=, sandbox= and controls= as for this run), or set tamper_control: off and trust no reward"
+            )
+        return controls
+
+    def path(self, row: SweBenchRow, image_content: str) -> Path:
+        """Controls belong to an image and to the row's own tests and solution."""
+        tests = [row.patch, row.test_patch, row.eval_script, row.fail_to_pass, row.pass_to_pass]
+        key = content_digest([CONTROLS_VERSION, image_content, *tests])
+        return self.directory / f"{image_slug(row.instance_id)}.{key[:16]}.json.gz"
+
+    def save(self, row: SweBenchRow, controls: RowControls) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        target = self.path(row, controls.image_content)
+        # Whole or not at all; a temporary file is made for this user alone.
+        with tempfile.NamedTemporaryFile(dir=self.directory, prefix=".new-", delete=False) as file:
+            file.write(gzip.compress(json.dumps(controls.to_json()).encode("utf-8", "surrogatepass"), mtime=0))
+        Path(file.name).replace(target)
+
+    def load(self, row: SweBenchRow, image_content: str) -> RowControls | None:
+        """``None`` where none were made for this image.
+
+        Raises:
+            VerifierError: the file is damaged; names it and the command that makes it again.
+        """
+        path = self.path(row, image_content)
+        try:
+            data = json.loads(gzip.decompress(path.read_bytes()))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, EOFError) as error:
+            raise VerifierError(
+                f"the controls of {row.instance_id} in {path} cannot be read ({error}); make them again with"
+                " ng_prepare swe_bench … force=true"
+            ) from error
+        return RowControls.from_json(data)

@@ -1,0 +1,169 @@
+"""Relabelling: other words and numbers in a test's literals, the same ones wherever the old ones stood."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import keyword
+import random
+import re
+import sys
+from collections.abc import Collection, Iterable, Iterator
+
+_CJK = r"\u3041-\u30ff\u4e00-\u9fff\uac00-\ud7a3"
+_TOKEN = re.compile(rf"[{_CJK}]|[^\W\d_{_CJK}]+|\d+")  # where no spaces part words, each letter is one
+_WORD = re.compile(rf"[{_CJK}]|[^\W\d_{_CJK}]+")
+# fmt: off
+_COMMON = frozenset([
+    "utf", "latin", "ascii", "iso", "http", "https", "com", "org", "net", "www", "test", "self", "cls", "args",
+    "kwargs", "none", "true", "false",
+])
+# fmt: on
+_PYTHON = (
+    frozenset(
+        word
+        for name in (*keyword.kwlist, *dir(builtins), *sys.stdlib_module_names)
+        for word in _WORD.findall(name.lower())
+    )
+    | _COMMON
+)
+_NAMING_CALLS = frozenset(
+    ("parametrize", "getattr", "setattr", "importorskip", "patch", "usefixtures", "skipif", "filterwarnings")
+)
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_VOWELS = "aeiou"
+_CONSONANTS = "bcdfghjklmnpqrstvwz"
+_RANGES = ((0x4E00, 0x9FA5), (0xAC00, 0xD7A3), (0x3042, 0x3093), (0x30A2, 0x30F3))
+_WIDE_LETTERS = ((0xFF21, 0xFF3A), (0xFF41, 0xFF5A))
+
+
+def words_of(source: str) -> set[str]:
+    """Words that a Python module's behaviour may depend on: those in its strings, and its longer names."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return {word.lower() for word in _WORD.findall(source)}
+    documentation = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes) and id(node) not in documentation:
+            text = node.value if isinstance(node.value, str) else node.value.decode("latin-1")
+            found.update(word.lower() for word in _WORD.findall(text))
+        else:
+            for name in (getattr(node, field, None) for field in ("id", "attr", "name", "arg")):
+                if isinstance(name, str):
+                    found.update(word.lower() for word in _WORD.findall(name) if len(word) > 2)
+    return found
+
+
+def literals(tree: ast.AST) -> Iterator[ast.Constant]:
+    """String and integer constants that stand for data: no docstrings, no names of parametrised arguments."""
+    skipped: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in _NAMING_CALLS:
+                skipped.update(id(inner) for argument in node.args[:1] for inner in ast.walk(argument))
+            if name.startswith("_ng_") and node.args:
+                skipped.add(id(node.args[0]))
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Constant) or id(node) in skipped:
+            continue
+        if isinstance(node.value, str | bytes) or (type(node.value) is int and abs(node.value) > 1):
+            yield node
+
+
+def tokens_of(tree: ast.AST) -> set[str]:
+    """Words (lower case) and numbers of two digits or more in the data of ``tree``."""
+    found: set[str] = set()
+    for node in literals(tree):
+        for token in _TOKEN.findall(_text(node)):
+            if not token.isdigit():
+                found.add(token.lower())
+            elif (
+                token.isascii()
+                and token[0] not in "0"
+                and token != "1"
+                and (len(token) > 1 or type(node.value) is int)
+            ):
+                found.add(token)
+    return found
+
+
+class Labels:
+    """One consistent replacement of tokens, drawn from ``rng``.
+
+    Args:
+        tokens: what stands in the tests' data.
+        vocabulary: words (lower case) that the product knows; they keep their meaning.
+        pinned: tokens that gold cannot do without.
+    """
+
+    def __init__(
+        self, rng: random.Random, tokens: Iterable[str], vocabulary: Collection[str], pinned: Collection[str] = ()
+    ) -> None:
+        free = sorted(set(tokens) - set(pinned) - set(vocabulary) - _PYTHON)
+        self.map: dict[str, str] = {}
+        numbers = [token for token in free if token.isdigit()]
+        for length in sorted({len(token) for token in numbers}):
+            # Numbers keep their order: most of what is computed with them depends on it.
+            group = sorted(token for token in numbers if len(token) == length)
+            low, high = (2, 9) if length == 1 else (10 ** (length - 1), 10**length - 1)
+            drawn = sorted(rng.sample(range(low, min(high, low + 10**6) + 1), len(group)))
+            self.map.update(zip(group, map(str, drawn), strict=True))
+        words = [token for token in free if not token.isdigit()]
+        firsts = sorted({token[0] for token in words if token[0] in _LETTERS})
+        starts = dict(zip(firsts, sorted(rng.sample(_LETTERS, len(firsts))), strict=True))
+        taken = set(tokens) | set(vocabulary)
+        for token in words:
+            for _ in range(20):
+                new = starts.get(token[0], _letter(token[0], rng)) + "".join(_letter(one, rng) for one in token[1:])
+                if new not in taken and new not in _PYTHON:
+                    taken.add(new)
+                    self.map[token] = new
+                    break
+
+    def apply(self, tree: ast.AST) -> None:
+        """Replace the tokens in the data of ``tree``."""
+        for node in literals(tree):
+            if isinstance(node.value, str):
+                node.value = self.text(node.value)
+            elif isinstance(node.value, bytes):
+                node.value = self.text(node.value.decode("latin-1")).encode("latin-1", "replace")
+            elif isinstance(node.value, int):
+                new = self.map.get(str(abs(node.value)))
+                if new is not None:
+                    node.value = int(new) if node.value > 0 else -int(new)
+
+    def text(self, text: str) -> str:
+        return _TOKEN.sub(lambda match: self._replaced(match[0]), text)
+
+    def _replaced(self, token: str) -> str:
+        new = self.map.get(token.lower())
+        if new is None or len(new) != len(token) or (token.isdigit() and len(token) == 1):
+            return token
+        return "".join(a.upper() if b.isupper() else a for a, b in zip(new, token, strict=True))
+
+
+def _text(node: ast.Constant) -> str:
+    if isinstance(node.value, bytes):
+        return node.value.decode("latin-1")
+    return str(abs(node.value)) if isinstance(node.value, int) else str(node.value)
+
+
+def _letter(letter: str, rng: random.Random) -> str:
+    if letter in _VOWELS:
+        return rng.choice(_VOWELS)
+    if "a" <= letter <= "z":
+        return rng.choice(_CONSONANTS)
+    point = ord(letter)
+    for low, high in (*_RANGES, *_WIDE_LETTERS):
+        if low <= point <= high:
+            return chr(rng.randint(low, high))
+    return letter

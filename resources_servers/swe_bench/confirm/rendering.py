@@ -1,0 +1,370 @@
+"""Renderings of a test file: chosen tests in other words and another layout, with probes in place of assertions."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import random
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from resources_servers.swe_bench.confirm.assertions import AssertionRewriter, Blinding, Mode, Probe, Side
+from resources_servers.swe_bench.confirm.labels import Labels, tokens_of
+from resources_servers.swe_bench.confirm.slicing import (
+    FunctionNode,
+    case_rows,
+    functions_of,
+    loads_in,
+    parametrisation,
+    slice_away,
+    strip_ids,
+)
+from resources_servers.swe_bench.tamper.test_ids import TestId
+
+_RECORDER = Path(__file__).with_name("recorder.py")
+_HELPER = re.compile(r"_ng_\w+")
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_FIXTURE_HOOKS = frozenset(["setup_method", "teardown_method", "setup_class", "teardown_class", "setup", "teardown"])
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Test functions of one file, by what their ids say of them."""
+
+    names: frozenset[str]
+    docstrings: frozenset[str]
+
+    @classmethod
+    def of(cls, path: str, tests: Iterable[TestId]) -> Chosen:
+        here = [test for test in tests if test.may_be_in(path)]
+        return cls(
+            frozenset(test.function for test in here if test.function),
+            frozenset(test.docstring for test in here if test.docstring),
+        )
+
+    def holds(self, function: FunctionNode) -> bool:
+        said = (ast.get_docstring(function) or "").split("\n")[0].strip()
+        return function.name in self.names or (bool(said) and said in self.docstrings)
+
+
+@dataclass
+class Rendered:
+    """One test file as it enters the box."""
+
+    source: str
+    probes: dict[str, Probe]
+    tokens: dict[str, str]
+    """What the rendering calls a site → ``<path>|<key>``. A test's key is ``test:`` and its qualified name."""
+    words: set[str] = field(default_factory=set)
+    """Tokens in the data of the rendering, before it was relabelled."""
+    words_by_test: dict[str, set[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Order:
+    """How one rendering is to be made."""
+
+    mode: Mode
+    rng: random.Random
+    records_path: str
+    path: str = ""
+    """Of the file; tells the sites of several files apart."""
+    labels: Labels | None = None
+    dropped_sides: Mapping[str, Side] = field(default_factory=dict)
+    plain: bool = False
+    """As a program of its own, without any test runner."""
+
+
+def render(source: str, chosen: Chosen, order: Order) -> Rendered | None:
+    """Render one file; ``None`` when nothing of it can be.
+
+    Raises:
+        SyntaxError, ValueError: this Python cannot parse the file.
+    """
+    tree = ast.parse(source)
+    tests = [(classes, node) for classes, node, _ in functions_of(tree) if chosen.holds(node)]
+    if not tests:
+        return None
+    keys = {id(node): "test:" + ".".join((*classes, node.name)) for classes, node in tests}
+    _keep_chosen(tree, {id(node) for _, node in tests})
+    tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "__name__" in loads_in(node.test))]
+    every_key = [*keys.values(), *_sites(source)]
+    blind = order.mode == "blind"
+    tokens = {key: _token(order.rng) if blind else f"{order.path}|{key}" for key in every_key}
+    blinding = Blinding(order.mode, tokens, order.dropped_sides)
+    constants = _constants(tree.body)
+    for _, function, _ in list(functions_of(tree)):
+        here = constants | _constants(function.body) | _case_names(function)
+        rewriter = AssertionRewriter(blinding, here)
+        function.body = [one for statement in function.body for one in _flat(rewriter.visit(statement))]
+    _strip_docstrings(tree)
+    if order.mode == "blind":
+        slice_away(tree, blinding.dropped)
+        for _, function, _ in functions_of(tree):
+            strip_ids(function)
+        _drop_unused_helpers(tree, {id(node) for _, node in tests})
+    words_by_test = {keys[id(node)]: tokens_of(node) for _, node in tests}
+    words = tokens_of(tree)
+    for _, node in tests:
+        begin = blinding.call("put", keys[id(node)])
+        node.body.insert(0, ast.Expr(begin))
+    driver: list[ast.stmt] = []
+    if order.plain:
+        plain = _plain_driver(tree, tests)
+        if plain is None:
+            return None
+        driver = plain
+    if order.labels is not None:
+        order.labels.apply(tree)
+        for statement in driver:
+            for inner in ast.walk(statement):
+                if isinstance(inner, ast.keyword):
+                    order.labels.apply(inner.value)
+    if order.mode == "blind":
+        _rename(tree, [node for _, node in tests], order.rng, driver)
+        _shuffle(tree, {id(node) for _, node in tests}, order.rng)
+    tree.body += driver
+    text = _pasted(ast.unparse(ast.fix_missing_locations(tree)), order)
+    compile(text, "rendering", "exec", dont_inherit=True)
+    known = {token: f"{order.path}|{key}" for key, token in tokens.items()}
+    probes = {f"{order.path}|{key}": probe for key, probe in blinding.probes.items()}
+    return Rendered(text, probes, known, words, words_by_test)
+
+
+def _sites(source: str) -> list[str]:
+    """Keys of everything in a file that may be an assertion."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assert | ast.Call | ast.Expr):
+            key = f"{node.lineno}.{node.col_offset}"
+            found += [key, *(f"{key}.{n}" for n in range(6)), *(f"{key}.{n}.{m}" for n in range(6) for m in range(4))]
+    return list(dict.fromkeys(found))
+
+
+def _keep_chosen(tree: ast.Module, chosen: Collection[int]) -> None:
+    """Take out all other tests."""
+    for _, function, body in list(functions_of(tree)):
+        if function.name.startswith("test") and id(function) not in chosen:
+            body.remove(function)
+            if not body:
+                body.append(ast.Pass())
+
+
+def _drop_unused_helpers(tree: ast.Module, chosen: Collection[int]) -> None:
+    """Helpers and fixtures that nothing needs any more may hold what the tests expect."""
+    for _ in range(10):
+        loads = loads_in(tree)
+        attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        arguments = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+        texts = {
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        removed = False
+        for classes, function, body in list(functions_of(tree)):
+            name = function.name
+            used = loads[name] or name in attributes or name in arguments or name in texts
+            special = name.startswith(("test", "__", "setUp", "tearDown", "setup", "teardown", "pytest_"))
+            automatic = any("autouse" in ast.dump(one) for one in function.decorator_list)
+            foreign = bool(classes) and not (name.startswith("_") or name.startswith("assert"))
+            if id(function) in chosen or used or special or automatic or foreign:
+                continue
+            body.remove(function)
+            if not body:
+                body.append(ast.Pass())
+            removed = True
+        if not removed:
+            return
+
+
+def _constants(body: Sequence[ast.stmt]) -> set[str]:
+    """Names that are given constants alone, and once."""
+    values: dict[str, list[ast.expr]] = {}
+    for node in (inner for statement in body for inner in ast.walk(statement)):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                for one in target.elts if isinstance(target, ast.Tuple) else [target]:
+                    if isinstance(one, ast.Name):
+                        values.setdefault(one.id, []).append(node.value)
+        elif isinstance(node, ast.For):
+            for one in ast.walk(node.target):
+                if isinstance(one, ast.Name):
+                    values.setdefault(one.id, []).append(node.iter)
+    found: set[str] = set()
+    for _ in range(3):
+        checker = AssertionRewriter(Blinding("discover", {}, {}), found)
+        found |= {name for name, given in values.items() if all(checker._constant(value) for value in given)}
+    return found
+
+
+def _case_names(function: FunctionNode) -> set[str]:
+    return {name for decorator in function.decorator_list for name in (parametrisation(decorator) or ([], None))[0]}
+
+
+def _flat(result: object) -> list[ast.stmt]:
+    if isinstance(result, list):
+        return result
+    return [result] if isinstance(result, ast.stmt) else []
+
+
+def _strip_docstrings(tree: ast.Module) -> None:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                node.body = node.body[1:] or ([] if isinstance(node, ast.Module) else [ast.Pass()])
+
+
+def _rename(tree: ast.Module, tests: Sequence[FunctionNode], rng: random.Random, driver: Sequence[ast.stmt]) -> None:
+    """Give tests and their local variables other names."""
+    renamed = {node.name: f"test_{_token(rng)}" for node in tests}
+    used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)} | set(loads_in(tree))
+    for node in tests:
+        if node.name not in used:
+            node.name = renamed[node.name]
+    for statement in driver:
+        for inner in ast.walk(statement):
+            if isinstance(inner, ast.Name) and inner.id in renamed and inner.id not in used:
+                inner.id = renamed[inner.id]
+            elif isinstance(inner, ast.Constant) and inner.value in renamed and inner.value not in used:
+                inner.value = renamed[inner.value]
+    for node in tests:
+        inner_nodes = [one for statement in node.body for one in ast.walk(statement)]
+        fixed = {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)}
+        fixed |= {name for one in inner_nodes if isinstance(one, ast.Global | ast.Nonlocal) for name in one.names}
+        fixed |= {one.name for one in inner_nodes if isinstance(one, ast.ExceptHandler) and one.name}
+        fixed |= {(one.asname or one.name) for one in inner_nodes if isinstance(one, ast.alias)}
+        definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        if any(isinstance(one, definitions) for one in inner_nodes):
+            continue
+        if {"locals", "eval", "exec", "vars"} & {one.id for one in inner_nodes if isinstance(one, ast.Name)}:
+            continue
+        local = {one.id for one in inner_nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+        names = {name: _token(rng) for name in sorted(local - fixed)}
+        for one in inner_nodes:
+            if isinstance(one, ast.Name) and one.id in names:
+                one.id = names[one.id]
+
+
+def _shuffle(tree: ast.Module, tests: Collection[int], rng: random.Random) -> None:
+    """Put the tests of each body in another order, in the places that tests have."""
+    bodies: list[list[ast.stmt]] = [tree.body, *(n.body for n in ast.walk(tree) if isinstance(n, ast.ClassDef))]
+    for body in bodies:
+        places = [number for number, node in enumerate(body) if id(node) in tests]
+        nodes = [body[number] for number in places]
+        rng.shuffle(nodes)
+        for number, node in zip(places, nodes, strict=True):
+            body[number] = node
+
+
+def _plain_driver(tree: ast.Module, tests: Sequence[tuple[tuple[str, ...], FunctionNode]]) -> list[ast.stmt] | None:
+    """Calls of the tests that need no runner; tests that do are taken out of ``tree``."""
+    calls: list[str] = []
+    for classes, function in tests:
+        call = None if _needs_runner(function) or len(classes) > 1 else _plain_call(tree, classes, function)
+        body = tree.body
+        if classes:
+            holders = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == classes[0]]
+            if not holders:
+                return None
+            body = holders[0].body
+        if call is None:
+            if function in body:
+                body.remove(function)
+                if not body:
+                    body.append(ast.Pass())
+            continue
+        function.decorator_list = [one for one in function.decorator_list if "pytest" not in ast.dump(one)]
+        calls.append(call)
+    if not calls:
+        return None
+    for _, function, body in list(functions_of(tree)):
+        if "'pytest'" in ast.dump(function) and function in body:
+            body.remove(function)
+            if not body:
+                body.append(ast.Pass())
+    if "id='pytest'" in ast.dump(tree):
+        return None
+    for node in list(tree.body):
+        if isinstance(node, ast.Import) and any(one.name.split(".")[0] == "pytest" for one in node.names):
+            node.names = [one for one in node.names if one.name.split(".")[0] != "pytest"]
+            if not node.names:
+                tree.body.remove(node)
+    return ast.parse("\n".join(calls)).body
+
+
+def _needs_runner(function: FunctionNode) -> bool:
+    if isinstance(function, ast.AsyncFunctionDef):
+        return True
+    body = ast.Module(function.body, [])
+    return "id='pytest'" in ast.dump(body)
+
+
+def _plain_call(tree: ast.Module, classes: tuple[str, ...], function: FunctionNode) -> str | None:
+    arguments = [one.arg for one in function.args.args if one.arg != "self"]
+    cases: list[dict[str, str]] = [{}]
+    for decorator in function.decorator_list:
+        found = parametrisation(decorator)
+        if found is None:
+            continue
+        names, values = found
+        rows = case_rows(tree, values)
+        if rows is None:
+            return None
+        made = []
+        for row in rows:
+            if isinstance(row, ast.Call):
+                return None
+            one = [row] if len(names) == 1 else list(getattr(row, "elts", []))
+            if len(one) != len(names):
+                return None
+            made.append({name: ast.unparse(value) for name, value in zip(names, one, strict=True)})
+        cases = [{**case, **new} for new in made for case in cases]
+    defaults = len(function.args.defaults)
+    needed = set(arguments[: len(arguments) - defaults] if defaults else arguments)
+    if not needed <= set(cases[0] if cases else {}):
+        return None
+    lines: list[str] = []
+    name = function.name
+    for case in cases:
+        given = ", ".join(f"{key}={value}" for key, value in case.items())
+        if classes:
+            lines += [
+                "try:",
+                f"    _ng_one = {classes[0]}({name!r}) if hasattr({classes[0]}, 'assertEqual') else {classes[0]}()",
+                "    for _ng_hook in ('setUpClass', 'setup_class', 'setUp'):",
+                "        getattr(_ng_one, _ng_hook, lambda: None)()",
+                "    try:",
+                f"        getattr(_ng_one, {name!r})({given})",
+                "    finally:",
+                "        for _ng_hook in ('tearDown', 'tearDownClass', 'doCleanups'):",
+                "            getattr(_ng_one, _ng_hook, lambda: None)()",
+                "except Exception:",
+                "    pass",
+            ]
+        else:
+            lines += ["try:", f"    {name}({given})", "except Exception:", "    pass"]
+    return "\n".join(lines)
+
+
+@functools.cache
+def _recorder() -> ast.Module:
+    tree = ast.parse(_RECORDER.read_text(encoding="utf-8"))
+    _strip_docstrings(tree)
+    return tree
+
+
+def _pasted(text: str, order: Order) -> str:
+    """The recorder in front of the tests, behind ``from __future__`` imports, with names of its own."""
+    lines = text.split("\n")
+    future = [line for line in lines if line.startswith("from __future__ ")]
+    rest = [line for line in lines if not line.startswith("from __future__ ")]
+    recorder = ast.unparse(_recorder()).replace("@PATH@", order.records_path)
+    whole = "\n".join([*future, recorder, *rest, ""])
+    names = {name: "_" + _token(order.rng) for name in sorted(set(_HELPER.findall(whole)))}
+    return _HELPER.sub(lambda match: names[match[0]], whole)
+
+
+def _token(rng: random.Random) -> str:
+    return "".join(rng.choice(_LETTERS) for _ in range(9))

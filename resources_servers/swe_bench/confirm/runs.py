@@ -1,0 +1,255 @@
+"""Running renderings: the row's own steps, with rendered test files where its test patch would go."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+import tarfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from nemo_gym.errors import SandboxArchiveError
+from nemo_gym.sandbox.archive_filters import single_file
+from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle
+from resources_servers.swe_bench.confirm.values import Value
+from resources_servers.swe_bench.eval_box import (
+    APPLY_TIMEOUT_S,
+    INPUTS,
+    TESTBED,
+    EvalSite,
+    apply_patch,
+    archive_of,
+    evaluation_box,
+    exec_in,
+    split_script,
+)
+from resources_servers.swe_bench.row import SweBenchRow
+
+MAX_RECORD_BYTES = 16 * 1024 * 1024
+_APPLY = re.compile(r"^git apply\b.*<<\s*(['\"]?)(?P<word>\w+)\1\s*$")
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A row's evaluation script, taken apart."""
+
+    before: str
+    """What precedes the test patch, as the script has it."""
+    test_patch: str
+    after: str
+    """What follows it before the tests start."""
+    test_command: str
+
+    @classmethod
+    def of(cls, eval_script: str) -> Steps | None:
+        """``None`` for a script that does not apply exactly one test patch from a here-document."""
+        preparation, command, _ = split_script(eval_script)
+        lines = preparation.split("\n")
+        places = [number for number, line in enumerate(lines) if _APPLY.match(line)]
+        if len(places) != 1:
+            return None
+        match = _APPLY.match(lines[places[0]])
+        assert match is not None
+        end = next((n for n in range(places[0] + 1, len(lines)) if lines[n] == match["word"]), None)
+        if end is None:
+            return None
+        return cls(
+            before="\n".join(lines[: places[0]]),
+            test_patch="\n".join(lines[places[0] + 1 : end]) + "\n",
+            after="\n".join(lines[end + 1 :]),
+            test_command=command,
+        )
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """One rendering of a row's tests, as it goes into the box."""
+
+    files: Mapping[str, str]
+    """Path in the repository → text."""
+    records: str
+    """Where in the box it leaves its records."""
+    plain: str = ""
+    """The file that is run as a program, without the row's own test command; empty runs that command."""
+
+    def command(self, test_command: str) -> str:
+        if not self.plain:
+            return test_command
+        return f"env -u PYTEST_CURRENT_TEST -u PYTEST_ADDOPTS python {shlex.quote(self.plain)}"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What the renderings of one run left, in the order in which they ran."""
+
+    applied: bool
+    outcome: ExecOutcome = ExecOutcome.EXITED
+    records: tuple[list[tuple[str, list[Value]]], ...] = ()
+    """For each rendering its records: ``(site, values)``."""
+    log: str = ""
+    duration_s: float = 0.0
+
+
+async def run_renderings(
+    site: EvalSite,
+    row: SweBenchRow,
+    patch: bytes,
+    renderings: Sequence[Rendering],
+    *,
+    support: Mapping[str, bytes] | None = None,
+) -> Recorded:
+    """Run renderings one after the other in a box made for them, with ``patch`` applied.
+
+    Args:
+        support: files of the test patch that the renderings need beside them.
+
+    Raises:
+        SandboxError: the provider failed.
+        VerifierError: an exec was lost, or this host ran out of memory.
+    """
+    steps = Steps.of(row.eval_script)
+    assert steps is not None
+    started = time.monotonic()
+    async with evaluation_box(site) as handle:
+        inputs = {"patch.diff": patch, "run.sh": _script(steps, renderings).encode("utf-8", "surrogateescape")}
+        for number, rendering in enumerate(renderings):
+            inputs[f"{number}.tar"] = _tar({**(support or {}), **_bytes(rendering.files)}, number)
+        await site.provider.put_archive(handle, INPUTS, archive_of(inputs))
+        applied, said = await apply_patch(site, handle, patch)
+        if not applied:
+            return Recorded(applied=False, log=said, duration_s=time.monotonic() - started)
+        result = await exec_in(
+            site, handle, ["/bin/bash", f"{INPUTS}/run.sh"], timeout_s=site.timeout_s, max_output_bytes=1024 * 1024
+        )
+        records = [
+            await _records(site, handle, f"{rendering.records}.{number}")
+            for number, rendering in enumerate(renderings)
+        ]
+    log = result.stdout_bytes.decode("utf-8", "replace")
+    return Recorded(True, result.outcome, tuple(records), log, round(time.monotonic() - started, 3))
+
+
+@dataclass(frozen=True)
+class Pristine:
+    """What the controls of a row are made from."""
+
+    sources: Mapping[str, bytes | None]
+    """Test files as the row's own steps leave them; ``None`` for one that is not there."""
+    product: bytes
+    """Every other file that git tracks, as a tar archive."""
+
+
+async def read_pristine(
+    site: EvalSite, row: SweBenchRow, paths: Sequence[str], is_product: Callable[[str], bool]
+) -> Pristine:
+    """Read the tree and the test files in a box without any patch. As in the official script, a step that fails
+    stops nothing.
+
+    Raises:
+        SandboxError, VerifierError: the pristine box failed.
+    """
+    steps = Steps.of(row.eval_script)
+    assert steps is not None
+    async with evaluation_box(site) as handle:
+        inputs = {"test.diff": steps.test_patch.encode("utf-8", "surrogateescape")}
+        await site.provider.put_archive(handle, INPUTS, archive_of(inputs))
+        tracked = await exec_in(
+            site, handle, ["git", "ls-files", "-z"], timeout_s=APPLY_TIMEOUT_S, max_output_bytes=32 * 1024 * 1024
+        )
+        names = [name for name in tracked.stdout_bytes.decode("utf-8", "surrogateescape").split("\0") if name]
+        listed = "\0".join(name for name in names if is_product(name)).encode("utf-8", "surrogateescape")
+        pack = ["tar", "-cf", f"{INPUTS}/product.tar", "--null", "-T", "-"]
+        await exec_in(site, handle, pack, timeout_s=APPLY_TIMEOUT_S, stdin=listed)
+        product = await _read(site, handle, f"{INPUTS}/product.tar") or b""
+        checkout = [line for line in steps.before.split("\n") if line.startswith("git checkout")]
+        script = "\n".join([*checkout, f"git apply -v {INPUTS}/test.diff"])
+        await exec_in(site, handle, ["/bin/bash", "-c", script], timeout_s=APPLY_TIMEOUT_S)
+        sources = {path: await _read(site, handle, f"{TESTBED}/{path}") for path in paths}
+    return Pristine(sources, product)
+
+
+def _script(steps: Steps, renderings: Sequence[Rendering]) -> str:
+    lines = [steps.before, steps.after]
+    for number, rendering in enumerate(renderings):
+        lines += [
+            f"tar -xf {INPUTS}/{number}.tar -C {TESTBED}",
+            f"cd {TESTBED}",
+            rendering.command(steps.test_command),
+        ]
+        lines += [f"cd {TESTBED}", f"mv -f {rendering.records} {rendering.records}.{number}"]
+        if rendering.plain:
+            lines.append(f"rm -f {shlex.quote(rendering.plain)}")
+    return "\n".join([*lines, "exit 0", ""])
+
+
+def _tar(files: Mapping[str, bytes], number: int) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for path, content in files.items():
+            member = tarfile.TarInfo(path)
+            member.size = len(content)
+            member.mode = 0o644
+            # Compiled files of one rendering must not serve another of the same size.
+            member.mtime = int(time.time()) + number
+            tar.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def _bytes(files: Mapping[str, str]) -> dict[str, bytes]:
+    return {path: text.encode("utf-8", "surrogatepass") for path, text in files.items()}
+
+
+async def _records(site: EvalSite, handle: SandboxHandle, path: str) -> list[tuple[str, list[Value]]]:
+    found: list[tuple[str, list[Value]]] = []
+    content = await _read(site, handle, path) or b""
+    for line in content[:MAX_RECORD_BYTES].split(b"\n"):
+        try:
+            token, values = json.loads(line)
+            if isinstance(token, str) and isinstance(values, list) and all(map(_is_value, values)):
+                found.append((token, values))
+        except (ValueError, TypeError, RecursionError):
+            # What the code under test wrote there itself is no record.
+            continue
+    return found
+
+
+def _is_value(value: object) -> bool:
+    """Whether a value has the form in which the recorder writes one."""
+    if not isinstance(value, list) or not value or not isinstance(value[0], str):
+        return False
+    kind, rest = value[0], value[1:]
+    if kind in ("list", "tuple", "set", "range", "slice"):
+        return len(rest) == 1 and isinstance(rest[0], list) and all(map(_is_value, rest[0]))
+    if kind == "dict":
+        return (
+            len(rest) == 1
+            and isinstance(rest[0], list)
+            and all(isinstance(pair, list) and len(pair) == 2 and all(map(_is_value, pair)) for pair in rest[0])
+        )
+    if kind == "array":
+        return len(rest) == 1 and _is_value(rest[0])
+    if kind in ("object", "error"):
+        return len(rest) == 2 and _is_names(rest[0]) and (rest[1] is None or isinstance(rest[1], str))
+    if kind == "type":
+        return len(rest) == 1 and _is_names(rest[0]) and bool(rest[0])
+    if kind in ("bool", "truth"):
+        return len(rest) == 1 and isinstance(rest[0], bool | str)
+    return kind in _PLAIN_KINDS and all(isinstance(one, str) for one in rest) and len(rest) == _PLAIN_KINDS[kind]
+
+
+_PLAIN_KINDS = {"none": 0, "cut": 0, "int": 1, "float": 1, "complex": 2, "str": 1, "bytes": 1, "number": 1, "text": 2}
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+async def _read(site: EvalSite, handle: SandboxHandle, path: str) -> bytes | None:
+    try:
+        stream = site.provider.get_archive(handle, path)
+        return b"".join(single_file([chunk async for chunk in stream]))
+    except SandboxArchiveError:
+        return None

@@ -1,0 +1,283 @@
+"""Recorded values and what tests ask of them, compared outside the box."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from resources_servers.swe_bench.confirm.assertions import Side
+
+Value = list[Any]
+"""One recorded value: a kind, then what it holds."""
+
+_UNKNOWN = object()
+MAX_PATTERN_TEXT = 100_000
+
+
+@dataclass(frozen=True)
+class Check:
+    """What must hold at one record.
+
+    Attributes:
+        site: what the rendering calls the place.
+        op: as in `Probe`; ``begin`` starts a test.
+        kept: the side that the rendering records.
+        expected: gold's value of the side that is left out.
+        answer: gold's value of the recorded side.
+        said: whether objects without a plain value are compared by what they say of themselves.
+    """
+
+    site: str
+    op: str
+    kept: Side = "left"
+    expected: Value | None = None
+    answer: Value | None = None
+    extra: float | None = None
+    pattern: Value | None = None
+    said: bool = False
+
+    def holds(self, recorded: list[Value]) -> bool:
+        """Whether what was recorded satisfies the check."""
+        if self.op == "begin":
+            return not recorded
+        if not recorded:
+            return False
+        actual = recorded[0]
+        if self.op in ("truth", "false"):
+            return len(recorded) == 2 and recorded[1] == ["truth", self.op == "truth"] and self._like_answer(actual)
+        if self.op.startswith("raises"):
+            return self._raised(actual)
+        if self.op == "like":
+            return self._like_answer(actual)
+        if self.expected is None:
+            return True
+        return _compare(self.op, actual, self.expected, self.kept, self.extra, said=self.said)
+
+    def _like_answer(self, actual: Value) -> bool:
+        if self.op == "like" and self.answer is not None:
+            # Gold's answer, not the test's: another order of summing is as right as gold's.
+            return equal(actual, self.answer, said=self.said) or _close(actual, self.answer, 1e-9)
+        return True
+
+    def _raised(self, actual: Value) -> bool:
+        if actual[0] != "error":
+            return False
+        if self.expected is not None and not _is_instance(["type", actual[1]], self.expected):
+            return False
+        if self.pattern is None or self.pattern[0] != "str" or actual[2] is None:
+            return True
+        if self.op == "raises in":
+            return self.pattern[1] in actual[2]
+        return _search(self.pattern[1], actual[2])
+
+
+def equal(one: Value, other: Value, *, said: bool = False) -> bool:
+    """Whether two recorded values are equal as Python's plain values are; what has no plain value equals anything."""
+    a, b = one[0], other[0]
+    numbers = ("int", "float", "bool", "number", "complex")
+    if a in ("object", "error", "cut") or b in ("object", "error", "cut"):
+        return _equal_objects(one, other, said=said)
+    if a in numbers and b in numbers:
+        return _equal_numbers(one, other)
+    if a == "array" or b == "array":
+        return equal(one[1] if a == "array" else one, other[1] if b == "array" else other, said=said)
+    if a != b:
+        return False
+    if a in ("list", "tuple", "range", "slice"):
+        return len(one[1]) == len(other[1]) and all(
+            equal(x, y, said=said) for x, y in zip(one[1], other[1], strict=True)
+        )
+    if a == "set":
+        return _same_members(one[1], other[1], said=said)
+    if a == "dict":
+        if len(one[1]) != len(other[1]):
+            return False
+        left = list(other[1])
+        for key, value in one[1]:
+            found = next((n for n, pair in enumerate(left) if equal(key, pair[0]) and equal(value, pair[1])), None)
+            if found is None:
+                return False
+            left.pop(found)
+        return True
+    if a == "type":
+        return bool(one[1][:1] == other[1][:1])
+    return bool(one[1:] == other[1:])
+
+
+def same_form(one: Value, other: Value) -> bool:
+    """Whether two values differ in numbers alone."""
+    numbers = ("int", "float")
+    if one[0] in numbers and other[0] in numbers:
+        return True
+    if one[0] != other[0]:
+        return False
+    if one[0] in ("list", "tuple"):
+        return len(one[1]) == len(other[1]) and all(same_form(x, y) for x, y in zip(one[1], other[1], strict=True))
+    return one[0] not in ("dict", "object", "error", "cut", "str", "bytes") or equal(one, other)
+
+
+def _equal_objects(one: Value, other: Value, *, said: bool) -> bool:
+    """Objects of the code's own: told apart by what they say where gold's pair said the same, else not at all. An
+    object in the place of a plain value, or the reverse, has to say what that value says."""
+    if "cut" in (one[0], other[0]):
+        return True
+    if one[0] in ("object", "error") and other[0] in ("object", "error"):
+        return not said or one[2] == other[2]
+    thing, plain = (one, other) if one[0] in ("object", "error") else (other, one)
+    return plain[0] in ("str", "number", "int", "text") and thing[2] == str(plain[-1])
+
+
+def _equal_numbers(one: Value, other: Value) -> bool:
+    x, y = _number(one), _number(other)
+    if isinstance(x, float) and isinstance(y, float) and math.isnan(x) and math.isnan(y):
+        return True
+    return bool(x == y)
+
+
+def _number(value: Value) -> Any:
+    kind = value[0]
+    if kind == "bool":
+        return bool(value[1])
+    if kind == "int":
+        return int(value[1])
+    if kind == "float":
+        return float.fromhex(value[1])
+    if kind == "complex":
+        return complex(float.fromhex(value[1]), float.fromhex(value[2]))
+    try:
+        return Decimal(value[1])
+    except InvalidOperation:
+        return str(value[1])
+
+
+def _same_members(one: list[Value], other: list[Value], *, said: bool) -> bool:
+    if len(one) != len(other):
+        return False
+    left = list(other)
+    for member in one:
+        found = next((number for number, it in enumerate(left) if equal(member, it, said=said)), None)
+        if found is None:
+            return False
+        left.pop(found)
+    return True
+
+
+def _compare(op: str, actual: Value, expected: Value, kept: Side, extra: float | None, *, said: bool) -> bool:
+    left, right = (actual, expected) if kept == "left" else (expected, actual)
+    if op in ("==", "is"):
+        return equal(actual, expected, said=said)
+    if op in ("!=", "is not"):
+        return _plain(actual) is _UNKNOWN or _plain(expected) is _UNKNOWN or not equal(actual, expected)
+    if op == "count":
+        members = [side[1] if side[0] in ("list", "tuple", "set") else None for side in (left, right)]
+        return members[0] is None or members[1] is None or _same_members(members[0], members[1], said=said)
+    if op == "isinstance":
+        return _is_instance(actual, expected)
+    if op == "not isinstance":
+        return not _is_instance(actual, expected)
+    if op in ("close", "almost"):
+        return _close(left, right, extra if extra is not None else (5e-8 if op == "almost" else 1e-6))
+    if op in ("matches", "not matches"):
+        if actual[0] not in ("str", "bytes") or expected[0] != "str":
+            return True
+        return _search(expected[1], actual[1]) == (op == "matches")
+    return _on_plain_values(op, left, right)
+
+
+def _on_plain_values(op: str, left: Value, right: Value) -> bool:
+    a, b = _plain(left), _plain(right)
+    if a is _UNKNOWN or b is _UNKNOWN:
+        return True
+    try:
+        answers: dict[str, Any] = {
+            "in": lambda: a in b,
+            "not in": lambda: a not in b,
+            "<": lambda: a < b,
+            "<=": lambda: a <= b,
+            ">": lambda: a > b,
+            ">=": lambda: a >= b,
+            "startswith": lambda: a.startswith(b),
+            "endswith": lambda: a.endswith(b),
+            "not startswith": lambda: not a.startswith(b),
+            "not endswith": lambda: not a.endswith(b),
+        }
+        return bool(answers[op]())
+    except (TypeError, AttributeError):
+        return False
+
+
+def _plain(value: Value) -> Any:
+    """The Python value of a record; ``_UNKNOWN`` where it holds something that has none."""
+    kind = value[0]
+    if kind == "none":
+        return None
+    if kind in ("int", "float", "bool", "number", "complex"):
+        return _number(value)
+    if kind in ("str", "text"):
+        return value[-1]
+    if kind == "bytes":
+        return bytes.fromhex(value[1])
+    if kind in ("list", "tuple", "set", "array"):
+        if kind == "array":
+            return _plain(value[1])
+        parts = [_plain(one) for one in value[1]]
+        if any(part is _UNKNOWN for part in parts):
+            return _UNKNOWN
+        return tuple(parts) if kind == "tuple" else parts
+    if kind == "dict":
+        pairs = [(_plain(key), _plain(item)) for key, item in value[1]]
+        if any(key is _UNKNOWN for key, _ in pairs):
+            return _UNKNOWN
+        try:
+            return dict(pairs)
+        except TypeError:
+            return [key for key, _ in pairs]
+    return _UNKNOWN
+
+
+def _close(one: Value, other: Value, tolerance: float) -> bool:
+    if one[0] == "array" or other[0] == "array":
+        return _close(one[1] if one[0] == "array" else one, other[1] if other[0] == "array" else other, tolerance)
+    a, b = _plain(one), _plain(other)
+    if a is _UNKNOWN or b is _UNKNOWN:
+        return True
+    return _all_close(a, b, tolerance)
+
+
+def _all_close(a: Any, b: Any, tolerance: float) -> bool:
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(_all_close(x, y, tolerance) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_all_close(a[key], b[key], tolerance) for key in a)
+    try:
+        x, y = float(a), float(b)
+    except (TypeError, ValueError):
+        return bool(a == b)
+    return x == y or (math.isnan(x) and math.isnan(y)) or math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance)
+
+
+def _is_instance(actual: Value, expected: Value) -> bool:
+    if expected[0] in ("tuple", "list"):
+        return any(_is_instance(actual, one) for one in expected[1])
+    if expected[0] != "type" or actual[0] != "type":
+        return True
+    return expected[1][0] in actual[1]
+
+
+def _search(pattern: str, text: str) -> bool:
+    try:
+        return re.search(pattern, text[:MAX_PATTERN_TEXT]) is not None
+    except re.error:
+        return True
+
+
+def carries(value: Value | None) -> bool:
+    """Whether a value can be compared at all."""
+    if value is None or value[0] in ("object", "error", "cut"):
+        return False
+    if value[0] in ("list", "tuple", "set"):
+        return not value[1] or any(carries(one) for one in value[1])
+    return True

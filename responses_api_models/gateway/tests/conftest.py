@@ -113,9 +113,16 @@ class GatewayStack:
         await asyncio.to_thread(self.stack.stop, "gateway")
         await self.start(cls, **block)
 
-    async def open(self, body: dict[str, Any] | None = None, **identity: Any) -> Opened:
+    async def open(
+        self,
+        body: dict[str, Any] | None = None,
+        *,
+        role: Role = Role.PIPELINE,
+        name: str = "collector",
+        **identity: Any,
+    ) -> Opened:
         asked = {"rollout": rollout(**identity).model_dump(), **(body or {})}
-        reply = await self.stack.client().post("gateway", "/sessions", json=asked)
+        reply = await self.stack.client(role, name).post("gateway", "/sessions", json=asked)
         assert reply.status == 200, await reply.text()
         return Opened(self.stack, await reply.json())
 

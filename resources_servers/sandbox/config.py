@@ -51,7 +51,8 @@ class BrokerConfig(BaseRunServerInstanceConfig):
     """Directories of the backend's host that boxes may mount from; ``None`` is anywhere for environments and the
     pipeline, and nowhere for agents and the callers in ``caller_tokens``."""
     agent_packages: bool = False
-    """Whether boxes may also mount the CLIs that ``ng_prepare agents`` put into the cache of this host."""
+    """Whether boxes may also mount the programs of agents: the CLIs that ``ng_prepare agents`` put into the cache of
+    this host, and the folders of agent plugins."""
     agent_provider_options: dict[str, Any] = Field(default_factory=dict)
     """The ``provider_options`` that agents and ``caller_tokens`` may ask for, each with the one value it may have."""
     door_targets: list[str] | None = None

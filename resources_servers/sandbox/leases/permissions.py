@@ -14,6 +14,8 @@ from pathlib import Path
 
 from yarl import URL
 
+from nemo_gym.configuration.keys import AGENT_TYPE
+from nemo_gym.configuration.roots import plugin_roots
 from nemo_gym.configuration.suggest import nearest
 from nemo_gym.credentials import Caller, Role
 from nemo_gym.harness.provision import cache_root
@@ -28,8 +30,6 @@ OWNER_LABEL = "nemo_gym.owner"
 """Label by which a caller says whose quota its box counts against; default: its own."""
 DOOR_ROUTES = (*INFERENCE_ROUTES, *MCP_ROUTES)
 _TRUSTED = (Role.PIPELINE, Role.OPERATOR, Role.ENVIRONMENT)
-_PACKAGES = ("agents", "clis")
-"""Below the cache: where ``ng_prepare agents`` and ``scripts/install-clis`` put CLIs."""
 _HOST_PATH = re.compile(r"(?:(?:docker|oci)-archive:|(?:[A-Za-z][A-Za-z0-9+.-]*:(?://)?)?(?=[/~.]))(.*)", re.DOTALL)
 """An image that is a path of the backend's host, by itself or after the kind of a file (``docker-archive:/x``)."""
 
@@ -45,7 +45,7 @@ class Permissions:
     def __init__(self, config: BrokerConfig) -> None:
         self._config = config
         named = config.mount_roots
-        roots = [*(named or ()), *((str(cache_root() / name) for name in _PACKAGES) if config.agent_packages else ())]
+        roots = [*(named or ()), *(_packages() if config.agent_packages else ())]
         self._everybody = named is None
         """Whether a server of the stack that is trusted may mount anything, as with a provider of its own."""
         self._roots = [Path(os.path.realpath(root)) for root in roots]
@@ -104,8 +104,15 @@ class Permissions:
                 raise BrokerError(
                     "mount_refused",
                     f"{field}: '{source}' is not below a directory that this broker lets boxes mount from; name one in"
-                    " its mount_roots, or set agent_packages for the CLIs of agents",
+                    " its mount_roots, or set agent_packages for the programs of agents",
                 )
+
+
+def _packages() -> Iterable[str]:
+    """Where the programs of agents are on this host: what ``ng_prepare agents`` and ``scripts/install-clis`` put into
+    the cache, and what plugins bring along."""
+    yield from (str(cache_root() / name) for name in ("agents", "clis"))
+    yield from (str(root / AGENT_TYPE) for root in plugin_roots())
 
 
 def _base(target: str) -> str:

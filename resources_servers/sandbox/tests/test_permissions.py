@@ -76,17 +76,18 @@ async def test_agent_mounts_nothing_of_the_host_when_no_root_is_named(
             assert (await created(callers[role], tmp_path)).status == 201
 
 
-async def test_agent_mounts_the_clis_of_this_host_when_the_configuration_says_so(
+async def test_agent_mounts_the_programs_of_agents_when_the_configuration_says_so(
     start_broker: StartBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NEMO_GYM_CACHE_DIR", str(tmp_path / "cache"))
-    package = tmp_path / "cache" / "agents" / "tool" / "1.0"
-    package.mkdir(parents=True)
-    (package / "version").write_text("7")
+    monkeypatch.setenv("NEMO_GYM_EXTRA_ROOTS", str(tmp_path / "plugins"))
+    packages = [tmp_path / "cache/agents/tool/1.0", tmp_path / "plugins/responses_api_agents/mine/program"]
     async with roles(start_broker(agent_packages=True)) as callers:
-        made = await created(callers[Role.AGENT], package)
-        assert made.status == 201, made.body
-        for source in (tmp_path / "cache", tmp_path):
+        for package in packages:
+            package.mkdir(parents=True)
+            made = await created(callers[Role.AGENT], package)
+            assert made.status == 201, made.body
+        for source in (tmp_path / "cache", tmp_path / "plugins", tmp_path):
             assert said(await created(callers[Role.AGENT], source)) == (403, "mount_refused")
             assert (await created(callers[Role.ENVIRONMENT], source)).status == 201
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nemo_gym.credentials import Role
+from nemo_gym.credentials import CONTROL_TOKEN_HEADER, Role
+from nemo_gym.gateway.journal import SessionJournal
 from nemo_gym.gateway.testing import FakeOpenAIEngine, Status
 from nemo_gym.server_utils import close_global_aiohttp_client
 from nemo_gym.session import MAX_ATTEMPT
@@ -83,6 +85,23 @@ async def test_attempt_that_no_rollout_comes_to_is_refused(gateway: TextStack) -
             refused = await gateway.stack.client(role, "any").post("gateway", "/sessions", json=asked)
             assert refused.status == 422
             assert "rollout.attempt" in (await refused.json())["detail"]
+
+
+async def test_journal_of_a_release_without_openers_and_bounds_is_read(gateway: TextStack) -> None:
+    session = await gateway.open()
+    await session.say("more")
+    await asyncio.to_thread(gateway.stack.stop, "gateway")
+    directory = gateway.folder / "journal"
+    journal, (found,) = SessionJournal.open(directory, durability="process")
+    extra = {key: value for key, value in found.record.extra.items() if key != "opener"}
+    asked = {**found.record.rollout, "rollout_id": "fenced", "attempt": 2**31}
+    await journal.opened(replace(found.record, session_id="old", rollout=asked, extra=extra, inference_digest="x"))
+    await journal.aclose()
+    await gateway.start(port=int(session.facts["base_url"].split(":")[2].split("/")[0]))
+    await session.say("more")
+    state = await gateway.stack.client().get("gateway", "/sessions/old", headers={CONTROL_TOKEN_HEADER: "not its own"})
+    assert state.status == 401, "it is known"
+    assert (await session.finalize())["turns"] == 2
 
 
 async def test_restarted_gateway_goes_on_with_the_conversation(gateway: TextStack) -> None:

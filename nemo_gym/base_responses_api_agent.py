@@ -375,11 +375,21 @@ def _rollout(value: Any) -> RolloutIdentity:
 
 def _named(row: Mapping[str, Any]) -> RolloutIdentity:
     """The identity of a row that a NeMo Gym caller numbered, or a new one."""
-    attempt = int(row.get("_ng_attempt_index") or 0) + 1
+    index = row.get("_ng_attempt_index") or 0
+    try:
+        attempt = int(index) + 1
+    except (TypeError, ValueError):
+        raise InvalidBodyError(f"'_ng_attempt_index' is a whole number from 0 on, not {index!r:.80}") from None
     numbered = maybe_rollout_id_from_run_body({key: v for key, v in row.items() if key != "_ng_attempt_index"})
     task = str(row.get("_ng_task_index", numbered or "unnamed"))
-    return RolloutIdentity(
-        rollout_id=numbered or uuid4().hex, task_id=task, group_id=task, attempt=attempt, run_id="direct"
+    return _rollout(
+        {
+            "rollout_id": numbered or uuid4().hex,
+            "task_id": task,
+            "group_id": task,
+            "attempt": attempt,
+            "run_id": "direct",
+        }
     )
 
 

@@ -33,6 +33,7 @@ from nemo_gym.gateway.sessions import (
     GatewaySession,
     GatewaySessions,
     InMemoryGatewaySessions,
+    opener_of,
     token_in,
 )
 from nemo_gym.gateway.usage import StreamedUsage, Usage
@@ -181,13 +182,13 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
         return {"model": self.model_name()}
 
     async def _open_route(self, request: Request) -> Response:
-        require_role(request, Role.PIPELINE, Role.AGENT)
+        caller = require_role(request, Role.PIPELINE, Role.AGENT)
         body = await parse_json_object(request)
         try:
             rollout = RolloutIdentity.model_validate(body.get("rollout"))
         except ValueError as error:
             raise InvalidBodyError(f"/sessions needs 'rollout': {error}") from None
-        opened = await self.gateway_sessions.open(rollout, body.get("sampling"))
+        opened = await self.gateway_sessions.open(rollout, body.get("sampling"), opener=opener_of(caller))
         return JsonResponse(
             {
                 "session_id": opened.session_id,

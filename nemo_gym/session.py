@@ -23,6 +23,8 @@ MAX_DESCRIPTOR_BYTES = 16 * 1024
 """Largest descriptor as JSON, without the files of an inline sandbox spec."""
 
 IDENTIFIER = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+MAX_ATTEMPT = 1_000_000
+"""More than any rollout is tried. A newer attempt fences the older ones: one without a bound would fence for good."""
 MODEL_DOOR = "model"
 """Name of the door behind which the policy model is."""
 DEFAULT_MODEL_DOOR_PORT = 8000
@@ -74,7 +76,7 @@ class RolloutIdentity(_Contract):
     group_id: str = Field(max_length=256)
     """Samples of one task in one run share it."""
     sample_index: int = Field(0, ge=0)
-    attempt: int = Field(1, ge=1)
+    attempt: int = Field(1, ge=1, le=MAX_ATTEMPT)
     """Grows with every retry of RUN; a newer attempt fences the older one."""
     run_id: str = Field("run", max_length=128)
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from nemo_gym.credentials import Caller, Role
 from nemo_gym.errors import ContractError, CredentialError, FencedError
 from nemo_gym.gateway.usage import Usage
 from nemo_gym.session import RolloutIdentity
@@ -23,6 +24,18 @@ INFERENCE_TOKEN_PREFIX = "ngi1_"
 SESSION_TTL_S = 6 * 3600.0
 KEEP_CLOSED_S = 600.0
 """How long a closed session still answers a repeated finalize."""
+
+
+PIPELINE = ""
+"""As opener: the pipeline, whoever runs it."""
+SessionKey = tuple[str, str, str]
+"""Opener, run and rollout. Of one key, one session is open."""
+
+
+def opener_of(caller: Caller | None) -> str:
+    """Among whose sessions a caller's rollouts are. An agent server runs what others wrote and names any rollout it
+    likes, so its sessions are its own: they replace and fence no one else's."""
+    return PIPELINE if caller is None or caller.role is Role.PIPELINE else f"{caller.role}:{caller.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +66,12 @@ class GatewaySession:
 class GatewaySessions(Protocol):
     """The sessions of one model server. Replaced as a whole by a gateway that keeps tokens; callers stay."""
 
-    async def open(self, rollout: RolloutIdentity, sampling: Mapping[str, Any] | None = None) -> OpenedSession:
-        """A session for this attempt. Fences sessions of older attempts, and replaces one of the same attempt (whose
-        opener never saw the answer). Raises `FencedError` when a newer attempt has one."""
+    async def open(
+        self, rollout: RolloutIdentity, sampling: Mapping[str, Any] | None = None, *, opener: str = PIPELINE
+    ) -> OpenedSession:
+        """A session for this attempt. Fences the opener's sessions of older attempts, and replaces one of the same
+        attempt (whose opener never saw the answer). Raises `FencedError` when a newer attempt of the opener's has
+        one. Sessions of other openers (see `opener_of`) are not touched, whatever rollout they name."""
         ...
 
     def authorize(self, inference_token: str) -> GatewaySession:
@@ -91,6 +107,7 @@ class GatewaySessions(Protocol):
 @dataclass(slots=True)
 class _Entry:
     session: GatewaySession
+    key: SessionKey
     token_digest: str
     control_digest: bytes
     closed_at: float | None = None
@@ -104,11 +121,13 @@ class InMemoryGatewaySessions:
         self._ttl_s = ttl_s
         self._entries: dict[str, _Entry] = {}
         self._by_token: dict[str, str] = {}
-        self._current: dict[tuple[str, str], str] = {}
+        self._current: dict[SessionKey, str] = {}
 
-    async def open(self, rollout: RolloutIdentity, sampling: Mapping[str, Any] | None = None) -> OpenedSession:
+    async def open(
+        self, rollout: RolloutIdentity, sampling: Mapping[str, Any] | None = None, *, opener: str = PIPELINE
+    ) -> OpenedSession:
         self._sweep()
-        key = (rollout.run_id, rollout.rollout_id)
+        key = (opener, rollout.run_id, rollout.rollout_id)
         if (current := self._entries.get(self._current.get(key, ""))) is not None:
             if current.session.rollout.attempt > rollout.attempt:
                 raise FencedError(
@@ -125,7 +144,7 @@ class InMemoryGatewaySessions:
         )
         session = GatewaySession(opened.session_id, rollout, dict(sampling or {}), opened.expires_at)
         digest = _digest(opened.inference_token)
-        self._entries[opened.session_id] = _Entry(session, digest, _digest(opened.control_token).encode())
+        self._entries[opened.session_id] = _Entry(session, key, digest, _digest(opened.control_token).encode())
         self._by_token[digest] = opened.session_id
         self._current[key] = opened.session_id
         return opened
@@ -192,10 +211,8 @@ class InMemoryGatewaySessions:
             if ended < before:
                 del self._entries[session_id]
                 self._by_token.pop(entry.token_digest, None)
-                rollout = entry.session.rollout
-                key = (rollout.run_id, rollout.rollout_id)
-                if self._current.get(key) == session_id:
-                    del self._current[key]
+                if self._current.get(entry.key) == session_id:
+                    del self._current[entry.key]
 
 
 def token_in(headers: Mapping[str, str]) -> str | None:

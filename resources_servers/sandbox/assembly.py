@@ -18,18 +18,20 @@ from resources_servers.sandbox.execs.manager import Execs
 from resources_servers.sandbox.execs.spool import SpoolSpace
 from resources_servers.sandbox.leases.access import Access
 from resources_servers.sandbox.leases.admission import Admission
+from resources_servers.sandbox.leases.permissions import Permissions
 from resources_servers.sandbox.leases.sealing import Sealer
 from resources_servers.sandbox.leases.tokens import TokenSigner
 from resources_servers.sandbox.lifecycle.backend import Backend
 from resources_servers.sandbox.lifecycle.boxes import Boxes
 from resources_servers.sandbox.lifecycle.creation import Creations
+from resources_servers.sandbox.lifecycle.images import Images
 from resources_servers.sandbox.lifecycle.reconcile import Reconciler
 from resources_servers.sandbox.lifecycle.upkeep import Upkeep
 from resources_servers.sandbox.lifecycle.warm import WarmPools
 from resources_servers.sandbox.metrics import Metrics
 from resources_servers.sandbox.registry.database import Durability, open_engine
 from resources_servers.sandbox.registry.execs import ExecStore
-from resources_servers.sandbox.registry.store import BoxStore
+from resources_servers.sandbox.registry.store import BoxStore, ImageStore
 from resources_servers.sandbox.registry.writer import GroupCommitWriter
 from resources_servers.sandbox.service import BrokerService
 
@@ -75,7 +77,11 @@ def assemble(
         boxes=boxes,
         execs=execs,
         creations=Creations(boxes, warm),
-        access=Access(TokenSigner(derive("sandbox-lease")), boxes, credentials, config.caller_tokens),
+        access=Access(
+            TokenSigner(derive("sandbox-lease")), boxes, credentials, config.caller_tokens, config.trusted_callers
+        ),
+        permissions=Permissions(config),
+        images=Images(ImageStore(writer, identity), backend, identity),
         warm=warm,
         upkeep=Upkeep(
             boxes,

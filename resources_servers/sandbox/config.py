@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 from nemo_gym.config_types import BaseRunServerInstanceConfig
 from nemo_gym.sandbox.base import DEFAULT_TTL_S
 from nemo_gym.sandbox.wire.boxes import BoxSpec
 from nemo_gym.sandbox.wire.fields import MAX_STDIN_BYTES, MAX_TTL_S
+from nemo_gym.session import IDENTIFIER
 
 MIB = 1024 * 1024
 GIB = 1024 * MIB
+CallerName = Annotated[str, StringConstraints(pattern=IDENTIFIER.pattern, max_length=128)]
 
 
 class WarmPool(BaseModel):
@@ -39,12 +41,23 @@ class BrokerConfig(BaseRunServerInstanceConfig):
     """Name that this broker's boxes carry as a label, unique among brokers of one backend or database; ``None`` is a
     random one, kept in the state directory."""
 
-    caller_tokens: dict[str, str] = Field(default_factory=dict, repr=False)
-    """Callers that are no servers of this stack: name → bearer token. They see the boxes that they made."""
+    caller_tokens: dict[CallerName, str] = Field(default_factory=dict, repr=False)
+    """Callers that are no servers of this stack: name → bearer token. They see the boxes that they made, and may no
+    more than agents."""
+    trusted_callers: list[str] = Field(default_factory=list)
+    """Names of ``caller_tokens`` that prepare images: they may what an environment may, within ``mount_roots``."""
 
     mount_roots: list[str] | None = None
-    """Directories of the backend's host that boxes may mount from; ``None`` is anywhere for servers of this stack,
-    and nowhere for the callers in ``caller_tokens``."""
+    """Directories of the backend's host that boxes may mount from; ``None`` is anywhere for environments and the
+    pipeline, and nowhere for agents and the callers in ``caller_tokens``."""
+    agent_packages: bool = False
+    """Whether boxes may also mount the programs of agents: the CLIs that ``ng_prepare agents`` put into the cache of
+    this host, and the folders of agent plugins."""
+    agent_provider_options: dict[str, Any] = Field(default_factory=dict)
+    """The ``provider_options`` that agents and ``caller_tokens`` may ask for, each with the one value it may have."""
+    door_targets: list[str] | None = None
+    """Base URLs (model servers, environments) that doors of agents and ``caller_tokens`` may lead to; ``None`` is any,
+    by the routes of a model or an MCP server alone."""
 
     default_ttl_s: float = Field(DEFAULT_TTL_S, gt=0, le=MAX_TTL_S)
     max_ttl_s: float = Field(24 * 3600.0, gt=0, le=MAX_TTL_S)
@@ -78,3 +91,18 @@ class BrokerConfig(BaseRunServerInstanceConfig):
     warm: list[WarmPool] = Field(default_factory=list)
     prefetch: list[str] = Field(default_factory=list)
     """Images that the backend shall have before the first create asks for them."""
+
+    @field_validator("door_targets")
+    @classmethod
+    def _targets_are_urls(cls, targets: list[str] | None) -> list[str] | None:
+        for target in targets or ():
+            if not target.startswith(("http://", "https://")):
+                raise ValueError(f"'{target}' is not an http:// or https:// URL")
+        return targets
+
+    @model_validator(mode="after")
+    def _trusted_callers_have_tokens(self) -> Self:
+        for name in self.trusted_callers:
+            if name not in self.caller_tokens:
+                raise ValueError(f"trusted_callers: '{name}' is no name of caller_tokens; give it a token there")
+        return self

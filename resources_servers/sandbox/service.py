@@ -12,9 +12,11 @@ from nemo_gym.errors import NemoGymError
 from resources_servers.sandbox.config import BrokerConfig
 from resources_servers.sandbox.execs.manager import Execs
 from resources_servers.sandbox.leases.access import Access
+from resources_servers.sandbox.leases.permissions import Permissions
 from resources_servers.sandbox.lifecycle.backend import Backend
 from resources_servers.sandbox.lifecycle.boxes import Boxes
 from resources_servers.sandbox.lifecycle.creation import Creations
+from resources_servers.sandbox.lifecycle.images import Images
 from resources_servers.sandbox.lifecycle.upkeep import Upkeep
 from resources_servers.sandbox.lifecycle.warm import WarmPools
 from resources_servers.sandbox.metrics import Metrics
@@ -32,6 +34,8 @@ class BrokerService:
     execs: Execs
     creations: Creations
     access: Access
+    permissions: Permissions
+    images: Images
     warm: WarmPools
     upkeep: Upkeep
     metrics: Metrics
@@ -42,6 +46,10 @@ class BrokerService:
 
     async def start(self) -> None:
         await self.upkeep.start()
+        try:
+            await self.images.reconcile()
+        except NemoGymError as error:
+            log.warning("images_not_reconciled", error=str(error)[:300])
         try:
             await self.warm.start()
         except NemoGymError as error:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 
 from nemo_gym.errors import ConfigError
 from nemo_gym.harness.agent import CliAgent
 from nemo_gym.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, Judgement
 from nemo_gym.harness.package import CliPackage
+from nemo_gym.harness.provision import cache_root
 from nemo_gym.prompt import resolve_path
 from nemo_gym.session import AgentOutcome
 from responses_api_agents.composite_agent.events import CompositeReader
@@ -33,9 +33,16 @@ class Composite(CliHarness):
 
     def _program(self) -> Path:
         if self.options.program is None:
-            # Every agent has a mount; this one has nothing in it.
-            self._nothing = tempfile.TemporaryDirectory(prefix="nemo-gym-nothing-")
-            return Path(self._nothing.name)
+            # Every agent has a mount; this one has nothing in it. It is where a broker lets agents mount from.
+            nothing = cache_root() / "agents" / ".nothing"
+            try:
+                nothing.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"the cache {cache_root()} cannot be written to ({error.strerror}); set NEMO_GYM_CACHE_DIR",
+                    key="NEMO_GYM_CACHE_DIR",
+                ) from error
+            return nothing
         found = resolve_path(self.options.program)
         if not found.is_dir():
             raise ConfigError(

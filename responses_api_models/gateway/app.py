@@ -31,7 +31,7 @@ from nemo_gym.gateway.service.pool import EnginePool
 from nemo_gym.gateway.service.requests import OpenSession
 from nemo_gym.gateway.service.sessions import DurableSessions
 from nemo_gym.gateway.service.text_backend import TextBackend
-from nemo_gym.gateway.sessions import GatewaySessions
+from nemo_gym.gateway.sessions import GatewaySessions, opener_of
 from nemo_gym.serving.application import Application
 from nemo_gym.serving.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError
 from nemo_gym.serving.middleware import require_role
@@ -133,10 +133,14 @@ class Gateway(SimpleResponsesAPIModel):
         return app
 
     async def _open_route(self, request: Request) -> Response:
-        require_role(request, Role.PIPELINE, Role.AGENT)
+        caller = require_role(request, Role.PIPELINE, Role.AGENT)
         asked = OpenSession.read(await parse_json_object(request))
         opened = await self._durable.open(
-            asked.rollout, asked.sampling, ttl_s=asked.ttl_s, reward_source=asked.reward_source
+            asked.rollout,
+            asked.sampling,
+            opener=opener_of(caller),
+            ttl_s=asked.ttl_s,
+            reward_source=asked.reward_source,
         )
         # As the opener reached this server: its harness reaches it the same way.
         base = f"{str(request.base_url).rstrip('/')}/sessions/{opened.session_id}"

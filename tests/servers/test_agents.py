@@ -175,6 +175,28 @@ async def test_run_passes_the_environments_own_words_on_when_it_refuses(tools: S
     assert (reply.status, problem["peer_status"], problem["peer_code"]) == (502, 403, "role")
 
 
+@pytest.mark.parametrize(("index", "named"), [("x", "_ng_attempt_index"), (2**31, "attempt"), (-7, "attempt")])
+async def test_run_names_what_is_wrong_with_a_number_that_no_attempt_has(tools: Stack, index: Any, named: str) -> None:
+    row = {"responses_create_params": {"input": "What is 4 plus zero"}, "_ng_attempt_index": index}
+    reply = await tools.client().post("agent", "/run", json=row)
+    assert reply.status == 422
+    assert named in (await reply.json())["detail"]
+
+
+async def test_run_leaves_the_pipelines_session_of_the_same_rollout_alone(tools: Stack) -> None:
+    client = tools.client()
+    session = {"rollout": rollout().model_dump()}
+    opened = await (await client.post("model", "/sessions", json=session)).json()
+    row = {"responses_create_params": {"input": "What is 4 plus zero"}, "expected": 5}
+    stored = await (await client.post("counter", "/rows", json={"row": row, **session})).json()
+    run = {**stored["public_row"], "_ng_session": {**session, "row_ref": stored["row_ref"]}}
+    result = await client.post("agent", "/run", json=run)
+    assert result.status == 200, await result.text()
+    path = f"/sessions/{opened['session_id']}/finalize"
+    finalized = await client.post("model", path, json={}, headers={CONTROL_TOKEN_HEADER: opened["control_token"]})
+    assert finalized.status == 200, await finalized.text()
+
+
 async def test_act_names_the_choices_when_the_agent_cannot_work_in_a_topology(tools: Stack) -> None:
     body = act_body()
     body["descriptor"]["placement"] = {"topology": "whole_interaction"}

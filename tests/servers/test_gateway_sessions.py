@@ -11,6 +11,7 @@ from nemo_gym.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.errors import CredentialError, FencedError
 from nemo_gym.gateway.sessions import GatewaySessions, InMemoryGatewaySessions
 from nemo_gym.gateway.usage import StreamedUsage, Usage
+from nemo_gym.session import MAX_ATTEMPT
 from responses_api_models.scripted_model.app import ScriptedModel
 from tests.servers.stack import Stack, rollout
 
@@ -27,6 +28,13 @@ def model(stack: Stack) -> Stack:
 async def opened(stack: Stack, **identity: Any) -> dict[str, Any]:
     reply = await stack.client().post("model", "/sessions", json={"rollout": rollout(**identity).model_dump()})
     assert reply.status == 200
+    return await reply.json()
+
+
+async def opened_by(stack: Stack, role: Role, name: str, **identity: Any) -> dict[str, Any]:
+    asked = {"rollout": rollout(**identity).model_dump()}
+    reply = await stack.client(role, name).post("model", "/sessions", json=asked)
+    assert reply.status == 200, await reply.text()
     return await reply.json()
 
 
@@ -109,6 +117,31 @@ async def test_newer_attempt_ends_the_session_of_the_older_one(model: Stack) -> 
     assert (await ask(model, new)).status == 200
     late = await model.client().post("model", "/sessions", json={"rollout": rollout().model_dump()})
     assert late.status == 409
+
+
+async def test_agents_sessions_touch_none_but_its_own_whatever_rollout_and_attempt_they_name(model: Stack) -> None:
+    victim = await opened(model)
+    for attempt in (1, 2, MAX_ATTEMPT):
+        intruder = await opened_by(model, Role.AGENT, "agent", attempt=attempt)
+        assert (await ask(model, victim)).status == 200
+        assert (await ask(model, intruder)).status == 200
+    retried = await opened(model, attempt=2)
+    assert [(await ask(model, session)).status for session in (victim, retried)] == [409, 200]
+    rival = await opened_by(model, Role.AGENT, "rival", attempt=1)
+    assert [(await ask(model, session)).status for session in (intruder, rival, retried)] == [200, 200, 200]
+    early = await model.client(Role.AGENT, "agent").post(
+        "model", "/sessions", json={"rollout": rollout().model_dump()}
+    )
+    assert early.status == 409, "within its own, an older attempt stays fenced"
+
+
+@pytest.mark.parametrize("attempt", [0, -1, MAX_ATTEMPT + 1, 2**31, 2**63, "x"])
+async def test_attempt_that_no_rollout_comes_to_is_refused(model: Stack, attempt: Any) -> None:
+    asked = {"rollout": {**rollout().model_dump(), "attempt": attempt}}
+    for role in (Role.PIPELINE, Role.AGENT):
+        refused = await model.client(role, "any").post("model", "/sessions", json=asked)
+        assert refused.status == 422
+        assert "attempt" in (await refused.json())["detail"]
 
 
 async def test_session_sampling_is_what_the_model_is_asked_for() -> None:

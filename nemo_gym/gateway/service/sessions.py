@@ -33,9 +33,11 @@ from nemo_gym.gateway.service.live import LiveSession
 from nemo_gym.gateway.sessions import (
     INFERENCE_TOKEN_PREFIX,
     KEEP_CLOSED_S,
+    PIPELINE,
     SESSION_TTL_S,
     GatewaySession,
     OpenedSession,
+    SessionKey,
 )
 from nemo_gym.gateway.usage import Usage
 from nemo_gym.session import RolloutIdentity
@@ -58,7 +60,7 @@ class DurableSessions(Generic[C, D]):
         self._keep_closed_s = keep_closed_s
         self._live: dict[str, LiveSession[C]] = {}
         self._by_token: dict[str, LiveSession[C]] = {}
-        self._current: dict[tuple[str, str], LiveSession[C]] = {}
+        self._current: dict[SessionKey, LiveSession[C]] = {}
         self._sweeping: asyncio.Task[None] | None = None
         self.journal: SessionJournal
 
@@ -94,13 +96,14 @@ class DurableSessions(Generic[C, D]):
         rollout: RolloutIdentity,
         sampling: Mapping[str, Any] | None = None,
         *,
+        opener: str = PIPELINE,
         ttl_s: float | None = None,
         reward_source: RewardSource = "environment",
     ) -> OpenedSession:
         """A session for this attempt; see `GatewaySessions.open`. ``ttl_s``: seconds until its deadline, when it is
         aborted; at most the gateway's own. ``reward_source`` ``runner`` takes a reward with ``complete``, for runs
         without an environment."""
-        key = (rollout.run_id, rollout.rollout_id)
+        key = (opener, rollout.run_id, rollout.rollout_id)
         # Again after each wait: others may open one meanwhile.
         while (current := self._current.get(key)) is not None:
             before = current.session.rollout.attempt
@@ -127,7 +130,7 @@ class DurableSessions(Generic[C, D]):
             now,
             opened.expires_at,
             dict(sampling or {}),
-            {"now": datetime.now().astimezone().isoformat(), "reward_source": reward_source},
+            {"now": datetime.now().astimezone().isoformat(), "reward_source": reward_source, "opener": opener},
         )
         live = self._new(record)
         self._add(live)
@@ -238,7 +241,8 @@ class DurableSessions(Generic[C, D]):
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _new(self, record: SessionRecord) -> LiveSession[C]:
-        rollout = RolloutIdentity.model_validate(record.rollout)
+        # Checked when it was asked for, perhaps by a release with other bounds: the journal is read all the same.
+        rollout = RolloutIdentity.model_construct(**record.rollout)
         session = GatewaySession(record.session_id, rollout, record.sampling, record.deadline_at)
         now = datetime.fromisoformat(record.extra["now"])
         return LiveSession(record, session, self._backend.conversations(now))
@@ -272,15 +276,12 @@ class DurableSessions(Generic[C, D]):
     def _add(self, live: LiveSession[C]) -> None:
         self._live[live.session_id] = live
         self._by_token[live.record.inference_digest] = live
-        rollout = live.session.rollout
-        self._current[rollout.run_id, rollout.rollout_id] = live
+        self._current[_key(live)] = live
 
     def _drop(self, live: LiveSession[C]) -> None:
         self._live.pop(live.session_id, None)
         self._by_token.pop(live.record.inference_digest, None)
-        rollout = live.session.rollout
-        key = (rollout.run_id, rollout.rollout_id)
-        if self._current.get(key) is live:
+        if self._current.get(key := _key(live)) is live:
             del self._current[key]
 
     def _controlled(self, session_id: str, control_token: str) -> LiveSession[C]:
@@ -343,6 +344,12 @@ def checked_depth(value: Any, name: str) -> None:
         orjson.dumps([[[[[[[[[[value]]]]]]]]]])
     except TypeError:
         raise InvalidBodyError(f"'{name}' is nested too deeply: at most 240 levels are taken", param=name) from None
+
+
+def _key(live: LiveSession[Any]) -> SessionKey:
+    rollout = live.session.rollout
+    # A journal of a release that kept no openers says nothing: it was the pipeline, or passed for it.
+    return (live.record.extra.get("opener", PIPELINE), rollout.run_id, rollout.rollout_id)
 
 
 def _summary(live: LiveSession[Any]) -> dict[str, Any]:

@@ -39,6 +39,8 @@ CODES: dict[str, ProblemCode] = {
     "scope": ProblemCode(403, errors.ContractError),
     "fenced": ProblemCode(409, errors.FencedError),
     "mount_refused": ProblemCode(403, errors.SandboxCreateError),
+    "not_permitted": ProblemCode(403, errors.SandboxCreateError),
+    "image_owned": ProblemCode(403, errors.SandboxError),
     # what is asked for
     "sandbox_not_found": ProblemCode(404, errors.SandboxLostError),
     "sandbox_gone": ProblemCode(410, errors.SandboxLostError),

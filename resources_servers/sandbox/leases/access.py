@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -54,13 +54,19 @@ class Access:
     Args:
         credentials: the server's own; ``None`` where it was started without.
         tokens: callers that are no servers of the stack, by name.
+        trusted: those of them who count as environments; the others count as agents.
     """
 
     def __init__(
-        self, signer: TokenSigner, boxes: Boxes, credentials: ServerCredentials | None, tokens: Mapping[str, str]
+        self,
+        signer: TokenSigner,
+        boxes: Boxes,
+        credentials: ServerCredentials | None,
+        tokens: Mapping[str, str],
+        trusted: Collection[str] = (),
     ) -> None:
         self.signer, self._boxes, self._credentials = signer, boxes, credentials
-        self._tokens = dict(tokens)
+        self._tokens, self._trusted = dict(tokens), frozenset(trusted)
 
     def caller(self, request: Request) -> Caller:
         """The checked sender. Raises `BrokerError` ``unauthenticated``."""
@@ -71,21 +77,31 @@ class Access:
 
     def _caller(self, request: Request) -> Caller | None:
         if (known := caller_of(request)) is not None:
-            return known
+            return self._of_the_stack(known)
         token = _bearer(request)
         given = (token or "").encode()
         # All of them are compared, so that the time taken tells nothing.
         names = [name for name, known in self._tokens.items() if hmac.compare_digest(known.encode(), given)]
         if names:
-            return Caller(Role.ENVIRONMENT, names[0])
+            return Caller(Role.ENVIRONMENT if names[0] in self._trusted else Role.AGENT, names[0])
         if self._credentials is None:
             return None if self._tokens else ANONYMOUS
         if token is None or token.startswith(f"{PREFIX}."):
             return None
         try:
-            return self._credentials.check(token)
+            return self._of_the_stack(self._credentials.check(token))
         except CredentialError as error:
             raise BrokerError("unauthenticated", error.message) from None
+
+    def _of_the_stack(self, caller: Caller) -> Caller:
+        # What a caller made is its own by its name, so two callers of one name would have each other's boxes.
+        if self.is_outsider(caller):
+            raise BrokerError(
+                "unauthenticated",
+                f"the broker's caller_tokens name a caller '{caller.name}', as a server of its stack is named; rename"
+                " that one",
+            )
+        return caller
 
     def is_outsider(self, caller: Caller) -> bool:
         """Whether a caller was told from the configuration's tokens, and is no server of the stack."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
+from nemo_gym.credentials import Caller, Role
 from nemo_gym.sandbox.base import SandboxHandle, SandboxStatus
 from nemo_gym.sandbox.wire.boxes import LeaseView, SandboxView, TerminationReason
 from nemo_gym.session import LeaseScope
@@ -31,6 +32,7 @@ class Box:
     sandbox_id: str
     creator: str
     """Name of the caller that asked for it."""
+    creator_role: Role
     owner: str
     """Whose quota it counts against."""
     idempotency_key: str | None
@@ -70,6 +72,8 @@ class Box:
         box = cls(
             sandbox_id=record.sandbox_id,
             creator=record.creator,
+            # Of a release that kept no roles: whose it is nobody knows any more, so it may what anybody may.
+            creator_role=record.creator_role or Role.AGENT,
             owner=record.owner,
             idempotency_key=record.idempotency_key,
             body_digest=record.body_digest,
@@ -87,6 +91,10 @@ class Box:
         for lease in leases:
             box.lease_left_s(lease)
         return box
+
+    @property
+    def made_by(self) -> Caller:
+        return Caller(self.creator_role, self.creator)
 
     @property
     def ready(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import structlog
 
+from nemo_gym.credentials import Role
 from nemo_gym.errors import NemoGymError, SandboxCreateError, SandboxError, SandboxLostError
 from nemo_gym.sandbox.base import SandboxHandle
 from nemo_gym.sandbox.wire.boxes import CreateSandbox
@@ -71,7 +72,15 @@ class Boxes:
     # -- create --------------------------------------------------------------------------------------------------
 
     async def create(
-        self, body: CreateSandbox, *, creator: str, owner: str, key: str, digest: bytes, ttl_s: float
+        self,
+        body: CreateSandbox,
+        *,
+        creator: str,
+        creator_role: Role,
+        owner: str,
+        key: str,
+        digest: bytes,
+        ttl_s: float,
     ) -> Box:
         """A new box: the place in `admission` is the caller's to have taken. Raises what the provider raises."""
         now = time.time()
@@ -79,6 +88,7 @@ class Boxes:
         record = BoxRecord(
             sandbox_id=sandbox_id,
             creator=creator,
+            creator_role=creator_role,
             owner=owner,
             idempotency_key=key,
             body_digest=digest,

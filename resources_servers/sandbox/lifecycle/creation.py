@@ -124,6 +124,7 @@ class Creations:
         box = await boxes.create(
             order.body,
             creator=order.creator,
+            creator_role=order.creator_role,
             owner=order.owner,
             key=order.key,
             digest=order.digest,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nemo_gym.credentials import Role
 from nemo_gym.sandbox.wire.boxes import CreateSandbox
 
 
@@ -12,6 +13,7 @@ class CreateOrder:
     """Who asks for a box, under which key, and for what."""
 
     creator: str
+    creator_role: Role
     owner: str
     key: str
     digest: bytes

@@ -12,6 +12,7 @@ import uuid
 
 import structlog
 
+from nemo_gym.credentials import Role
 from nemo_gym.errors import NemoGymError, SandboxError
 from nemo_gym.sandbox.base import ExecOutcome
 from nemo_gym.sandbox.wire.boxes import BoxSpec, CreateSandbox
@@ -100,6 +101,7 @@ class WarmPools:
             lease,
             {door.name: seal(door.model_dump_json().encode(), box.sandbox_id) for door in body.spec.doors},
             creator=order.creator,
+            creator_role=order.creator_role.value,
             owner=order.owner,
             idempotency_key=order.key,
             body_digest=order.digest,
@@ -110,6 +112,7 @@ class WarmPools:
         )
         boxes.admission.swap(box.owner, order.owner)
         box.creator, box.owner, box.idempotency_key = order.creator, order.owner, order.key
+        box.creator_role = order.creator_role
         box.body_digest, box.labels, box.leases = order.digest, body.labels, {lease.lease_id: lease}
         box.ttl_s, box.deadline = order.ttl_s, time.monotonic() + order.ttl_s
         try:
@@ -153,7 +156,15 @@ class WarmPools:
         self._boxes.admission.occupy(OWNER)
         body = CreateSandbox(spec=spec, ttl_s=_LEASE_S, labels={"nemo_gym.role": "warm"})
         key = uuid.uuid4().hex
-        return await self._boxes.create(body, creator=OWNER, owner=OWNER, key=key, digest=b"warm", ttl_s=_LEASE_S)
+        return await self._boxes.create(
+            body,
+            creator=OWNER,
+            creator_role=Role.OPERATOR,
+            owner=OWNER,
+            key=key,
+            digest=b"warm",
+            ttl_s=_LEASE_S,
+        )
 
     async def _fetch(self) -> None:
         for image in self._prefetch:

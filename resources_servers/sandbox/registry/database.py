@@ -6,7 +6,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, RootTransaction, create_engine, event, insert, select
+from sqlalchemy import Connection, Engine, RootTransaction, create_engine, event, insert, select, update
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
@@ -19,6 +19,8 @@ _DRIVERS = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"
 
 _PATIENCE_MS = 5000
 """How long a transaction waits for another program that writes to the same file."""
+_PREPARING = 0x6E67_7362
+"""PostgreSQL's number of the lock under which tables are made."""
 _CHECKPOINT_PAGES = 4000
 """Of SQLite's log, after which a commit also brings its pages to their places and waits until the disk has them."""
 
@@ -109,11 +111,19 @@ def begin(connection: Connection, durability: Durability, *, at_once: bool = Fal
 
 
 def prepare(connection: Connection) -> None:
-    """Create what is missing. Raises `ConfigError` for a database of another release."""
+    """Create what is missing, and bring a database of an earlier release up to date. Raises `ConfigError` for one of
+    a later release."""
+    # Of several brokers that start on one database, the first does it and the others wait.
+    alone = "BEGIN IMMEDIATE" if is_local(connection) else f"SELECT pg_advisory_xact_lock({_PREPARING})"
+    connection.exec_driver_sql(alone)
     metadata.create_all(connection)
-    found = connection.execute(select(meta.c.value).where(meta.c.key == "schema_version")).scalar()
+    is_version = meta.c.key == "schema_version"
+    found = connection.execute(select(meta.c.value).where(is_version)).scalar()
     if found is None:
         connection.execute(insert(meta).values(key="schema_version", value=str(SCHEMA_VERSION)))
+    elif found == "1":
+        connection.exec_driver_sql("ALTER TABLE broker_boxes ADD COLUMN creator_role VARCHAR(16)")
+        connection.execute(update(meta).where(is_version).values(value=str(SCHEMA_VERSION)))
     elif found != str(SCHEMA_VERSION):
         raise ConfigError(
             f"the broker's database has schema version {found}, this release reads {SCHEMA_VERSION}; use another"

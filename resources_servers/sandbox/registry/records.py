@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from nemo_gym.credentials import Role
 from nemo_gym.session import LeaseScope
 
 
@@ -55,6 +56,18 @@ class BoxRecord:
     backend_id: str | None = None
     descriptor: bytes | None = field(default=None, repr=False)
     """Sealed."""
+    creator_role: Role | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRecord:
+    """One row of ``images``: whose an image is that was made of a box of this broker."""
+
+    name: str
+    """As the backend has it."""
+    owner: str
+    owner_role: Role
+    created_at: float
 
 
 @dataclass(frozen=True, slots=True)

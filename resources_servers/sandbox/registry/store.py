@@ -1,4 +1,4 @@
-"""What is asked of the registry about boxes, their leases and doors. Every call is durable when it returns."""
+"""What is asked of the registry about boxes, their leases, doors and images. Every call is durable when it returns."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import Any
 import orjson
 from sqlalchemy import Connection, Row, delete, insert, select, update
 
+from nemo_gym.credentials import Role
 from nemo_gym.session import LeaseScope
-from resources_servers.sandbox.registry.records import BoxRecord, BoxState, LeaseRecord
-from resources_servers.sandbox.registry.tables import boxes, doors, execs, leases
+from resources_servers.sandbox.registry.records import BoxRecord, BoxState, ImageRecord, LeaseRecord
+from resources_servers.sandbox.registry.tables import boxes, doors, execs, images, leases
 from resources_servers.sandbox.registry.writer import GroupCommitWriter
 
 _LIVE = (BoxState.CREATING.value, BoxState.RUNNING.value, BoxState.CLOSING.value)
 _COLUMNS = [column for column in boxes.c if column.name != "identity"]
+_IMAGE_COLUMNS = [column for column in images.c if column.name != "identity"]
 
 
 class BoxStore:
@@ -219,9 +221,47 @@ class BoxStore:
         await self._writer.call(lambda connection: connection.execute(statement) and None)
 
 
+class ImageStore:
+    """Whose the images are that were made of boxes of one broker."""
+
+    def __init__(self, writer: GroupCommitWriter, identity: str) -> None:
+        self._writer, self._identity = writer, identity
+
+    async def find(self, name: str) -> ImageRecord | None:
+        query = select(*_IMAGE_COLUMNS).where(self._mine(), images.c.name == name)
+
+        def operation(connection: Connection) -> ImageRecord | None:
+            row = connection.execute(query).first()
+            return None if row is None else _image(row)
+
+        return await self._writer.call(operation)
+
+    async def all(self) -> list[ImageRecord]:
+        query = select(*_IMAGE_COLUMNS).where(self._mine()).order_by(images.c.name)
+        return await self._writer.call(lambda connection: [_image(row) for row in connection.execute(query)])
+
+    async def claim(self, image: ImageRecord) -> None:
+        """The name is the owner's from now on, before the backend is asked for it."""
+        statement = insert(images).values(**asdict(image), identity=self._identity)
+        await self._writer.call(lambda connection: connection.execute(statement) and None)
+
+    async def forget(self, name: str) -> None:
+        statement = delete(images).where(self._mine(), images.c.name == name)
+        await self._writer.call(lambda connection: connection.execute(statement) and None)
+
+    def _mine(self) -> Any:
+        return images.c.identity == self._identity
+
+
+def _image(row: Row[Any]) -> ImageRecord:
+    return ImageRecord(**{**row._mapping, "owner_role": Role(row.owner_role)})
+
+
 def _box(row: Row[Any]) -> BoxRecord:
     values = dict(row._mapping)
-    return BoxRecord(**{**values, "state": BoxState(values["state"]), "labels": orjson.loads(values["labels"])})
+    role = values["creator_role"]
+    values |= {"state": BoxState(values["state"]), "creator_role": None if role is None else Role(role)}
+    return BoxRecord(**{**values, "labels": orjson.loads(values["labels"])})
 
 
 def _lease(row: Row[Any]) -> LeaseRecord:

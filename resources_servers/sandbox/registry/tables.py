@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sqlalchemy import Boolean, Column, Double, Index, Integer, LargeBinary, MetaData, String, Table
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 metadata = MetaData()
 
@@ -44,8 +44,21 @@ boxes = Table(
     Column("backend_id", String(256)),
     Column("descriptor", LargeBinary),
     # Sealed: what the provider connects by.
+    Column("creator_role", String(16)),
+    # Null: written by a release that kept none.
     Index("broker_boxes_by_key", "identity", "creator", "idempotency_key", unique=True),
     Index("broker_boxes_by_state", "identity", "state"),
+)
+
+images = Table(
+    "broker_images",
+    metadata,
+    Column("identity", String(128), primary_key=True),
+    Column("name", String(512), primary_key=True),
+    # As the backend has it.
+    Column("owner", String(256), nullable=False),
+    Column("owner_role", String(16), nullable=False),
+    Column("created_at", Double, nullable=False),
 )
 
 leases = Table(

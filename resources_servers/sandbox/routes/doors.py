@@ -13,6 +13,7 @@ from nemo_gym.sandbox.wire.doors import DoorModel, DoorStatisticsModel, DoorsVie
 from nemo_gym.sandbox.wire.problems import BrokerError
 from nemo_gym.sandbox.wire.routes import SANDBOXES
 from nemo_gym.session import LeaseScope
+from resources_servers.sandbox.leases.permissions import is_trusted
 from resources_servers.sandbox.lifecycle.boxes import door_digest
 from resources_servers.sandbox.routes.bodies import RESPONSES, json_body, parse
 from resources_servers.sandbox.routes.leases import live
@@ -35,12 +36,15 @@ def door_routes(broker: BrokerService) -> APIRouter:
     )
     async def open_door(request: Request, sandbox_id: str, name: DoorName) -> Response:
         """Takes a lease of scope `operate`. Again with the same body does nothing. Its headers are answered by no
-        route, and stored sealed."""
+        route, and stored sealed. Borrowers, and owners who are agents, open doors to the routes of models and MCP
+        servers alone."""
         grant = await broker.access.box(request, sandbox_id, LeaseScope.OPERATE)
         body = await parse(request, DoorModel, broker.config.max_body_bytes)
         if body.name != name:
             raise InvalidBodyError(f"name: '{body.name}' is not the door of this path, '{name}'", started="no")
         box = live(grant)
+        if grant.scope is not LeaseScope.OWNER or not is_trusted(box.creator_role):
+            broker.permissions.check_doors([body])
         handle = broker.boxes.ready(box)
         sealed = broker.boxes.sealer.seal(body.model_dump_json().encode(), sandbox_id)
         async with box.doors_lock:

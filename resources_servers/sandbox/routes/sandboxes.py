@@ -17,15 +17,13 @@ from nemo_gym.sandbox.wire.problems import BrokerError
 from nemo_gym.sandbox.wire.routes import IDEMPOTENCY_KEY_HEADER, SANDBOXES, sandbox
 from nemo_gym.serving.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
 from nemo_gym.session import LeaseScope
-from resources_servers.sandbox.leases.mounts import check_mounts
+from resources_servers.sandbox.leases.permissions import OWNER_LABEL
 from resources_servers.sandbox.lifecycle.box import Box, gone_view
 from resources_servers.sandbox.lifecycle.order import CreateOrder
 from resources_servers.sandbox.routes.bodies import RESPONSES, digest, json_body, parse
 from resources_servers.sandbox.routes.models import reply
 from resources_servers.sandbox.service import BrokerService
 
-OWNER_LABEL = "nemo_gym.owner"
-"""Label by which a caller says whose quota its box counts against; default: its own."""
 MAX_KEY_CHARS = 255
 MAX_PAGE = 1000
 
@@ -47,7 +45,8 @@ def sandbox_routes(broker: BrokerService) -> APIRouter:
         request: Request,
         key: Annotated[str | None, Header(alias=IDEMPOTENCY_KEY_HEADER, max_length=MAX_KEY_CHARS)] = None,
     ) -> Response:
-        """Takes a caller's credential. Answers when the box takes commands; waits for a place in the queue."""
+        """Takes a caller's credential. Answers when the box takes commands; waits for a place in the queue. Agents
+        get boxes without a network, with mounts and options of the backend that the configuration names."""
         caller = broker.access.caller(request)
         if not key:
             raise BrokerError(
@@ -56,11 +55,15 @@ def sandbox_routes(broker: BrokerService) -> APIRouter:
                 " that it can be sent again without making a second box",
             )
         body = await parse(request, CreateSandbox, broker.config.max_body_bytes)
-        sources = [mount.source for mount in body.spec.mounts]
-        check_mounts(sources, broker.config.mount_roots, is_stack=not broker.access.is_outsider(caller))
+        broker.permissions.check_create(caller, body, is_outsider=broker.access.is_outsider(caller))
+        asked = digest(body)
+        if body.spec.image is not None:
+            image = await broker.images.of_box(caller, body.spec.image)
+            if image != body.spec.image:
+                body = body.model_copy(update={"spec": body.spec.model_copy(update={"image": image})})
         ttl_s = checked_ttl(broker, body.ttl_s or broker.config.default_ttl_s)
         owner = body.labels.get(OWNER_LABEL) or caller.name
-        order = CreateOrder(caller.name, owner, key, digest(body), ttl_s, body)
+        order = CreateOrder(caller.name, caller.role, owner, key, asked, ttl_s, body)
         try:
             box, is_new = await while_connected(request, lambda: broker.creations.create(order))
         except CallerGoneError:

@@ -11,8 +11,10 @@ from starlette.responses import PlainTextResponse, Response
 
 from nemo_gym.errors import NemoGymError
 from nemo_gym.sandbox.wire.capabilities import BrokerLimits, CapabilitiesView
+from nemo_gym.sandbox.wire.problems import BrokerError
 from nemo_gym.sandbox.wire.routes import CAPABILITIES
 from nemo_gym.serving.problems import JsonResponse
+from resources_servers.sandbox.leases.permissions import is_trusted
 from resources_servers.sandbox.routes.bodies import RESPONSES
 from resources_servers.sandbox.routes.models import reply
 from resources_servers.sandbox.service import BrokerService
@@ -55,8 +57,10 @@ def service_routes(broker: BrokerService) -> APIRouter:
 
     @router.get("/metrics", summary="Metrics in Prometheus' format", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
-        """Takes a caller's credential."""
-        broker.access.caller(request)
+        """Takes a caller's credential, of any role but `agent`: they tell of all who have boxes here."""
+        caller = broker.access.caller(request)
+        if not is_trusted(caller.role) and not broker.access.is_outsider(caller):
+            raise BrokerError("not_permitted", f"/metrics is not for '{caller.name}', which is '{caller.role}'")
         return Response(broker.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     return router

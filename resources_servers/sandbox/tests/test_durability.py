@@ -13,11 +13,15 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection
 
+from nemo_gym.credentials import Role
+from nemo_gym.errors import ConfigError
+from nemo_gym.session import LeaseScope
 from resources_servers.sandbox.registry import database
 from resources_servers.sandbox.registry import writer as registry_writer
 from resources_servers.sandbox.registry.database import Durability, open_engine
 from resources_servers.sandbox.registry.execs import ExecStore
-from resources_servers.sandbox.registry.records import ExecRecord
+from resources_servers.sandbox.registry.records import BoxRecord, BoxState, ExecRecord, ImageRecord, LeaseRecord
+from resources_servers.sandbox.registry.store import BoxStore, ImageStore
 from resources_servers.sandbox.registry.writer import GroupCommitWriter
 from resources_servers.sandbox.tests.postgres import PostgresServer, running_postgres
 
@@ -163,3 +167,50 @@ async def test_log_of_the_registry_stays_short_however_many_commands_there_are(
 
 def _thread(_: Connection) -> int:
     return threading.get_ident()
+
+
+# -- databases of earlier releases -----------------------------------------------------------------------------------
+
+
+def as_of_version_1(connection: Connection) -> None:
+    """What a broker of the release before images had owners left."""
+    connection.exec_driver_sql("DROP TABLE broker_images")
+    connection.exec_driver_sql("ALTER TABLE broker_boxes DROP COLUMN creator_role")
+    connection.exec_driver_sql("UPDATE broker_meta SET value = '1' WHERE key = 'schema_version'")
+
+
+def a_box() -> tuple[BoxRecord, LeaseRecord]:
+    box = BoxRecord("sb-1", "world", "world", "k", b"d", BoxState.RUNNING, 1.0, 60.0, 2.0, b"sealed")
+    return box, LeaseRecord("le-1", "sb-1", LeaseScope.OWNER, 1)
+
+
+async def test_registry_of_an_earlier_release_is_brought_up_to_date_and_keeps_its_boxes(url: str) -> None:
+    async with writing(url) as writer:
+        await BoxStore(writer, "one").insert(*a_box(), {})
+        await writer.call(as_of_version_1)
+    async with writing(url) as first, writing(url) as second:
+        # Of two brokers that start at once, one changes the tables and both go on.
+        stores = [BoxStore(first, "one"), BoxStore(second, "one")]
+        for found in await asyncio.gather(*(store.find("sb-1") for store in stores)):
+            assert found is not None
+            assert (found.creator, found.creator_role) == ("world", None)
+        (kept,) = await stores[0].live()
+        assert [lease.lease_id for lease in kept[1]] == ["le-1"]
+        image = ImageRecord("evaluation", "world", Role.ENVIRONMENT, 3.0)
+        await ImageStore(first, "one").claim(image)
+        assert await ImageStore(second, "one").all() == [image]
+        assert await ImageStore(second, "another").find("evaluation") is None
+    async with writing(url) as writer:
+        newer = replace(a_box()[0], sandbox_id="sb-2", idempotency_key="k2", creator_role=Role.AGENT)
+        await BoxStore(writer, "one").insert(newer, replace(a_box()[1], lease_id="le-2", sandbox_id="sb-2"), {})
+        assert await BoxStore(writer, "one").find("sb-2") == newer
+
+
+async def test_registry_of_a_later_release_is_refused(url: str) -> None:
+    async with writing(url) as writer:
+        await BoxStore(writer, "one").ping()
+        change = "UPDATE broker_meta SET value = '99' WHERE key = 'schema_version'"
+        await writer.call(lambda connection: connection.exec_driver_sql(change) and None)
+    async with writing(url) as writer:
+        with pytest.raises(ConfigError, match="schema version 99"):
+            await BoxStore(writer, "one").ping()

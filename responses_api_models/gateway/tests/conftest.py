@@ -96,15 +96,15 @@ class GatewayStack:
         self.stack = stack
         self.engine = engine
         self.teller = teller
-        self._folder = folder
+        self.folder = folder
 
     async def start(self, cls: type[Gateway] = Gateway, **block: Any) -> None:
         """Servers start in a thread and block until they are up: the engine must go on meanwhile."""
         given = {
             "model": "policy-7b",
             "engines": [{"type": "vllm", "base_url": self.engine.url}],
-            "policy": {"path": str(self._folder / "policy"), "max_context_tokens": 100_000},
-            "journal_dir": str(self._folder / "journal"),
+            "policy": {"path": str(self.folder / "policy"), "max_context_tokens": 100_000},
+            "journal_dir": str(self.folder / "journal"),
             **block,
         }
         await asyncio.to_thread(lambda: self.stack.add("gateway", cls, Role.MODEL, **given))
@@ -113,9 +113,16 @@ class GatewayStack:
         await asyncio.to_thread(self.stack.stop, "gateway")
         await self.start(cls, **block)
 
-    async def open(self, body: dict[str, Any] | None = None, **identity: Any) -> Opened:
+    async def open(
+        self,
+        body: dict[str, Any] | None = None,
+        *,
+        role: Role = Role.PIPELINE,
+        name: str = "collector",
+        **identity: Any,
+    ) -> Opened:
         asked = {"rollout": rollout(**identity).model_dump(), **(body or {})}
-        reply = await self.stack.client().post("gateway", "/sessions", json=asked)
+        reply = await self.stack.client(role, name).post("gateway", "/sessions", json=asked)
         assert reply.status == 200, await reply.text()
         return Opened(self.stack, await reply.json())
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nemo_gym.credentials import CONTROL_TOKEN_HEADER, Role
+from nemo_gym.gateway.journal import SessionJournal
 from nemo_gym.gateway.testing import FakeOpenAIEngine, Status
 from nemo_gym.server_utils import close_global_aiohttp_client
+from nemo_gym.session import MAX_ATTEMPT
 from responses_api_models.gateway.app import Gateway
 from responses_api_models.gateway.tests.conftest import GatewayStack, Opened, Teller
-from tests.servers.stack import running_stack
+from tests.servers.stack import rollout, running_stack
 
 
 class TextStack(GatewayStack):
@@ -55,6 +59,49 @@ async def test_trajectory_holds_the_conversation_and_the_logprobs_that_were_offe
         [*call.logprobs] for call in gateway.engine.answered
     ]
     assert row["reward"] == 1.0
+
+
+async def test_agents_sessions_touch_none_but_its_own_also_after_a_restart(gateway: TextStack) -> None:
+    victim = await gateway.open()
+    await victim.say("more")
+    intruder = await gateway.open(role=Role.AGENT, name="agent")
+    fencer = await gateway.open(role=Role.AGENT, name="agent", attempt=MAX_ATTEMPT)
+    rival = await gateway.open(role=Role.AGENT, name="rival", attempt=2)
+    await gateway.restart(port=int(victim.facts["base_url"].split(":")[2].split("/")[0]))
+    for session in (victim, fencer, rival):
+        await session.say("more")
+    assert (await intruder.post("/chat/completions", {"messages": intruder.messages, "model": "any"})).status == 409
+    retried = await gateway.open(attempt=2)
+    await retried.say("more")
+    assert (await victim.post("/chat/completions", {"messages": victim.messages, "model": "any"})).status == 409
+    summaries = [await session.finalize() for session in (retried, fencer, rival)]
+    assert [summary["turns"] for summary in summaries] == [1, 1, 1]
+
+
+async def test_attempt_that_no_rollout_comes_to_is_refused(gateway: TextStack) -> None:
+    for attempt in (0, MAX_ATTEMPT + 1, 2**31):
+        asked = {"rollout": {**rollout().model_dump(), "attempt": attempt}}
+        for role in (Role.PIPELINE, Role.AGENT):
+            refused = await gateway.stack.client(role, "any").post("gateway", "/sessions", json=asked)
+            assert refused.status == 422
+            assert "rollout.attempt" in (await refused.json())["detail"]
+
+
+async def test_journal_of_a_release_without_openers_and_bounds_is_read(gateway: TextStack) -> None:
+    session = await gateway.open()
+    await session.say("more")
+    await asyncio.to_thread(gateway.stack.stop, "gateway")
+    directory = gateway.folder / "journal"
+    journal, (found,) = SessionJournal.open(directory, durability="process")
+    extra = {key: value for key, value in found.record.extra.items() if key != "opener"}
+    asked = {**found.record.rollout, "rollout_id": "fenced", "attempt": 2**31}
+    await journal.opened(replace(found.record, session_id="old", rollout=asked, extra=extra, inference_digest="x"))
+    await journal.aclose()
+    await gateway.start(port=int(session.facts["base_url"].split(":")[2].split("/")[0]))
+    await session.say("more")
+    state = await gateway.stack.client().get("gateway", "/sessions/old", headers={CONTROL_TOKEN_HEADER: "not its own"})
+    assert state.status == 401, "it is known"
+    assert (await session.finalize())["turns"] == 2
 
 
 async def test_restarted_gateway_goes_on_with_the_conversation(gateway: TextStack) -> None:

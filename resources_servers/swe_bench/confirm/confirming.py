@@ -37,17 +37,23 @@ async def confirm_control(
     if not controls.renderings:
         return [ControlResult.inconclusive("confirmed", "no test of this row could be blinded")]
     whole = await _confirmed(site, row, patch, controls)
-    results = [_result("confirmed", whole, "values_not_confirmed", _VALUES)]
+    results = [_result("confirmed", whole, _VALUES)]
     gold = paths_of(row.patch.encode("utf-8", "surrogateescape"))
     part = part_of(patch, lambda section: not is_control_part(section, gold))
     if part != patch and not whole.problems:
         rest = await _confirmed(site, row, part, controls)
-        results.append(_result("without_control_part", rest, "solved_by_control_part", _CONTROL_PART))
+        results.append(_result("without_control_part", rest, _CONTROL_PART))
     return results
 
 
-_VALUES = "what the code answers is not what a solution answers, although the tests are reported as passed"
-_CONTROL_PART = "without the files that decide how tests run, the patch does not solve the task"
+_VALUES = Finding(
+    kind="values_not_confirmed",
+    detail="what the code answers is not what a solution answers, although the tests are reported as passed",
+)
+_CONTROL_PART = Finding(
+    kind="solved_by_control_part",
+    detail="without the files that decide how tests run, the patch does not solve the task",
+)
 
 
 async def _confirmed(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowControls) -> _Confirmation:
@@ -81,12 +87,12 @@ async def _once(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowCon
     return _Confirmation(controls.failed(recorded), recorded.duration_s)
 
 
-def _result(name: str, confirmation: _Confirmation, kind: str, detail: str) -> ControlResult:
+def _result(name: str, confirmation: _Confirmation, finding: Finding) -> ControlResult:
     if not confirmation.problems:
         return ControlResult(name, duration_s=confirmation.seconds)
     problems = dict(sorted(confirmation.problems.items())[:MAX_NAMED_TESTS])
     evidence = {"count": len(confirmation.problems), "tests": problems}
-    return ControlResult.found(name, Finding(kind=kind, detail=detail, evidence=evidence), confirmation.seconds)
+    return ControlResult.found(name, finding.model_copy(update={"evidence": evidence}), confirmation.seconds)
 
 
 def _named(problems: dict[str, str]) -> str:

@@ -133,7 +133,7 @@ async def test_hanging_patch_is_a_valid_failure_when_the_gold_patch_does_not_han
 ) -> None:
     image = await resolve_image(provider, row)
     site = EvalSite(provider, image.name, image.env, timeout_s=12)
-    verdict = (await judge(site, SweBenchRow.from_mapping(row), Artifact.of("patch", "git_diff", HANG))).verdict
+    verdict = (await judge(site, SweBenchRow.from_mapping(row), Artifact.of("patch", "git_diff", HANG), None)).verdict
     assert verdict.valid and verdict.reward == 0.0
     assert verdict.official["timed_out"]
 
@@ -144,7 +144,7 @@ async def test_no_verdict_is_given_when_the_gold_patch_does_not_pass_in_time_eit
     image = await resolve_image(provider, row)
     site = EvalSite(provider, image.name, image.env, timeout_s=0.05)
     with pytest.raises(NemoGymError) as raised:
-        await judge(site, SweBenchRow.from_mapping(row), Artifact.of("patch", "git_diff", HANG))
+        await judge(site, SweBenchRow.from_mapping(row), Artifact.of("patch", "git_diff", HANG), None)
     assert raised.value.details["kind"] is FailureKind.CONTROL_RUN_FAILED
 
 

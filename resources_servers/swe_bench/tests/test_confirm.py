@@ -1,0 +1,313 @@
+"""Blinded renderings: what enters the box tells nothing, what is recorded is the value, and what differs is seen."""
+
+from __future__ import annotations
+
+import json
+import random
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_gym.errors import VerifierError
+from nemo_gym.sandbox.base import SandboxProvider
+from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.session import Artifact
+from nemo_gym.verdict import FailureKind
+from resources_servers.swe_bench.confirm.controls import ControlledTest, ControlStore, RowControls
+from resources_servers.swe_bench.confirm.labels import Labels, words_of
+from resources_servers.swe_bench.confirm.making import Maker
+from resources_servers.swe_bench.confirm.rendering import Chosen, Order, Rendered, render
+from resources_servers.swe_bench.confirm.values import Check, equal
+from resources_servers.swe_bench.eval_box import EvalSite
+from resources_servers.swe_bench.images import resolve_image
+from resources_servers.swe_bench.prepare import Options, prepare
+from resources_servers.swe_bench.row import SweBenchRow, read_rows
+from resources_servers.swe_bench.verdicts import judge
+
+EXAMPLES = Path(__file__).parents[1] / "data" / "example.jsonl"
+
+TESTS = '''
+"""About secretdoc."""
+import textwrap
+import unittest
+
+import pytest
+
+from product import convert, refuse
+
+SECRETMODULE = "secretglobal"
+CASES = [("given1", "secretcase1"), ("given2", "secretcase2")]
+
+
+def check(text, wanted):
+    assert convert(text) == wanted
+
+
+@pytest.mark.parametrize(("text", "wanted"), CASES, ids=["secretid1", "secretid2"])
+def test_cases(text, wanted):
+    assert convert(text) == wanted, "secretmessage"
+
+
+@pytest.mark.parametrize("text, wanted", [pytest.param("given3", "secretcase3", id="secretid3")])
+def test_params(text, wanted):
+    # secretcomment
+    assert wanted == convert(text)
+
+
+def test_names():
+    expected = textwrap.dedent("""
+        secretname
+    """)
+    result = convert("given4")
+    assert result == expected
+    assert result == SECRETMODULE
+
+
+def test_helper():
+    check("given5", "secrethelper")
+    check("given6", wanted="secretkeyword")
+
+
+def test_loop():
+    for text, wanted in [("given7", "secretloop1"), ("given8", "secretloop2")]:
+        assert convert(text) == wanted
+
+
+def test_raises():
+    with pytest.raises(ValueError, match="secretpattern") as caught:
+        refuse("given9")
+    assert "secretpart" in str(caught.value)
+
+
+class OldTest(unittest.TestCase):
+    def test_old(self):
+        with self.subTest(wanted="secretsub"):
+            self.assertEqual(convert("given10"), "secretold", "secretsaid")
+        self.assertRaisesRegex(ValueError, "secretregex", refuse, "given11")
+'''
+NAMES = frozenset(
+    "test_cases test_params test_names test_helper test_loop test_raises test_old".split()  # noqa: SIM905
+)
+
+
+def blinded(source: str = TESTS, names: frozenset[str] = NAMES, *, path: str = "/nowhere", **how: Any) -> Rendered:
+    done = render(source, Chosen(names, frozenset()), Order("blind", random.Random(1), path, **how))
+    assert done is not None
+    return done
+
+
+def test_rendering_holds_nothing_that_the_tests_expect_when_it_is_blinded() -> None:
+    text = blinded().source
+    assert [word for word in text.replace("'", '"').split('"') if "secret" in word.lower()] == []
+    assert "secret" not in text.lower()
+    for number in range(1, 11):
+        assert f"given{number}" in text, "what is asked must stay"
+
+
+def test_plain_rendering_needs_no_test_runner_when_it_is_made() -> None:
+    source = "import pytest\nfrom json import dumps\n" + (
+        "@pytest.mark.parametrize('a, b', [(1, '1'), (2, '2')])\ndef test_it(a, b):\n    assert dumps(a) == b\n"
+    )
+    text = blinded(source, frozenset({"test_it"}), plain=True).source
+    assert "pytest" not in text
+    assert "unittest" not in text
+
+
+LIARS = """
+class Text(str):
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __hash__(self): return 0
+    def __repr__(self): return "'right'"
+    def __str__(self): return "right"
+    def __add__(self, other): return "right"
+
+class Items(list):
+    def __eq__(self, other): return True
+    def __iter__(self): return iter(["right"])
+    def __len__(self): return 1
+
+class Mapping(dict):
+    def __eq__(self, other): return True
+    def items(self): return [("right", 1)]
+
+class Number(int):
+    def __eq__(self, other): return True
+    def __int__(self): return 42
+    def __add__(self, other): return 42
+
+class Anything:
+    def __eq__(self, other): return True
+    def __class__(self): return str
+
+def test_it():
+    assert Text("wrong") == "right"
+    assert Items(["wrong"]) == ["right"]
+    assert Mapping(wrong=0) == {"right": 1}
+    assert Number(41) == 42
+    assert Anything() == "right"
+"""
+
+
+def test_values_are_recorded_by_base_types_when_their_classes_lie(tmp_path: Path) -> None:
+    records = tmp_path / "records"
+    done = blinded(LIARS, frozenset({"test_it"}), path=str(records))
+    name = next(line.split("(")[0].removeprefix("def ") for line in done.source.split("\n") if "def test_" in line)
+    subprocess.run([sys.executable, "-c", f"{done.source}\n{name}()"], check=True, timeout=60)
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    values = [values[0] for _, values in lines[1:]]
+    assert values[:4] == [
+        ["str", "wrong"],
+        ["list", [["str", "wrong"]]],
+        ["dict", [[["str", "wrong"], ["int", "0"]]]],
+        ["int", "41"],
+    ]
+    assert values[4][0] == "object"
+    assert not Check("s", "==", "left", ["str", "right"]).holds([values[4]]), "an object that equals everything"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (["int", "1"], ["float", (1.0).hex()], True),
+        (["bool", True], ["int", "1"], True),
+        (["int", "1"], ["str", "1"], False),
+        (["list", []], ["tuple", []], False),
+        (["set", [["int", "1"], ["int", "2"]]], ["set", [["int", "2"], ["int", "1"]]], True),
+        (["dict", [[["int", "1"], ["none"]]]], ["dict", []], False),
+        (["float", float("nan").hex()], ["float", float("nan").hex()], True),
+        (["number", "1.50"], ["float", (1.5).hex()], True),
+        (["object", ["x.UserString"], "a"], ["str", "a"], True),
+        (["object", ["x.Y"], "b"], ["str", "a"], False),
+        (["object", ["x.Y"], "b"], ["list", []], False),
+    ],
+)
+def test_recorded_values_are_equal_as_python_compares_them(one: Any, other: Any, same: bool) -> None:
+    assert equal(one, other) is same
+    assert equal(other, one) is same
+
+
+def test_words_are_replaced_alike_and_numbers_keep_their_order_when_relabelled() -> None:
+    labels = Labels(random.Random(5), {"river", "stone", "12", "30", "47", "product"}, {"product"})
+    text = labels.text("River stone RIVER product 12 30 47")
+    words = text.split(" ")
+    assert words[0].lower() == words[2].lower() != "river"
+    assert words[0][0].isupper() and words[2].isupper()
+    assert words[3] == "product"
+    numbers = [int(word) for word in words[4:]]
+    assert numbers == sorted(numbers) and len({len(str(number)) for number in numbers}) == 1
+    assert Labels(random.Random(5), {"river"}, set(), {"river"}).text("river") == "river"
+
+
+def test_products_words_are_those_of_its_strings_and_names_but_not_of_its_documentation() -> None:
+    source = 'def slug(text):\n    """About mountains."""\n    return text.replace("valley", "")\n'
+    words = words_of(source)
+    assert {"slug", "text", "valley"} <= words
+    assert "mountains" not in words
+
+
+# ------------------------------------------------------------------------------------------------------- with boxes
+
+
+@pytest.fixture
+async def provider() -> AsyncIterator[SandboxProvider]:
+    made = create_provider("local")
+    yield made
+    await made.aclose()
+
+
+async def site_of(provider: SandboxProvider, row: dict[str, Any]) -> tuple[EvalSite, str]:
+    image = await resolve_image(provider, row)
+    return EvalSite(provider, image.name, image.env, timeout_s=120), image.content
+
+
+async def example(name: str) -> dict[str, Any]:
+    row = next(row for _, row in read_rows(EXAMPLES) if row["instance_id"] == f"examples__{name}-1")
+    await prepare(Options.parse([f"rows={EXAMPLES}", "sandbox=local", f"instances={row['instance_id']}"]))
+    return row
+
+
+KNOWS_THE_TESTS_BY_HEART = b"""diff --git a/slugline/words.py b/slugline/words.py
+--- a/slugline/words.py
++++ b/slugline/words.py
+@@ -1,1 +1,6 @@
++import sys as _sys
++
++if "unittest" in _sys.modules or "pytest" in _sys.modules:
++    import _pytest.python
++    _pytest.python.Function.runtest = lambda self: None
+"""
+
+
+async def test_reports_without_values_earn_nothing(provider: SandboxProvider) -> None:
+    raw = await example("slugline")
+    row = SweBenchRow.from_mapping(raw)
+    site, content = await site_of(provider, raw)
+    first = (await _read(provider, site, "slugline/words.py")).split(b"\n")[0]
+    patch = KNOWS_THE_TESTS_BY_HEART + b" " + first + b"\n"
+    controls = ControlStore().require(row, content)
+    verdict = (await judge(site, row, Artifact.of("patch", "git_diff", patch), controls)).verdict
+    assert verdict.official["resolved"], "the attack must fool the official run"
+    assert verdict.reward == 0.0
+    assert [finding.kind for finding in verdict.findings] == ["values_not_confirmed"]
+
+
+async def _read(provider: SandboxProvider, site: EvalSite, path: str) -> bytes:
+    from resources_servers.swe_bench.eval_box import evaluation_box, exec_in
+
+    async with evaluation_box(site) as handle:
+        return (await exec_in(site, handle, ["cat", path], timeout_s=30)).stdout_bytes
+
+
+@pytest.mark.timeout(600)
+async def test_solution_is_confirmed_when_the_script_checks_out_a_file_that_the_test_patch_adds(
+    provider: SandboxProvider,
+) -> None:
+    raw = await example("slugline")
+    added = (
+        "diff --git a/tests/added.txt b/tests/added.txt\nnew file mode 100644\n--- /dev/null\n+++ b/tests/added.txt\n"
+        "@@ -0,0 +1 @@\n+anything\n"
+    )
+    script = raw["eval_script"].replace(raw["test_patch"].rstrip("\n"), raw["test_patch"].rstrip("\n") + "\n" + added)
+    script = script.replace(
+        "tests/test_slugs.py tests/test_words.py\ngit apply", "tests/added.txt tests/test_slugs.py\ngit apply"
+    )
+    assert "tests/added.txt tests/test_slugs.py" in script
+    row = SweBenchRow.from_mapping({**raw, "test_patch": raw["test_patch"] + added, "eval_script": script})
+    site, content = await site_of(provider, raw)
+    controls = await Maker(site, row, content, seed=7).make()
+    assert controls.strength in ("weak", "strong"), controls.notes
+    for patch, reward in ((row.patch.encode(), 1.0), (b"", 0.0)):
+        verdict = (await judge(site, row, Artifact.of("patch", "git_diff", patch), controls)).verdict
+        assert (verdict.reward, verdict.findings) == (reward, [])
+
+
+def test_controls_are_for_their_owner_alone_and_survive_being_stored(tmp_path: Path) -> None:
+    row = SweBenchRow.from_mapping(next(row for _, row in read_rows(EXAMPLES)))
+    store = ControlStore(tmp_path / "controls")
+    with pytest.raises(VerifierError, match="ng_prepare swe_bench"):
+        store.require(row, "c")
+    made = RowControls(
+        row.instance_id, "c", support={"a": b"\xff"}, tests={"t": ControlledTest(("t",), True, "weak")}, notes=("n",)
+    )
+    store.save(row, made)
+    assert store.require(row, "c") == made
+    path = store.path(row, "c")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    path.write_bytes(b"damaged")
+    with pytest.raises(VerifierError, match="force=true"):
+        store.require(row, "c")
+
+
+async def test_no_verdict_is_given_when_controls_are_weaker_than_the_run_asks_for(provider: SandboxProvider) -> None:
+    row = SweBenchRow.from_mapping(next(row for _, row in read_rows(EXAMPLES)))
+    weak = RowControls(row.instance_id, "c", tests={"t": ControlledTest(("t",), True, "weak")})
+    with pytest.raises(VerifierError) as raised:
+        await judge(EvalSite(provider, "none"), row, None, weak, require_controls="strong")
+    assert raised.value.details["kind"] is FailureKind.CONTROLS_WEAK

@@ -19,6 +19,7 @@ from nemo_gym.topology.provider import SandboxOwner
 from nemo_gym.verdict import Verdict
 from resources_servers.swe_bench.config import SweBenchConfig
 from resources_servers.swe_bench.eval_box import EvalSite
+from resources_servers.swe_bench.grading import close_readers
 from resources_servers.swe_bench.images import TESTBED, resolve_image
 from resources_servers.swe_bench.row import SweBenchRow
 from resources_servers.swe_bench.tasks import PATCH_ARTIFACT, dataset_row, describe, prompt_params
@@ -81,6 +82,7 @@ class SweBenchServer(SimpleResourcesServer):
             await self._boxes.aclose()
         if self._owner is not None:
             await self._owner.aclose()
+        await asyncio.to_thread(close_readers)
 
     async def _site(self, row: dict[str, Any], rollout: RolloutIdentity) -> EvalSite:
         provider, config = self._provider(), self.config

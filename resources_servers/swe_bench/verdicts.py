@@ -69,7 +69,9 @@ async def judge(
         official = {"resolved": False, "patch_exists": bool(patch), "patch_successfully_applied": True}
         details = {"run": "the evaluation was lost (or out of memory) with this patch, and not with the gold patch"}
         return Judgement(Verdict.of(0.0, official=official, findings=findings_in_patch(patch), details=details))
-    grade, respelled = graded(row, run)
+    grade, respelled = await graded(row, run)
+    if grade.unread:
+        await _require_gold(site, row, grade.unread)
     resolved = grade.official_resolved and run.applied and run.outcome is ExecOutcome.EXITED
     findings = [*findings_in_patch(patch), *_log_findings(grade, run)]
     controls: list[ControlResult] = []
@@ -80,7 +82,7 @@ async def judge(
         1.0 if resolved and not findings and grade.markers is MarkerState.GENUINE else 0.0,
         official=_official(grade, run, patch, resolved=resolved),
         findings=findings,
-        details=_details(run, controls, respelled=respelled),
+        details=_details(run, grade, controls, respelled=respelled),
     )
     return Judgement(verdict, run.log)
 
@@ -88,7 +90,7 @@ async def judge(
 async def gold_resolves(site: EvalSite, row: SweBenchRow) -> bool:
     """Whether the row's own solution still resolves it here."""
     run = await run_evaluation(site, row.eval_script, row.patch.encode("utf-8", "surrogateescape"))
-    return run.applied and run.outcome is ExecOutcome.EXITED and graded(row, run)[0].official_resolved
+    return run.applied and run.outcome is ExecOutcome.EXITED and (await graded(row, run))[0].official_resolved
 
 
 async def _run_surely(site: EvalSite, row: SweBenchRow, patch: bytes) -> EvalRun | None:
@@ -171,7 +173,7 @@ def _official(grade: LogGrade, run: EvalRun, patch: bytes, *, resolved: bool) ->
     }
 
 
-def _details(run: EvalRun, controls: list[ControlResult], *, respelled: bool) -> dict[str, Any]:
+def _details(run: EvalRun, grade: LogGrade, controls: list[ControlResult], *, respelled: bool) -> dict[str, Any]:
     details: dict[str, Any] = {
         "evaluation": {
             "outcome": str(run.outcome),
@@ -183,6 +185,8 @@ def _details(run: EvalRun, controls: list[ControlResult], *, respelled: bool) ->
     }
     if controls:
         details["control_seconds"] = round(sum(control.duration_s for control in controls), 3)
+    if grade.unread:
+        details["grading"] = grade.unread
     if respelled:
         details["normalised"] = ["unittest_ids"]
     if not run.applied:

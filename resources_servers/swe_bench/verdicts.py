@@ -7,6 +7,7 @@ destroys its box is a failed patch.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -68,12 +69,18 @@ async def judge(
     if run is None:
         official = {"resolved": False, "patch_exists": bool(patch), "patch_successfully_applied": True}
         details = {"run": "the evaluation was lost (or out of memory) with this patch, and not with the gold patch"}
-        return Judgement(Verdict.of(0.0, official=official, findings=findings_in_patch(patch), details=details))
+        findings = await asyncio.to_thread(findings_in_patch, patch)
+        return Judgement(Verdict.of(0.0, official=official, findings=findings, details=details))
+    if run.refusal is not None:
+        official = {"resolved": False, "patch_exists": True, "patch_successfully_applied": True}
+        findings = [*await asyncio.to_thread(findings_in_patch, patch), run.refusal]
+        details = {"run": "the tests were not run: the patch does other than it says"}
+        return Judgement(Verdict.of(0.0, official=official, findings=findings, details=details))
     grade, respelled = await graded(row, run)
     if grade.unread:
         await _require_gold(site, row, grade.unread)
     resolved = grade.official_resolved and run.applied and run.outcome is ExecOutcome.EXITED
-    findings = [*findings_in_patch(patch), *_log_findings(grade, run)]
+    findings = [*await asyncio.to_thread(findings_in_patch, patch), *_log_findings(grade, run)]
     controls: list[ControlResult] = []
     if patch.strip() and tamper_control != "off" and (resolved or (tamper_control == "always" and run.applied)):
         controls = await _controls(site, row, patch, grade)

@@ -1,22 +1,29 @@
 """Attempts of an environment: which is current, what its seed answered, and its first verdict.
 
-With a state directory the attempt numbers and verdicts outlive the process (SQLite in WAL mode: what was answered
-survives a kill); without one they live in memory.
+A SQLite database is the truth, and one thread its only user: each question is one operation on it, so no two of them
+interleave, and what was answered survives a kill (WAL mode). Without a state directory the database is a temporary
+file. Seeds are in such a file in any case: the state of a session that they promise ends with the process. The memory
+of this process holds a bounded number of attempts, those last asked about.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
-from nemo_gym.errors import ConfigError, ContractError, FencedError
+from nemo_gym.errors import ConfigError, ContractError, FencedError, ServerError
+from nemo_gym.group_commit import SqliteWriter
 from nemo_gym.session import RolloutIdentity
 
+MAX_KNOWN = 4096
+"""Rollouts of which this process remembers in memory whether an attempt is live."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS rollout (
     run_id TEXT NOT NULL, rollout_id TEXT NOT NULL, attempt INTEGER NOT NULL, closed INTEGER NOT NULL,
@@ -27,7 +34,15 @@ CREATE TABLE IF NOT EXISTS verdict (
     digest TEXT NOT NULL, final INTEGER NOT NULL, reply BLOB NOT NULL,
     PRIMARY KEY (run_id, rollout_id, attempt)
 ) WITHOUT ROWID;
+CREATE TEMP TABLE seed (
+    run_id TEXT NOT NULL, rollout_id TEXT NOT NULL, attempt INTEGER NOT NULL,
+    digest TEXT NOT NULL, reply BLOB NOT NULL, session BLOB NOT NULL,
+    PRIMARY KEY (run_id, rollout_id)
+) WITHOUT ROWID;
 """
+_ROLLOUT = "run_id = ? AND rollout_id = ?"
+
+T = TypeVar("T")
 
 
 class AttemptKey(NamedTuple):
@@ -60,149 +75,170 @@ class StoredVerdict:
     reply: Mapping[str, Any]
 
 
-@dataclass(slots=True)
-class _Rollout:
+class _Known(NamedTuple):
+    """The newest attempt of a rollout. Zero before there is one."""
+
     attempt: int = 0
     closed: bool = False
-    seed: Seed | None = None
-    verdicts: dict[int, StoredVerdict] = field(default_factory=dict)
 
 
 class AttemptStore:
-    """The truth about attempts. All methods are immediate; a write is durable when it returns."""
+    """The truth about attempts. A write is durable when it returns. Belongs to the first event loop that asks."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self._rollouts: dict[tuple[str, str], _Rollout] = {}
-        self._db: sqlite3.Connection | None = None
-        if path is not None:
-            try:
+        self._path = path
+        self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
+        self._writer: SqliteWriter | None = None
+        try:
+            if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-                self._db.execute("PRAGMA journal_mode=WAL")
-                self._db.execute("PRAGMA synchronous=NORMAL")
-                self._db.execute("PRAGMA wal_autocheckpoint=4000")
-                self._db.executescript(_SCHEMA)
-            except (OSError, sqlite3.Error) as error:
-                raise ConfigError(
-                    f"state_dir: cannot keep verdicts in {path} ({error}); choose a writable directory",
-                    key="state_dir",
-                ) from error
+            self._db = self._open()
+        except (OSError, sqlite3.Error) as error:
+            where = path or "a temporary file"
+            raise ConfigError(
+                f"state_dir: cannot keep verdicts in {where} ({error}); choose a writable directory",
+                key="state_dir",
+            ) from error
 
-    def _of(self, rollout: RolloutIdentity) -> _Rollout:
-        key = (rollout.run_id, rollout.rollout_id)
-        known = self._rollouts.get(key)
-        if known is None:
-            known = self._rollouts[key] = self._load(key)
-        return known
+    def _open(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self._path or "", isolation_level=None, check_same_thread=False)
+        if self._path is not None:
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute("PRAGMA synchronous=NORMAL")
+            db.execute("PRAGMA wal_autocheckpoint=4000")
+        db.execute("PRAGMA temp_store=FILE")
+        db.executescript(_SCHEMA)
+        return db
 
-    def _load(self, key: tuple[str, str]) -> _Rollout:
-        loaded = _Rollout()
-        if self._db is not None:
-            row = self._db.execute(
-                "SELECT attempt, closed FROM rollout WHERE run_id=? AND rollout_id=?", key
-            ).fetchone()
-            if row is not None:
-                loaded.attempt, loaded.closed = int(row[0]), bool(row[1])
-            for attempt, digest, final, reply in self._db.execute(
-                "SELECT attempt, digest, final, reply FROM verdict WHERE run_id=? AND rollout_id=?", key
-            ):
-                loaded.verdicts[int(attempt)] = StoredVerdict(digest, bool(final), orjson.loads(reply))
-        return loaded
-
-    def _save(self, rollout: RolloutIdentity, known: _Rollout) -> None:
-        if self._db is not None:
-            self._db.execute(
-                "INSERT INTO rollout VALUES (?,?,?,?) ON CONFLICT DO UPDATE SET attempt=excluded.attempt,"
-                " closed=excluded.closed",
-                (rollout.run_id, rollout.rollout_id, known.attempt, known.closed),
+    def _ask(self, operation: Callable[[sqlite3.Connection], T]) -> asyncio.Future[T]:
+        if self._writer is None:
+            self._writer = SqliteWriter(
+                lambda: self._db, name="attempts", translate=self._unwritable, stops_when_broken=False
             )
+        return self._writer.call(operation)
 
-    def require_current(self, rollout: RolloutIdentity) -> None:
+    def _unwritable(self, error: Exception) -> ServerError:
+        where = self._path or "a temporary file"
+        return ServerError(
+            f"cannot keep attempts and verdicts in {where}: {error}; make room or mend that, then ask again",
+            retryable=True,
+        )
+
+    def _remember(self, key: tuple[str, str], attempt: int, *, closed: bool) -> None:
+        """What was learnt may come late: a newer attempt and a closed one stay what they are."""
+        known = self._known.pop(key, _Known())
+        self._known[key] = max(known, _Known(attempt, closed))
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+
+    async def require_current(self, rollout: RolloutIdentity) -> None:
         """Raise `FencedError` when a newer attempt has replaced this one."""
-        current = self._of(rollout).attempt
-        if current > rollout.attempt:
-            raise FencedError(
-                f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was replaced by attempt {current}",
-                rollout_id=rollout.rollout_id,
-                attempt=rollout.attempt,
-                current_attempt=current,
-            )
+        key = _key(rollout)
+        _check_current(rollout, await self._ask(lambda db: _known(db, key)))
 
-    def require_live(self, run_id: str, rollout_id: str, attempt: int) -> None:
+    async def require_live(self, run_id: str, rollout_id: str, attempt: int) -> None:
         """Raise `FencedError` when the attempt was replaced or closed."""
-        known = self._rollouts.get((run_id, rollout_id))
-        if known is not None and (known.attempt > attempt or (known.closed and known.attempt == attempt)):
+        key = (run_id, rollout_id)
+        known = self._known.get(key)
+        if known is None:
+            known = await self._ask(lambda db: _known(db, key))
+            self._remember(key, known.attempt, closed=known.closed)
+        if known.attempt > attempt or (known.closed and known.attempt == attempt):
             raise FencedError(
                 f"attempt {attempt} of rollout '{rollout_id}' was replaced or closed",
                 rollout_id=rollout_id,
                 attempt=attempt,
             )
 
-    def session_of(self, run_id: str, rollout_id: str, attempt: int) -> Mapping[str, Any]:
+    async def session_of(self, run_id: str, rollout_id: str, attempt: int) -> Mapping[str, Any]:
         """The session of an open attempt. Raises `FencedError` for one that was replaced or closed, and
         `ContractError` for one that was not seeded since this process started."""
-        return self._open_seed(run_id, rollout_id, attempt).session
-
-    def keep_session(self, run_id: str, rollout_id: str, attempt: int, session: Mapping[str, Any]) -> None:
-        """Make ``session`` the one of this attempt's calls from now on; nothing for an attempt that is over."""
-        known = self._rollouts.get((run_id, rollout_id))
-        if known is not None and known.attempt == attempt and known.seed is not None:
-            known.seed.session = dict(session)
-
-    def _open_seed(self, run_id: str, rollout_id: str, attempt: int) -> Seed:
-        self.require_live(run_id, rollout_id, attempt)
-        known = self._rollouts.get((run_id, rollout_id))
-        if known is None or known.attempt != attempt or known.seed is None:
+        await self.require_live(run_id, rollout_id, attempt)
+        key = (run_id, rollout_id)
+        seed = await self._ask(lambda db: _seed(db, key, attempt))
+        if seed is None:
             raise ContractError(
                 f"attempt {attempt} of rollout '{rollout_id}' has no session here; it must be seeded first",
                 rollout_id=rollout_id,
             )
-        return known.seed
+        return seed.session
 
-    def seed_of(self, rollout: RolloutIdentity, digest: str) -> Seed | None:
+    async def keep_session(self, run_id: str, rollout_id: str, attempt: int, session: Mapping[str, Any]) -> None:
+        """Make ``session`` the one of this attempt's calls from now on; nothing for an attempt that is over."""
+        values = (_json(session), run_id, rollout_id, attempt)
+        query = f"UPDATE seed SET session = ? WHERE {_ROLLOUT} AND attempt = ?"
+        await self._ask(lambda db: db.execute(query, values).rowcount)
+
+    async def seed_of(self, rollout: RolloutIdentity, digest: str) -> Seed | None:
         """The stored seed of this attempt. Raises `FencedError` for an attempt that was replaced or closed, and
         `ContractError` for one that was seeded with another row."""
-        self.require_current(rollout)
-        known = self._of(rollout)
-        if known.attempt != rollout.attempt:
-            return None
-        if known.closed:
-            raise FencedError(
-                f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was closed",
-                rollout_id=rollout.rollout_id,
-            )
-        if known.seed is not None and known.seed.digest != digest:
+        key = _key(rollout)
+
+        def operation(db: sqlite3.Connection) -> Seed | None:
+            known = _known(db, key)
+            _check_current(rollout, known)
+            if known.attempt != rollout.attempt:
+                return None
+            if known.closed:
+                raise FencedError(
+                    f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was closed",
+                    rollout_id=rollout.rollout_id,
+                )
+            return _seed(db, key, rollout.attempt)
+
+        seed = await self._ask(operation)
+        if seed is not None and seed.digest != digest:
             raise ContractError(
                 f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was seeded with another row; a new row"
                 " needs a new rollout id",
                 rollout_id=rollout.rollout_id,
             )
-        return known.seed
+        return seed
 
-    def enter(self, rollout: RolloutIdentity) -> RolloutIdentity | None:
+    async def enter(self, rollout: RolloutIdentity) -> RolloutIdentity | None:
         """Make this the current attempt and fence older ones; returns the attempt that was open until now."""
-        self.require_current(rollout)
-        known = self._of(rollout)
-        if known.attempt == rollout.attempt:
+        key = _key(rollout)
+
+        def operation(db: sqlite3.Connection) -> _Known:
+            known = _known(db, key)
+            _check_current(rollout, known)
+            if known.attempt != rollout.attempt:
+                _save(db, key, rollout.attempt, closed=False)
+            return known
+
+        before = await self._ask(operation)
+        self._remember(key, rollout.attempt, closed=before == _Known(rollout.attempt, True))
+        if before.attempt in (0, rollout.attempt) or before.closed:
             return None
-        open_before = known.attempt and not known.closed
-        replaced = rollout.model_copy(update={"attempt": known.attempt}) if open_before else None
-        known.attempt, known.closed, known.seed = rollout.attempt, False, None
-        self._save(rollout, known)
-        return replaced
+        return rollout.model_copy(update={"attempt": before.attempt})
 
-    def keep_seed(self, rollout: RolloutIdentity, seed: Seed) -> None:
-        self.require_current(rollout)
-        self._of(rollout).seed = seed
+    async def keep_seed(self, rollout: RolloutIdentity, seed: Seed) -> None:
+        """Keep what was answered, unless the attempt was closed meanwhile."""
+        key = _key(rollout)
+        values = (*key, rollout.attempt, seed.digest, _json(seed.reply), _json(seed.session))
 
-    def verdict_of(self, rollout: RolloutIdentity) -> StoredVerdict | None:
-        return self._of(rollout).verdicts.get(rollout.attempt)
+        def operation(db: sqlite3.Connection) -> None:
+            known = _known(db, key)
+            _check_current(rollout, known)
+            if not known.closed:
+                db.execute("INSERT OR REPLACE INTO seed VALUES (?,?,?,?,?,?)", values)
 
-    def admit_verdict(self, rollout: RolloutIdentity, digest: str) -> StoredVerdict | None:
+        await self._ask(operation)
+
+    async def verdict_of(self, rollout: RolloutIdentity) -> StoredVerdict | None:
+        key = _key(rollout)
+        return await self._ask(lambda db: _verdict(db, key, rollout.attempt))
+
+    async def admit_verdict(self, rollout: RolloutIdentity, digest: str) -> StoredVerdict | None:
         """The final verdict to replay, or ``None`` when the work is to be graded. Raises `FencedError` for a replaced
         attempt and for work other than what this attempt was first judged by."""
-        self.require_current(rollout)
-        stored = self.verdict_of(rollout)
+        key = _key(rollout)
+
+        def operation(db: sqlite3.Connection) -> StoredVerdict | None:
+            _check_current(rollout, _known(db, key))
+            return _verdict(db, key, rollout.attempt)
+
+        stored = await self._ask(operation)
         if stored is None:
             return None
         if stored.digest != digest:
@@ -214,37 +250,79 @@ class AttemptStore:
             )
         return stored if stored.final else None
 
-    def keep_verdict(self, rollout: RolloutIdentity, verdict: StoredVerdict) -> None:
-        self.require_current(rollout)
-        known = self._of(rollout)
-        known.verdicts[rollout.attempt] = verdict
-        if known.attempt == 0:
-            known.attempt = rollout.attempt
-        if self._db is not None:
-            self._db.execute(
-                "INSERT INTO verdict VALUES (?,?,?,?,?,?) ON CONFLICT DO UPDATE SET digest=excluded.digest,"
-                " final=excluded.final, reply=excluded.reply",
-                (
-                    rollout.run_id,
-                    rollout.rollout_id,
-                    rollout.attempt,
-                    verdict.digest,
-                    verdict.final,
-                    orjson.dumps(verdict.reply, option=orjson.OPT_NON_STR_KEYS),
-                ),
-            )
-            self._save(rollout, known)
+    async def keep_verdict(self, rollout: RolloutIdentity, verdict: StoredVerdict) -> None:
+        """Keep the verdict of an attempt that has none yet, or only an invalid one of the same work."""
+        key = _key(rollout)
+        values = (*key, rollout.attempt, verdict.digest, verdict.final, _json(verdict.reply))
 
-    def close(self, rollout: RolloutIdentity) -> bool:
+        def operation(db: sqlite3.Connection) -> None:
+            _check_current(rollout, _known(db, key))
+            db.execute(
+                "INSERT INTO verdict VALUES (?,?,?,?,?,?) ON CONFLICT DO UPDATE SET final = excluded.final,"
+                " reply = excluded.reply WHERE digest = excluded.digest AND NOT final",
+                values,
+            )
+            db.execute("INSERT INTO rollout VALUES (?,?,?,0) ON CONFLICT DO NOTHING", (*key, rollout.attempt))
+
+        await self._ask(operation)
+
+    async def close(self, rollout: RolloutIdentity) -> bool:
         """Close the attempt, known or not, so that a late seed of it is refused. Whether it was open."""
-        self.require_current(rollout)
-        known = self._of(rollout)
-        was_open = known.attempt == rollout.attempt and not known.closed
-        known.attempt, known.closed, known.seed = rollout.attempt, True, None
-        self._save(rollout, known)
+        key = _key(rollout)
+
+        def operation(db: sqlite3.Connection) -> bool:
+            known = _known(db, key)
+            _check_current(rollout, known)
+            _save(db, key, rollout.attempt, closed=True)
+            return known == _Known(rollout.attempt, False)
+
+        was_open = await self._ask(operation)
+        self._remember(key, rollout.attempt, closed=True)
         return was_open
 
-    def aclose(self) -> None:
-        if self._db is not None:
+    async def aclose(self) -> None:
+        if self._writer is not None:
+            await self._writer.aclose()
+        else:
             self._db.close()
-            self._db = None
+
+
+def _key(rollout: RolloutIdentity) -> tuple[str, str]:
+    return rollout.run_id, rollout.rollout_id
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return orjson.dumps(dict(value), option=orjson.OPT_NON_STR_KEYS)
+
+
+def _check_current(rollout: RolloutIdentity, known: _Known) -> None:
+    if known.attempt > rollout.attempt:
+        raise FencedError(
+            f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was replaced by attempt {known.attempt}",
+            rollout_id=rollout.rollout_id,
+            attempt=rollout.attempt,
+            current_attempt=known.attempt,
+        )
+
+
+def _known(db: sqlite3.Connection, key: tuple[str, str]) -> _Known:
+    row = db.execute(f"SELECT attempt, closed FROM rollout WHERE {_ROLLOUT}", key).fetchone()
+    return _Known(int(row[0]), bool(row[1])) if row is not None else _Known()
+
+
+def _save(db: sqlite3.Connection, key: tuple[str, str], attempt: int, *, closed: bool) -> None:
+    """The new state of a rollout. What an earlier attempt's seed promised, or a closed one's, is over."""
+    db.execute(f"DELETE FROM seed WHERE {_ROLLOUT}", key)
+    db.execute("INSERT OR REPLACE INTO rollout VALUES (?,?,?,?)", (*key, attempt, closed))
+
+
+def _seed(db: sqlite3.Connection, key: tuple[str, str], attempt: int) -> Seed | None:
+    query = f"SELECT digest, reply, session FROM seed WHERE {_ROLLOUT} AND attempt = ?"
+    row = db.execute(query, (*key, attempt)).fetchone()
+    return Seed(row[0], orjson.loads(row[1]), orjson.loads(row[2])) if row is not None else None
+
+
+def _verdict(db: sqlite3.Connection, key: tuple[str, str], attempt: int) -> StoredVerdict | None:
+    query = f"SELECT digest, final, reply FROM verdict WHERE {_ROLLOUT} AND attempt = ?"
+    row = db.execute(query, (*key, attempt)).fetchone()
+    return StoredVerdict(row[0], bool(row[1]), orjson.loads(row[2])) if row is not None else None

@@ -49,7 +49,7 @@ class Lending:
         if not boxes.owns(descriptor.rollout):
             return descriptor, {}
         try:
-            self._attempts.require_live(*AttemptKey.of(descriptor.rollout))
+            await self._attempts.require_live(*AttemptKey.of(descriptor.rollout))
         except FencedError:
             await boxes.release(descriptor.rollout)
             raise

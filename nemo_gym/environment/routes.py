@@ -143,10 +143,10 @@ class EnvironmentRoutes:
         """Whether the route of ``path`` checks tokens of another kind than callers' credentials."""
         return path == MCP_PATH and self._server.exposes_mcp()
 
-    def guard(self, path: str, session: Mapping[str, Any]) -> None:
+    async def guard(self, path: str, session: Mapping[str, Any]) -> None:
         """Refuse a tool call whose attempt is over. The base routes judge for themselves."""
         if path not in BASE_ROUTES and (attempt := session.get(ATTEMPT_SESSION_KEY)):
-            self.attempts.require_live(*attempt)
+            await self.attempts.require_live(*attempt)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -212,7 +212,11 @@ class EnvironmentRoutes:
         self, kind: str, rollout: RolloutIdentity, digest: str, work: Callable[[], Awaitable[dict[str, Any]]]
     ) -> dict[str, Any]:
         """Run ``work`` once for concurrent requests about the same thing. It goes on when a requester leaves: what it
-        finds out is what the requester will be told when it asks again."""
+        finds out is what the requester will be told when it asks again.
+
+        Who comes here because the store knew nothing yet, joins the work that is under way: the store answers in the
+        order in which it is asked, so it told this requester before it took what that work keeps.
+        """
         key = (kind, digest, f"{rollout.run_id}/{rollout.rollout_id}", rollout.attempt)
         task = self._running.get(key)
         if task is None:
@@ -239,10 +243,10 @@ class EnvironmentRoutes:
         if envelope.validation is not None and asked.caller is not None and asked.caller.role is not Role.PIPELINE:
             raise RoleError("only a pipeline may ask for a task's solution", route="/seed_session")
         digest = row_digest(asked.seeded_row)
-        stored = self.attempts.seed_of(rollout, digest)
+        stored = await self.attempts.seed_of(rollout, digest)
         if stored is None:
             await self._once("seed", rollout, digest, lambda: self._seed(request, asked, digest))
-            stored = self.attempts.seed_of(rollout, digest)
+            stored = await self.attempts.seed_of(rollout, digest)
             if stored is None:
                 raise ContractError("the attempt was closed while it was being seeded", rollout_id=rollout.rollout_id)
         session.replace(stored.session)
@@ -260,7 +264,7 @@ class EnvironmentRoutes:
     async def _seed(self, request: Request, asked: _Asked, digest: str) -> dict[str, Any]:
         assert asked.envelope is not None
         rollout = asked.envelope.rollout
-        replaced = self.attempts.enter(rollout)
+        replaced = await self.attempts.enter(rollout)
         if replaced is not None:
             await self._close_hook(replaced)
         session: LazySession = request.scope["session"]
@@ -280,7 +284,7 @@ class EnvironmentRoutes:
             descriptor, more = await self._lending.lent(descriptor, asked.envelope.box_needs)
             reply |= more
         reply["descriptor"] = descriptor.model_dump(mode="json")
-        self.attempts.keep_seed(rollout, Seed(digest, reply, session.copy()))
+        await self.attempts.keep_seed(rollout, Seed(digest, reply, session.copy()))
         return reply
 
     async def _nemo_seed(self, request: Request, row: dict[str, Any]) -> dict[str, Any]:
@@ -328,13 +332,13 @@ class EnvironmentRoutes:
     ) -> Mapping[str, Any]:
         assert asked.envelope is not None
         rollout = asked.envelope.rollout
-        stored = self.attempts.admit_verdict(rollout, digest)
+        stored = await self.attempts.admit_verdict(rollout, digest)
         if stored is None:
             await self._once("verify", rollout, digest, lambda: self._judge(request, asked, response, digest))
-            stored = self.attempts.verdict_of(rollout)
+            stored = await self.attempts.verdict_of(rollout)
             if stored is None or stored.digest != digest:
                 # Other work of this attempt was judged meanwhile; the first verdict is final.
-                stored = self.attempts.admit_verdict(rollout, digest)
+                stored = await self.attempts.admit_verdict(rollout, digest)
                 assert stored is not None
         return stored.reply
 
@@ -342,10 +346,7 @@ class EnvironmentRoutes:
         assert asked.envelope is not None
         rollout = asked.envelope.rollout
         reply = await self._grader.grade(request, asked.row, response, asked.envelope.artifacts, rollout)
-        self.attempts.require_current(rollout)
-        first = self.attempts.verdict_of(rollout)
-        if first is None or first.digest == digest:
-            self.attempts.keep_verdict(rollout, StoredVerdict(digest, bool(reply["valid"]), reply))
+        await self.attempts.keep_verdict(rollout, StoredVerdict(digest, bool(reply["valid"]), reply))
         return reply
 
     async def _again(self, request: Request, asked: _Asked, response: dict[str, Any]) -> dict[str, Any]:
@@ -365,7 +366,7 @@ class EnvironmentRoutes:
     async def close(self, request: Request) -> Response:
         asked = await self._ask_rollout(request, Role.PIPELINE, Role.OPERATOR)
         self._check_control(request, caller_of(request), asked)
-        closed = self.attempts.close(asked)
+        closed = await self.attempts.close(asked)
         self.rows.forget(asked)
         if closed:
             await self._close_hook(asked)
@@ -384,14 +385,14 @@ class EnvironmentRoutes:
         if access not in (RowAccess.PUBLIC, RowAccess.FULL):
             raise InvalidBodyError(f"/rows: 'access' is 'public' or 'full', not {access!r}")
         rollout = _rollout(body.get("rollout"))
-        self.attempts.require_current(rollout)
+        await self.attempts.require_current(rollout)
         ref = self.rows.put(StoredRow(row, rollout, RowAccess(access)))
         return JsonResponse({"row_ref": ref, "public_row": self._server.public_row(row)})
 
     async def verdict(self, request: Request) -> Response:
         """The stored verdict of an attempt whose agent asked for it by itself."""
         rollout = await self._ask_rollout(request, Role.PIPELINE, Role.OPERATOR)
-        stored = self.attempts.verdict_of(rollout)
+        stored = await self.attempts.verdict_of(rollout)
         if stored is None:
             raise ContractError(
                 f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' has no verdict", code_hint="no_verdict"
@@ -416,7 +417,7 @@ class EnvironmentRoutes:
     async def _box_attempt(self, request: Request) -> RolloutIdentity:
         rollout = await self._ask_rollout(request, Role.PIPELINE)
         self._check_control(request, caller_of(request), rollout)
-        self.attempts.require_current(rollout)
+        await self.attempts.require_current(rollout)
         return rollout
 
     async def _ask_rollout(self, request: Request, *roles: Role) -> RolloutIdentity:
@@ -431,7 +432,7 @@ class EnvironmentRoutes:
         await asyncio.gather(*running, return_exceptions=True)
         if self._mcp is not None:
             await self._mcp.aclose()
-        self.attempts.aclose()
+        await self.attempts.aclose()
 
 
 def attempt_of(request: Request) -> AttemptKey:

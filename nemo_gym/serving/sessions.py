@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 from uuid import uuid4
 
@@ -22,7 +22,7 @@ from nemo_gym.serving.problems import send_problem
 SESSION_ID_KEY = "session_id"
 MAX_AGE_S = 14 * 24 * 3600
 _ATTRIBUTES = f"path=/; Max-Age={MAX_AGE_S}; httponly; samesite=lax"
-SessionGuard = Callable[[str, Mapping[str, Any]], None]
+SessionGuard = Callable[[str, Mapping[str, Any]], Awaitable[None]]
 """Gets the path and the session; raises a `NemoGymError` for one that may not be used any more."""
 
 
@@ -114,7 +114,7 @@ class SessionMiddleware:
         scope["session"] = session
         if cookie is not None and self._guard is not None:
             try:
-                self._guard(scope["path"], session)
+                await self._guard(scope["path"], session)
             except NemoGymError as error:
                 await send_problem(scope, receive, send, error)
                 return

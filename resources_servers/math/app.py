@@ -13,7 +13,8 @@ from nemo_gym.environment.mcp.answers import answered_text
 from nemo_gym.errors import RowError, VerifierError
 from nemo_gym.session import Artifact, RolloutIdentity, SessionDescriptor, Topology
 from nemo_gym.verdict import FailureKind, Verdict
-from resources_servers.math.checker import Checker, Comparison, Ending
+from nemo_gym.worker_pool import Ending
+from resources_servers.math.checker import Checker, Comparison
 
 ANSWER_CHARS = 20_000
 """Of an answer, counted from its end; what is asked for stands there."""

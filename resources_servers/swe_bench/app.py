@@ -20,6 +20,7 @@ from nemo_gym.verdict import Verdict
 from resources_servers.swe_bench.config import SweBenchConfig
 from resources_servers.swe_bench.confirm.controls import ControlStore, RowControls
 from resources_servers.swe_bench.eval_box import EvalSite
+from resources_servers.swe_bench.grading import close_readers
 from resources_servers.swe_bench.images import TESTBED, PreparedImage, resolve_image
 from resources_servers.swe_bench.row import SweBenchRow
 from resources_servers.swe_bench.tasks import PATCH_ARTIFACT, dataset_row, describe, prompt_params
@@ -89,6 +90,7 @@ class SweBenchServer(SimpleResourcesServer):
             await self._boxes.aclose()
         if self._owner is not None:
             await self._owner.aclose()
+        await asyncio.to_thread(close_readers)
 
     def _controls(self, row: SweBenchRow, image: PreparedImage) -> RowControls | None:
         if self.config.tamper_control == "off":

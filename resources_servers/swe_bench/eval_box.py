@@ -2,11 +2,18 @@
 
 The steps are the official harness's: four ways to apply, from strict to lenient, on a clean tree each time; then the
 script, which puts the row's own test files in place last. Nothing from an earlier box is used but the patch.
+
+In between stands a check of ours: what changed in the tree is what the patch names, and nothing in ``.git``. Programs
+that apply patches disagree about what a patch is, and everything that judges one reads the names in it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dataclasses
+import secrets
+import shlex
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
@@ -23,8 +30,9 @@ from nemo_gym.sandbox.base import (
     SandboxSpec,
 )
 from nemo_gym.sandbox.facade import AsyncSandbox, keep_renewed
-from nemo_gym.verdict import FailureKind
+from nemo_gym.verdict import FailureKind, Finding
 from resources_servers.swe_bench import harness
+from resources_servers.swe_bench.tamper.risk import finding_in_tree
 
 TESTBED = "/testbed"
 INPUTS = "/var/tmp/ng-eval"
@@ -34,9 +42,45 @@ APPLY_COMMANDS = (
     ("git", "apply", "--verbose", "--reject"),
     ("patch", "--batch", "--forward", "--fuzz=5", "-p1", "-i"),
 )
-APPLY_TIMEOUT_S = 300.0
+APPLY_TIMEOUT_S = 600.0
+"""For all four ways together."""
+MAX_LIST_BYTES = 64 * 1024 * 1024
 MAX_LOG_BYTES = 64 * 1024 * 1024
 _EXIT_VARIABLE = "SWEBENCH_TEST_EXIT_CODE"
+_THREE_WAY = 1
+_CANNOT_LOOK = 97
+
+_WAYS = " ||\n".join(f"try {number} {shlex.join(way)}" for number, way in enumerate(APPLY_COMMANDS))
+# One command, so that it costs one exec. A change of a file changes its ctime, which no patch can set; directories are
+# there or not. Names go first: "//" is in no path. Programs are looked up before a patch can offer others.
+_APPLY_SCRIPT = f"""
+export LC_ALL=C
+cd {INPUTS} && hash git find sort comm cat tail || exit {_CANNOT_LOOK}
+hash patch 2> /dev/null
+look() {{
+  find {TESTBED} -mindepth 1 \\( -type d -printf './%P//d %m\\0' -o -printf './%P//%y %m %s %C@ %T@ %l\\0' \\) |
+    sort -z > "$1"
+  [ "${{PIPESTATUS[*]}}" = '0 0' ] || exit {_CANNOT_LOOK}
+}}
+safely() {{ git -c core.fsmonitor= -c core.hooksPath=/dev/null "$@"; }}
+again() {{ git checkout -- . ; git clean -fd; }}
+try() {{
+  [ "$1" = 0 ] || again > /dev/null 2>&1  # a failed way, notably --reject, leaves part of the patch behind
+  look {INPUTS}/before
+  way=$1; shift
+  "$@" {INPUTS}/patch.diff > {INPUTS}/said 2>&1
+}}
+cd {TESTBED} || exit {_CANNOT_LOOK}
+safely apply --numstat -z {INPUTS}/patch.diff > {INPUTS}/listed 2> /dev/null || printf '/\\0' > {INPUTS}/listed
+{{
+{_WAYS} ||
+safely apply --check --reverse {INPUTS}/patch.diff > /dev/null 2>&1
+}} || way=
+look {INPUTS}/after
+tail -c 4000 {INPUTS}/said; printf %s "$1$way$1"
+cat {INPUTS}/listed; printf %s "$1"
+[ -z "$way" ] || comm -z -3 {INPUTS}/before {INPUTS}/after
+"""
 
 
 @dataclass(frozen=True)
@@ -69,6 +113,10 @@ class EvalRun:
     """Of the test command, as the script's shell saw it; not taken from the log."""
     log_truncated: bool = False
     duration_s: float = 0.0
+    changed_paths: tuple[str, ...] = ()
+    """Files that applying the patch made, changed or removed, those in ``.git`` included."""
+    refusal: Finding | None = None
+    """Why the patch was applied and its tests were not run: it does other than it says."""
 
 
 async def run_evaluation(site: EvalSite, eval_script: str, patch: bytes) -> EvalRun:
@@ -83,9 +131,9 @@ async def run_evaluation(site: EvalSite, eval_script: str, patch: bytes) -> Eval
     async with evaluation_box(site) as handle:
         inputs = {"patch.diff": patch, "eval.sh": instrumented(eval_script).encode("utf-8", "surrogateescape")}
         await site.provider.put_archive(handle, INPUTS, archive_of(inputs))
-        applied, apply_log = await apply_patch(site, handle, patch)
-        if not applied:
-            return EvalRun(applied=False, apply_log=apply_log)
+        run = await apply_patch(site, handle, patch)
+        if not run.applied or run.refusal is not None:
+            return run
         started = time.monotonic()
         result = await exec_in(
             site,
@@ -95,9 +143,8 @@ async def run_evaluation(site: EvalSite, eval_script: str, patch: bytes) -> Eval
             max_output_bytes=MAX_LOG_BYTES,
         )
         log = result.stdout_bytes.decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n")
-        return EvalRun(
-            applied=True,
-            apply_log=apply_log,
+        return dataclasses.replace(
+            run,
             log=log,
             outcome=result.outcome,
             test_exit_code=_exit_code(result),
@@ -136,20 +183,54 @@ def instrumented(eval_script: str) -> str:
     return "\n".join(lines).rstrip("\n") + f"\nexit ${_EXIT_VARIABLE}\n"
 
 
-async def apply_patch(site: EvalSite, handle: SandboxHandle, patch: bytes) -> tuple[bool, str]:
+async def apply_patch(site: EvalSite, handle: SandboxHandle, patch: bytes) -> EvalRun:
+    """Apply ``patch``, which lies in the box, and compare what changed with what it names."""
     if not patch.strip():
-        return True, ""
-    said = ""
-    for attempt, command in enumerate(APPLY_COMMANDS):
-        if attempt:
-            # A failed way, notably --reject, leaves part of the patch behind.
-            await exec_in(site, handle, "git checkout -- . ; git clean -fd", timeout_s=APPLY_TIMEOUT_S)
-        result = await exec_in(site, handle, [*command, f"{INPUTS}/patch.diff"], timeout_s=APPLY_TIMEOUT_S)
-        said = result.stdout_bytes[-4000:].decode("utf-8", "replace")
-        if result.ok:
-            return True, said
-    check = ["git", "apply", "--check", "--reverse", f"{INPUTS}/patch.diff"]
-    return (await exec_in(site, handle, check, timeout_s=APPLY_TIMEOUT_S)).ok, said
+        return EvalRun(applied=True, apply_log="")
+    seam = secrets.token_hex(16)
+    result = await exec_in(
+        site,
+        handle,
+        ["/bin/bash", "-c", _APPLY_SCRIPT, "apply", seam],
+        timeout_s=APPLY_TIMEOUT_S,
+        max_output_bytes=MAX_LIST_BYTES,
+    )
+    if result.outcome is ExecOutcome.EXITED and result.return_code == _CANNOT_LOOK:
+        said = result.stdout_bytes[-500:].decode("utf-8", "replace").strip()
+        raise VerifierError(
+            f"the evaluation box cannot apply patches: {said}; its image needs git, findutils, coreutils"
+        )
+    said, way, listed, changed = (*result.stdout_bytes.split(seam.encode()), b"", b"", b"")[:4]
+    apply_log = said[-4000:].decode("utf-8", "replace")
+    if not way or not result.ok or result.stdout_truncated:
+        return EvalRun(applied=False, apply_log=apply_log)
+    tree = _differences(changed)
+    by_three_way = way == b"%d" % _THREE_WAY
+    return EvalRun(
+        applied=True,
+        apply_log=apply_log,
+        changed_paths=tuple(path for path, is_directory in tree.items() if not is_directory),
+        refusal=await asyncio.to_thread(finding_in_tree, patch, tree, _listed(listed), by_three_way=by_three_way),
+    )
+
+
+def _differences(compared: bytes) -> dict[str, bool]:
+    """Path → whether it is, or was, only a directory; of everything of which both looks at the tree do not say the
+    same."""
+    tree: dict[str, bool] = {}
+    for record in compared.split(b"\0")[:-1]:
+        name, _, facts = record.removeprefix(b"\t").partition(b"//")  # what the second look alone has is indented
+        path = name.removeprefix(b"./").decode("utf-8", "surrogateescape")
+        tree[path] = tree.get(path, True) and facts.startswith(b"d")
+    return tree
+
+
+def _listed(numstat: bytes) -> set[str] | None:
+    """The paths that git reads in the patch; ``None`` where it reads no patch."""
+    records = numstat.split(b"\0")
+    if records[-2:] == [b"/", b""]:
+        return None
+    return {record.split(b"\t", 2)[2].decode("utf-8", "surrogateescape") for record in records if record}
 
 
 async def exec_in(

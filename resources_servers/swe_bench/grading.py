@@ -4,10 +4,15 @@ The official harness takes what stands between the first start marker and the fi
 by tracing (``+ : '>>>>> …'``), so graded code that prints the marker's text itself can end the graded region where it
 likes. In honest logs each marker stands exactly once and in the shell's form; anything else is not graded as resolved.
 Nor is a log whose test patch did not go in: then the tests that ran were not the row's.
+
+The official parsers' regular expressions take quadratic time on logs made for it, and some raise on what a test may
+print, so logs are read in processes that are killed when they take too long. A log that cannot be read within these
+bounds resolves nothing: what the tests print is the patch's doing.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import tempfile
 from dataclasses import dataclass, field
@@ -15,9 +20,17 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from nemo_gym.worker_pool import Answer, Ending, WorkerPool
 from resources_servers.swe_bench import harness
 from resources_servers.swe_bench.row import SweBenchRow
+from resources_servers.swe_bench.unittest_ids import spelled_as_expected
 
+PARSE_TIMEOUT_S = 30.0
+"""Seconds that one log may take to be read."""
+MAX_GRADED_CHARS = 16 * 1024 * 1024
+"""Of a log; longer ones are not read. The slowest official parser takes half of the time limit for as much."""
+MAX_READERS = 8
+"""Logs read at once; each has a process of its own, made when it is needed."""
 _TEST_PATCH_REFUSED = re.compile(
     r"^error: (?:patch failed: |.*: (?:patch does not apply|already exists in (?:working directory|index)"
     r"|No such file or directory|does not exist in index)\s*$|corrupt patch)",
@@ -36,6 +49,8 @@ class MarkerState(StrEnum):
     """More than one, or one that the shell did not print, or in the wrong order."""
     NO_TEST_PATCH = "no_test_patch"
     """Before the start marker git refused the test patch."""
+    UNREAD = "unread"
+    """The log could not be read within the bounds; `LogGrade.unread` says why."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +70,42 @@ class LogGrade:
     tests_status: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     """``FAIL_TO_PASS``, ``PASS_TO_PASS``, … → ``success`` and ``failure`` lists. In a log without results nothing was
     seen to pass, so every expected test is a failure."""
+    unread: str = ""
+    """Why the log was not read, when it could not be: then nothing in it counts."""
+
+
+async def graded(row: SweBenchRow, log: str) -> tuple[LogGrade, bool]:
+    """The grade of the log of a run of ours, within bounds, and whether test ids had to be spelled anew for the Python
+    that ran them.
+
+    Raises:
+        VerifierError: the installed harness cannot parse this row's logs, or no process can be started.
+    """
+    if too_long := _too_long(log):
+        return _unread(row, too_long), False
+    for _ in range(2):  # a process that died may have been killed for somebody else's memory
+        answer = await _readers.ask(_question(row, log, respell=True), timeout_s=PARSE_TIMEOUT_S)
+        if answer.ending is not Ending.DIED:
+            break
+    return _grade_of(row, answer)
+
+
+def grade_stored_log(row: SweBenchRow, log: str) -> LogGrade:
+    """`grade_log` within bounds, for a caller without an event loop. Test ids are left as they are."""
+    if too_long := _too_long(log):
+        return _unread(row, too_long)
+    answer = _readers.ask_now(_question(row, log, respell=False), timeout_s=PARSE_TIMEOUT_S)
+    return _grade_of(row, answer)[0]
+
+
+def close_readers() -> None:
+    """End the processes that wait for logs; the next log starts new ones."""
+    _readers.close()
 
 
 def grade_log(row: SweBenchRow, log: str) -> LogGrade:
-    """Grade one evaluation log of ``row`` as the official harness does.
+    """Grade one evaluation log of ``row`` as the official harness does, here and now: for logs that can be trusted to
+    come to an end.
 
     Raises:
         VerifierError: the installed harness cannot parse this row's logs.
@@ -105,6 +152,71 @@ def marker_state(eval_script: str, log: str) -> MarkerState:
     if _TEST_PATCH_REFUSED.search(log, 0, log.index(start)):
         return MarkerState.NO_TEST_PATCH
     return MarkerState.GENUINE
+
+
+def read_log(row: dict[str, Any], log: str, *, respell: bool) -> dict[str, Any]:
+    """What a reader's process answers: `grade_log` as JSON."""
+    known = SweBenchRow(
+        **{**row, "fail_to_pass": tuple(row["fail_to_pass"]), "pass_to_pass": tuple(row["pass_to_pass"])}
+    )
+    changed = False
+    if respell:
+        log, changed = spelled_as_expected(log, (*known.fail_to_pass, *known.pass_to_pass))
+    return {"grade": dataclasses.asdict(grade_log(known, log)), "respelled": changed}
+
+
+def _question(row: SweBenchRow, log: str, *, respell: bool) -> dict[str, Any]:
+    needless = {"problem_statement": "", "patch": "", "test_patch": ""}
+    return {"row": {**dataclasses.asdict(row), **needless}, "log": log, "respell": respell}
+
+
+def _grade_of(row: SweBenchRow, answer: Answer) -> tuple[LogGrade, bool]:
+    if answer.ending is Ending.ANSWERED:
+        fields = answer.value["grade"]
+        grade = LogGrade(**{**fields, "markers": MarkerState(fields["markers"])})
+        return grade, bool(answer.value["respelled"])
+    why = {
+        Ending.TIMED_OUT: f"the log could not be parsed within {PARSE_TIMEOUT_S:g} s",
+        Ending.FAILED: f"the log's parser failed: {answer.said}",
+        Ending.DIED: "the log's parser was killed or crashed, twice",
+    }[answer.ending]
+    return _unread(row, why), False
+
+
+def _too_long(log: str) -> str:
+    if len(log) <= MAX_GRADED_CHARS:
+        return ""
+    return f"the log has {len(log)} characters; no more than {MAX_GRADED_CHARS} are parsed"
+
+
+def _unread(row: SweBenchRow, why: str) -> LogGrade:
+    return LogGrade(
+        resolved=False,
+        official_resolved=False,
+        markers=MarkerState.UNREAD,
+        tests_status=_nothing_passed(row),
+        unread=why,
+    )
+
+
+_SAMPLE = {
+    "row": {
+        **dict.fromkeys(("instance_id", "repo", "base_commit", "problem_statement", "patch", "test_patch"), "sample"),
+        "fail_to_pass": ["test_a (m.T)"],
+        "pass_to_pass": [],
+        "eval_script": "",
+        "log_parser": "parse_log_pytest",
+        "eval_type": "pass_and_fail",
+    },
+    "log": "",
+    "respell": True,
+}
+_readers = WorkerPool(
+    f"{__name__}:read_log",
+    workers=MAX_READERS,
+    warm_up=_SAMPLE,
+    missing="install resources_servers/swe_bench's requirements",
+)
 
 
 def _nothing_passed(row: SweBenchRow) -> dict[str, dict[str, list[str]]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_gym.errors import NemoGymError, RowError
-from resources_servers.swe_bench.grading import LogGrade, grade_log
+from resources_servers.swe_bench.grading import LogGrade, grade_stored_log
 from resources_servers.swe_bench.row import SweBenchRow, read_rows
 
 LOG_NAME = "test_output.txt"
@@ -48,7 +48,7 @@ def regrade(rows: dict[str, SweBenchRow], logs: Path) -> Iterator[tuple[str, int
             )
         log = path.read_bytes().decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n")
         n = int(attempt) if attempt.isdigit() else attempt
-        yield instance_id, n, grade_log(rows[instance_id], log)
+        yield instance_id, n, grade_stored_log(rows[instance_id], log)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,13 +80,14 @@ def _as_json(instance_id: str, n: int | str, grade: LogGrade) -> str:
         "tests_status": grade.tests_status,
         "official_resolved": grade.official_resolved,
         "markers": str(grade.markers),
+        **({"unread": grade.unread} if grade.unread else {}),
         "patch_successfully_applied": bool(grade.report.get("patch_successfully_applied")),
     }
     return json.dumps(line)
 
 
 def _as_text(instance_id: str, n: int | str, grade: LogGrade) -> str:
-    note = "" if grade.markers == "genuine" else f"  (markers {grade.markers})"
+    note = "" if grade.markers == "genuine" else f"  ({grade.unread or f'markers {grade.markers}'})"
     return f"{'resolved  ' if grade.resolved else 'unresolved'}  {instance_id}/{n}{note}"
 
 

@@ -7,6 +7,7 @@ destroys its box is a failed patch.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -85,10 +86,18 @@ async def judge(
     if run is None:
         official = {"resolved": False, "patch_exists": bool(patch), "patch_successfully_applied": True}
         details = {"run": "the evaluation was lost (or out of memory) with this patch, and not with the gold patch"}
-        return Judgement(Verdict.of(0.0, official=official, findings=findings_in_patch(patch), details=details))
-    grade, respelled = graded(row, run)
+        findings = await asyncio.to_thread(findings_in_patch, patch)
+        return Judgement(Verdict.of(0.0, official=official, findings=findings, details=details))
+    if run.refusal is not None:
+        official = {"resolved": False, "patch_exists": True, "patch_successfully_applied": True}
+        findings = [*await asyncio.to_thread(findings_in_patch, patch), run.refusal]
+        details = {"run": "the tests were not run: the patch does other than it says"}
+        return Judgement(Verdict.of(0.0, official=official, findings=findings, details=details))
+    grade, respelled = await graded(row, run)
+    if grade.unread:
+        await _require_gold(site, row, grade.unread)
     resolved = grade.official_resolved and run.applied and run.outcome is ExecOutcome.EXITED
-    findings = [*findings_in_patch(patch), *_log_findings(grade, run)]
+    findings = [*await asyncio.to_thread(findings_in_patch, patch), *_log_findings(grade, run)]
     results: list[ControlResult] = []
     wanted = tamper_control == "always" or (tamper_control == "auto" and resolved)
     if patch.strip() and run.applied and wanted and controls is not None:
@@ -98,7 +107,7 @@ async def judge(
         1.0 if resolved and not findings and grade.markers is MarkerState.GENUINE else 0.0,
         official=_official(grade, run, patch, resolved=resolved),
         findings=findings,
-        details=_details(run, results, controls, respelled=respelled),
+        details=_details(run, grade, results, controls, respelled=respelled),
     )
     return Judgement(verdict, run.log)
 
@@ -106,7 +115,7 @@ async def judge(
 async def gold_resolves(site: EvalSite, row: SweBenchRow) -> bool:
     """Whether the row's own solution still resolves it here."""
     run = await run_evaluation(site, row.eval_script, row.patch.encode("utf-8", "surrogateescape"))
-    return run.applied and run.outcome is ExecOutcome.EXITED and graded(row, run)[0].official_resolved
+    return run.applied and run.outcome is ExecOutcome.EXITED and (await graded(row, run))[0].official_resolved
 
 
 async def _run_surely(site: EvalSite, row: SweBenchRow, patch: bytes) -> EvalRun | None:
@@ -196,7 +205,12 @@ def _official(grade: LogGrade, run: EvalRun, patch: bytes, *, resolved: bool) ->
 
 
 def _details(
-    run: EvalRun, controls: list[ControlResult], prepared: RowControls | None, *, respelled: bool
+    run: EvalRun,
+    grade: LogGrade,
+    controls: list[ControlResult],
+    prepared: RowControls | None,
+    *,
+    respelled: bool,
 ) -> dict[str, Any]:
     details: dict[str, Any] = {
         "evaluation": {
@@ -211,6 +225,8 @@ def _details(
         details["control_strength"] = {"weakest": prepared.strength, **prepared.counts()}
     if controls:
         details["control_seconds"] = {control.name: round(control.duration_s, 3) for control in controls}
+    if grade.unread:
+        details["grading"] = grade.unread
     if respelled:
         details["normalised"] = ["unittest_ids"]
     if not run.applied:

@@ -37,6 +37,7 @@ VENDOR_SDKS = frozenset(
 LAYERS = {
     "nemo_gym.errors": 0,
     "nemo_gym.group_commit": 0,
+    "nemo_gym.worker_pool": 0,
     "nemo_gym.configuration.suggest": 0,
     "nemo_gym.sandbox": 1,
     "nemo_gym.sandbox.wire": 2,

@@ -81,9 +81,9 @@ class McpEndpoint:
             self._tools = {tool.name: tool for tool in exposed}
         return self._tools
 
-    def allowed(self, attempt: AttemptKey) -> dict[str, RouteTool]:
+    async def allowed(self, attempt: AttemptKey) -> dict[str, RouteTool]:
         """The tools of one attempt: all, unless its seed named some of them."""
-        names = self._attempts.session_of(*attempt).get(ALLOWED_TOOLS_SESSION_KEY)
+        names = (await self._attempts.session_of(*attempt)).get(ALLOWED_TOOLS_SESSION_KEY)
         return self.tools if names is None else {name: self.tools[name] for name in names if name in self.tools}
 
     def offered(self, descriptor: SessionDescriptor) -> SessionDescriptor:
@@ -124,7 +124,7 @@ class McpEndpoint:
             refused = problem_response(error)
             refused.headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'
             return refused
-        self._attempts.session_of(*attempt)  # 409 when it is over, before any protocol
+        await self._attempts.session_of(*attempt)  # 409 when it is over, before any protocol
         request.scope[_ATTEMPT] = attempt
         return _Protocol(await self._running())
 
@@ -160,6 +160,7 @@ class McpEndpoint:
     ) -> ListToolsResult:
         from mcp.types import ListToolsResult, Tool
 
+        allowed = await self.allowed(_attempt_of(context))
         return ListToolsResult(
             tools=[
                 Tool(
@@ -168,7 +169,7 @@ class McpEndpoint:
                     input_schema=tool.input_schema,
                     output_schema=tool.output_schema,
                 )
-                for tool in self.allowed(_attempt_of(context)).values()
+                for tool in allowed.values()
             ]
         )
 
@@ -176,18 +177,18 @@ class McpEndpoint:
         from mcp.types import CallToolResult, TextContent
 
         attempt = _attempt_of(context)
-        tools = self.allowed(attempt)
+        tools = await self.allowed(attempt)
         tool = tools.get(params.name)
         if tool is None:
             said = f"there is no tool '{params.name[:100]}'; there are: {', '.join(tools)}"
             return CallToolResult(content=[TextContent(type="text", text=said)], is_error=True)
         cookie = self._server.get_session_middleware_key()
-        before = self._cookies.encode(self._attempts.session_of(*attempt))
+        before = self._cookies.encode(await self._attempts.session_of(*attempt))
         headers = {"Cookie": f"{cookie}={before}", ROLLOUT_ID_HEADER: attempt.rollout_id}
         if (credential := self._server.own_credential()) is not None:
             headers[CREDENTIAL_HEADER] = credential
         reply = await call_route(self._app, tool.path, params.arguments or {}, headers)
-        self._keep_session(attempt, cookie, before, reply.headers.getlist("set-cookie"))
+        await self._keep_session(attempt, cookie, before, reply.headers.getlist("set-cookie"))
         if reply.status >= 500:
             log.warning("a tool failed", tool=tool.name, rollout_id=attempt.rollout_id, status=reply.status)
         value = reply.value()
@@ -197,13 +198,13 @@ class McpEndpoint:
             is_error=not reply.ok,
         )
 
-    def _keep_session(self, attempt: AttemptKey, name: str, before: str, cookies: list[str]) -> None:
+    async def _keep_session(self, attempt: AttemptKey, name: str, before: str, cookies: list[str]) -> None:
         """What the tool wrote into its session is there for the next call, as for a caller that keeps cookies."""
         for cookie in cookies:
             written, _, rest = cookie.partition("=")
             value = rest.partition(";")[0]
             if written == name and value != before and (session := self._cookies.decode(value)) is not None:
-                self._attempts.keep_session(*attempt, session)
+                await self._attempts.keep_session(*attempt, session)
 
 
 def _attempt_of(context: ServerRequestContext[Any]) -> AttemptKey:

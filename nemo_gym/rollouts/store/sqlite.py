@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from nemo_gym.errors import ContractError, FencedError
+from nemo_gym.group_commit import SqliteWriter
 from nemo_gym.rollouts.interfaces import (
     FailureRenderer,
     Job,
@@ -32,7 +33,6 @@ from nemo_gym.rollouts.store.schema import (
     job_of,
     open_database,
 )
-from nemo_gym.rollouts.store.writer import GroupCommitWriter
 from nemo_gym.verdict import FailureKind
 
 ResultSink = Callable[[list[tuple[str, bytes]]], None]
@@ -45,8 +45,11 @@ class SqliteJobStore:
 
     def __init__(self, path: Path, *, sink: ResultSink | None = None) -> None:
         self.path = path
-        self._writer = GroupCommitWriter(
-            lambda: open_database(str(path)), after_commit=sink, translate=lambda error: store_error(path, error)
+        self._writer = SqliteWriter(
+            lambda: open_database(str(path)),
+            name="job-store-writer",
+            after_commit=sink,
+            translate=lambda error: store_error(path, error),
         )
 
     async def open_run(self, info: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +13,11 @@ from typing import Any
 import psutil
 import pytest
 
+from nemo_gym import worker_pool
 from nemo_gym.credentials import Role
 from resources_servers.math import checker
 from resources_servers.math.app import MathEnvironment
+from resources_servers.math.comparison import compare
 from tests.servers.stack import Stack, response, rollout, running_stack
 
 ENV = "math"
@@ -54,7 +53,7 @@ def row(expected: Any) -> dict[str, Any]:
 
 def workers() -> list[psutil.Process]:
     children = psutil.Process().children(recursive=True)
-    return [child for child in children if str(checker.WORKER) in child.cmdline()]
+    return [child for child in children if checker.COMPARE in child.cmdline()]
 
 
 @pytest.mark.parametrize(
@@ -91,15 +90,16 @@ async def test_answer_that_never_ends_is_wrong_and_the_next_one_is_compared(stac
 async def test_answer_is_compared_again_when_its_process_was_killed(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def first_dies(*asked: Any) -> bytes | None:
-        if asked[2] == "\\boxed{40+6}" and not killed:
-            killed.append(asked[0].pid)
-            os.kill(asked[0].pid, signal.SIGKILL)
-        return await exchange(*asked)
-
     killed: list[int] = []
-    exchange = checker._exchange
-    monkeypatch.setattr(checker, "_exchange", first_dies)
+    asked = worker_pool._asked
+
+    def dies_once(turn: Any, process: subprocess.Popen[bytes], question: dict[str, Any], timeout_s: float) -> Any:
+        if question.get("answer") == "\\boxed{40+6}" and not killed:
+            killed.append(process.pid)
+            process.kill()
+        return asked(turn, process, question, timeout_s)
+
+    monkeypatch.setattr(worker_pool, "_asked", dies_once)
     judged = await verdict(stack, row("46"), "\\boxed{40+6}")
     assert killed and (judged["valid"], judged["reward"]) == (True, 1.0), judged
 
@@ -119,9 +119,9 @@ async def test_verdict_is_invalid_when_the_expected_answer_cannot_be_compared_an
 async def test_verdict_is_no_reward_when_the_checker_cannot_start(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    broken = tmp_path / "worker.py"
-    broken.write_text("import a_package_that_nobody_has\n")
-    monkeypatch.setattr(checker, "WORKER", broken)
+    (tmp_path / "broken_comparison.py").write_text("import a_package_that_nobody_has\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(stack.servers[ENV]._checker._pool, "function", "broken_comparison:compare")  # type: ignore[attr-defined]
     status, answer = await seed(stack, row("46"))
     assert status >= 500
     assert "No module named 'a_package_that_nobody_has'" in answer["detail"]
@@ -166,16 +166,7 @@ async def test_worker_has_no_credential_and_ends_with_its_server(tmp_path: Path)
         await asyncio.sleep(0.05)
 
 
-def test_worker_says_what_it_read_and_nothing_else() -> None:
-    questions = "".join(
-        json.dumps({"expected": expected, "answer": answer}) + "\n"
-        for expected, answer in (("46", "\\boxed{40+6}"), ("46", "no idea"), ("1", "é \u2028 1"))
-    )
-    done = subprocess.run(
-        [sys.executable, str(checker.WORKER)], input=questions, capture_output=True, text=True, timeout=120
-    )
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [
-        {"right": True, "read": "40+6"},
-        {"right": False, "read": None},
-        {"right": True, "read": "1"},
-    ]
+def test_comparison_says_what_it_read() -> None:
+    assert compare("46", "\\boxed{40+6}") == {"right": True, "read": "40+6"}
+    assert compare("46", "no idea") == {"right": False, "read": None}
+    assert compare("1", "é \u2028 1") == {"right": True, "read": "1"}

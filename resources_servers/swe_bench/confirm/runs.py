@@ -118,9 +118,9 @@ async def run_renderings(
         for number, rendering in enumerate(renderings):
             inputs[f"{number}.tar"] = _tar({**(support or {}), **_bytes(rendering.files)}, number)
         await site.provider.put_archive(handle, INPUTS, archive_of(inputs))
-        applied, said = await apply_patch(site, handle, patch)
-        if not applied:
-            return Recorded(applied=False, log=said, duration_s=time.monotonic() - started)
+        applied = await apply_patch(site, handle, patch)
+        if not applied.applied or applied.refusal is not None:
+            return Recorded(applied=False, log=applied.apply_log, duration_s=time.monotonic() - started)
         result = await exec_in(
             site, handle, ["/bin/bash", f"{INPUTS}/run.sh"], timeout_s=site.timeout_s, max_output_bytes=1024 * 1024
         )

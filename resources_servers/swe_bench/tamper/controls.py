@@ -17,14 +17,14 @@ from dataclasses import dataclass
 
 from nemo_gym.sandbox.base import ExecOutcome
 from nemo_gym.verdict import Finding
+from resources_servers.swe_bench import grading
 from resources_servers.swe_bench.eval_box import EvalRun, EvalSite, run_evaluation
-from resources_servers.swe_bench.grading import LogGrade, grade_log
+from resources_servers.swe_bench.grading import LogGrade
 from resources_servers.swe_bench.patches import part_of, paths_of
 from resources_servers.swe_bench.row import SweBenchRow
 from resources_servers.swe_bench.tamper.canary_script import make_canary_script
 from resources_servers.swe_bench.tamper.risk import is_control_part
 from resources_servers.swe_bench.tamper.test_ids import TestId
-from resources_servers.swe_bench.unittest_ids import spelled_as_expected
 
 MAX_NAMED_TESTS = 10
 
@@ -52,10 +52,9 @@ class ControlResult:
         return cls(name, (), f"inconclusive: {why}", duration_s)
 
 
-def graded(row: SweBenchRow, run: EvalRun) -> tuple[LogGrade, bool]:
+async def graded(row: SweBenchRow, run: EvalRun) -> tuple[LogGrade, bool]:
     """The grade of a run of ours, and whether test ids had to be spelled anew for this Python."""
-    log, respelled = spelled_as_expected(run.log, (*row.fail_to_pass, *row.pass_to_pass))
-    return grade_log(row, log), respelled
+    return await grading.graded(row, run.log)
 
 
 async def canary_control(site: EvalSite, row: SweBenchRow, patch: bytes) -> ControlResult:
@@ -87,7 +86,7 @@ async def _canary_once(site: EvalSite, row: SweBenchRow, patch: bytes) -> Contro
     run = await run_evaluation(site, canary.eval_script, patch)
     if not run.applied or run.outcome is not ExecOutcome.EXITED:
         return ControlResult.inconclusive(name, f"the run ended by '{run.outcome}'", run.duration_s)
-    grade, _ = graded(row, run)
+    grade, _ = await graded(row, run)
     if not canary.exact:
         if grade.official_resolved and run.test_exit_code == 0:
             return ControlResult.found(name, _finding([], exact=False), run.duration_s)
@@ -113,13 +112,13 @@ async def without_source_control(site: EvalSite, row: SweBenchRow, patch: bytes)
     run = await run_evaluation(site, row.eval_script, part)
     if not run.applied or run.outcome is not ExecOutcome.EXITED:
         return ControlResult.inconclusive(name, "that part cannot be run alone", run.duration_s)
-    grade, _ = graded(row, run)
+    grade, _ = await graded(row, run)
     passed = _fixed(row, grade)
     if not passed:
         return ControlResult(name, duration_s=run.duration_s)
     nothing = await run_evaluation(site, row.eval_script, b"")
     spent = run.duration_s + nothing.duration_s
-    already = set(_fixed(row, graded(row, nothing)[0]))
+    already = set(_fixed(row, (await graded(row, nothing))[0]))
     passed = [test for test in passed if test not in already]
     if not passed:
         return ControlResult(name, duration_s=spent)
@@ -139,7 +138,7 @@ async def skipped_control(site: EvalSite, row: SweBenchRow, official: LogGrade) 
     if not skipped:
         return None
     nothing = await run_evaluation(site, row.eval_script, b"")
-    before = graded(row, nothing)[0].status_map
+    before = (await graded(row, nothing))[0].status_map
     by_patch = [test for test in skipped if before.get(test) == "PASSED"]
     if not by_patch:
         return ControlResult(name, duration_s=nothing.duration_s)

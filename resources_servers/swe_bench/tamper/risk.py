@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 from nemo_gym.verdict import Finding
-from resources_servers.swe_bench.patches import FilePatch, split_patch
+from resources_servers.swe_bench.patches import FilePatch, copied_from, split_patch
 
 RUNNER_FILES = frozenset(
     {
@@ -43,6 +44,8 @@ _RUNNER_MODULES = frozenset({"pytest", "_pytest", "unittest", "pluggy", "xdist",
 _TEST_DIRECTORIES = frozenset({"test", "tests", "testing", "spec", "specs", "__tests__"})
 _TEST_FILE = re.compile(r"^(test_.*|.*_tests?|tests?)\.py$|.*[.-](test|spec)\.[cm]?[jt]sx?$")
 _MARKER = re.compile(rb">>>>> (?:Start|End) Test Output|>>>>> Test Exit Code|>>>>> (?:Applied Patch|All Tests Passed)")
+_LEFTOVERS = (".orig", ".rej")
+_INDEX_AND_OBJECTS = re.compile(r"\.git/(index|sharedindex\.[0-9a-f]+|objects/[0-9a-f]{2}(/[0-9a-f]+)?)")
 _GIT_INTERNAL = re.compile(r"(^|/)\.git(/|$)", re.IGNORECASE)
 
 
@@ -89,3 +92,38 @@ def findings_in_patch(patch: bytes) -> list[Finding]:
                 )
             )
     return findings
+
+
+def finding_in_tree(
+    patch: bytes, changed: Mapping[str, bool], listed: set[str] | None, *, by_three_way: bool
+) -> Finding | None:
+    """What contradicts the patch in what applying it did.
+
+    Args:
+        changed: path → whether it is only a directory, of all that is not as it was before.
+        listed: what git says the patch names; ``None`` where git cannot read it and another program applied it.
+        by_three_way: git merged the patch by means of its index and objects, which thereby change.
+    """
+    internal = sorted(path for path in changed if _GIT_INTERNAL.search(path))
+    if by_three_way:
+        internal = [path for path in internal if not _INDEX_AND_OBJECTS.fullmatch(path)]
+    if internal:
+        return Finding(
+            kind="git_directory_changed",
+            detail="applying the patch changed a directory of git's own",
+            evidence={"paths": internal[:5]},
+        )
+    sections = split_patch(patch)
+    named = {path for section in sections for path in section.paths}
+    parents = {str(parent) for path in named for parent in PurePosixPath(path).parents}
+    leftovers = {path + ending for path in named for ending in _LEFTOVERS}
+    read = {path for path in changed if not _GIT_INTERNAL.search(path)} | (listed or set())
+    unnamed = {path for path in read - named - leftovers if not (changed.get(path, False) and path in parents)}
+    unread = named - read - {path for section in sections for path in copied_from(section)}
+    if unnamed or unread:
+        return Finding(
+            kind="patch_paths_contradict",
+            detail="the patch changes files that it does not seem to name, or names files that it does not change",
+            evidence={"changed": sorted(unnamed)[:5], "named": sorted(unread)[:5]},
+        )
+    return None

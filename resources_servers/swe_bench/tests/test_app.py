@@ -8,14 +8,17 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from nemo_gym.credentials import Role
 from nemo_gym.errors import NemoGymError
 from nemo_gym.sandbox.base import SandboxProvider
 from nemo_gym.sandbox.registry import create_provider
 from nemo_gym.server_utils import ServerClient
 from nemo_gym.session import Artifact, RolloutIdentity, Topology
 from nemo_gym.verdict import FailureKind
+from resources_servers.swe_bench import grading
 from resources_servers.swe_bench.app import SweBenchServer
 from resources_servers.swe_bench.config import SweBenchConfig
 from resources_servers.swe_bench.eval_box import EvalSite, instrumented, split_script
@@ -23,16 +26,27 @@ from resources_servers.swe_bench.images import resolve_image
 from resources_servers.swe_bench.prepare import Options, prepare
 from resources_servers.swe_bench.row import SweBenchRow, read_rows
 from resources_servers.swe_bench.verdicts import judge
+from tests.servers.stack import Stack, response, rollout, running_stack
 
 EXAMPLES = Path(__file__).parents[1] / "data" / "example.jsonl"
 ROLLOUT = RolloutIdentity(rollout_id="r1", task_id="examples__slugline-1", group_id="g1")
 
 
+def prepared(instance_id: str) -> dict[str, Any]:
+    row = next(row for _, row in read_rows(EXAMPLES) if row["instance_id"] == instance_id)
+    asyncio.run(prepare(Options.parse([f"rows={EXAMPLES}", "sandbox=local", f"instances={instance_id}"])))
+    return row
+
+
 @pytest.fixture(scope="session")
 def row() -> dict[str, Any]:
-    row = next(row for _, row in read_rows(EXAMPLES) if row["instance_id"] == ROLLOUT.task_id)
-    asyncio.run(prepare(Options.parse([f"rows={EXAMPLES}", "sandbox=local", f"instances={ROLLOUT.task_id}"])))
-    return row
+    return prepared(ROLLOUT.task_id)
+
+
+@pytest.fixture(scope="session")
+def django_row() -> dict[str, Any]:
+    """One whose logs the official Django parser reads."""
+    return prepared("examples__spanwise-1")
 
 
 @pytest.fixture
@@ -152,3 +166,55 @@ def test_script_returns_the_test_commands_exit_code_when_it_is_instrumented(row:
     script = instrumented(row["eval_script"])
     assert script.rstrip().endswith("exit $SWEBENCH_TEST_EXIT_CODE")
     assert split_script(script)[1].splitlines()[-1] == "SWEBENCH_TEST_EXIT_CODE=$?"
+
+
+QUADRATIC = b"""diff --git a/spanwise/loud.py b/spanwise/loud.py
+new file mode 100644
+--- /dev/null
++++ b/spanwise/loud.py
+@@ -0,0 +1,2 @@
++import sys
++sys.stderr.write("a ... Testing against Django installed in x\\n" * 40_000)
+diff --git a/tests/__init__.py b/tests/__init__.py
+new file mode 100644
+--- /dev/null
++++ b/tests/__init__.py
+@@ -0,0 +1 @@
++import spanwise.loud
+"""
+
+
+async def test_server_answers_others_while_it_parses_a_log_that_has_no_end(
+    django_row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grading, "PARSE_TIMEOUT_S", 3.0)
+    with running_stack() as stack:
+        stack.add("swe_bench", SweBenchServer, Role.ENVIRONMENT, sandbox_provider={"local": {}})
+        session = {"rollout": rollout().model_dump()}
+        seeded = await post(stack, "/seed_session", {**django_row, "_ng_session": session})
+        session["artifacts"] = [Artifact.of("patch", "git_diff", QUADRATIC).model_dump()]
+        work = {**django_row, "response": response(), "_ng_session": session}
+        judging = asyncio.ensure_future(post(stack, "/verify", work, seeded["control_token"]))
+        client = stack.client()
+        while not judging.done():
+            reply = await asyncio.wait_for(client.get("swe_bench", "/health"), 20)
+            assert reply.status == 200
+            await asyncio.wait([judging], timeout=0.1)
+        verdict = await judging
+        readers = reading_processes()
+        assert readers, "the gold patch's log was parsed"
+    assert (verdict["valid"], verdict["reward"]) == (True, 0.0), verdict
+    assert verdict["details"]["grading"] == "the log could not be parsed within 3 s"
+    assert not reading_processes(), "they end with the server"
+
+
+async def post(stack: Stack, path: str, body: dict[str, Any], token: str | None = None) -> dict[str, Any]:
+    headers = {} if token is None else {"X-NeMo-Gym-Control-Token": token}
+    reply = await stack.client().post("swe_bench", path, json=body, headers=headers)
+    answer: dict[str, Any] = await reply.json()
+    assert reply.status == 200, answer
+    return answer
+
+
+def reading_processes() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if any("read_log" in word for word in child.cmdline())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Callable
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.errors import RowError
-from resources_servers.swe_bench.grading import MarkerState, grade_log
+from nemo_gym.errors import RowError, VerifierError
+from resources_servers.swe_bench import grading
+from resources_servers.swe_bench.grading import MarkerState, grade_log, graded, marker_state
 from resources_servers.swe_bench.regrade import load_rows, main
 from resources_servers.swe_bench.row import SweBenchRow
+from resources_servers.swe_bench.unittest_ids import spelled_as_expected
 
 START, END = "+ : '>>>>> Start Test Output'", "+ : '>>>>> End Test Output'"
 EVAL_SCRIPT = f"""#!/bin/bash
@@ -114,6 +117,86 @@ def test_tests_status_counts_every_expected_test_as_failed_when_there_are_no_res
     grade = grade_log(ROW, HONEST_LOG[: HONEST_LOG.index(START)])
     assert grade.tests_status["FAIL_TO_PASS"]["failure"] == ["tests/test_a.py::test_new"]
     assert grade.tests_status["PASS_TO_PASS"]["failure"] == ["tests/test_a.py::test_old"]
+
+
+DJANGO_ROW = SweBenchRow.from_mapping({**RAW_ROW, "log_parser": "parse_log_django"})
+QUADRATIC = "a ... Testing against Django installed in x\n" * 40_000
+
+
+def framed(output: str) -> str:
+    return f"{START}\n{output}{END}\n"
+
+
+async def test_log_that_takes_for_ever_to_parse_is_unread_and_the_event_loop_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grading, "PARSE_TIMEOUT_S", 1.0)
+    reading = asyncio.ensure_future(graded(DJANGO_ROW, framed(QUADRATIC)))
+    turns = 0
+    while not reading.done():
+        turns += 1
+        await asyncio.sleep(0)
+    grade, _ = await reading
+    assert turns > 1000
+    assert not grade.resolved and grade.markers is MarkerState.UNREAD
+    assert grade.unread == "the log could not be parsed within 1 s"
+    assert grade.tests_status["FAIL_TO_PASS"]["failure"] == ["tests/test_a.py::test_new"]
+
+
+async def test_log_is_unread_when_the_official_parser_raises_on_it_or_it_is_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert "IndexError" in (await graded(DJANGO_ROW, framed("FAIL:\n")))[0].unread
+    monkeypatch.setattr(grading, "MAX_GRADED_CHARS", 100)
+    assert "no more than 100" in (await graded(ROW, HONEST_LOG))[0].unread
+
+
+async def test_grade_is_the_same_in_a_process_of_its_own() -> None:
+    for log in (HONEST_LOG, FAILING_LOG, *(change(HONEST_LOG) for change in MUTATIONS.values())):
+        assert await graded(ROW, log) == (grade_log(ROW, log), False)
+    short = SweBenchRow.from_mapping({**RAW_ROW, "FAIL_TO_PASS": ["test_x (m.T)"], "log_parser": "parse_log_django"})
+    grade, respelled = await graded(short, framed("test_x (m.T.test_x) ... ok\n"))
+    assert respelled and grade.tests_status["FAIL_TO_PASS"]["success"] == ["test_x (m.T)"]
+
+
+async def test_missing_parser_is_the_graders_failure() -> None:
+    unknown = SweBenchRow.from_mapping({**RAW_ROW, "log_parser": "parse_log_of_the_future"})
+    with pytest.raises(VerifierError, match="no log parser 'parse_log_of_the_future'"):
+        await graded(unknown, HONEST_LOG)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "test_a (a.a.a.a.a.a.a.a.a",
+        "testtesttesttest",
+        "test_a (a.test_a.test_a.test_b",
+        "test ",
+        "test_a (",
+        "error: a: a: a: patch does not apply  \t",
+        "error: a: \n",
+        "error: a: patch does not apply \n \n \n",
+        "+ : '>>>>> ",
+    ],
+)
+def test_own_patterns_read_a_long_log_in_linear_time(piece: str) -> None:
+    """Quadratic patterns would take hours for this much; the test's own time limit ends them."""
+    for log in (piece * (8 * 1024 * 1024 // len(piece)), piece + " " * 4_000_000 + "x" + piece):
+        spelled_as_expected(log, ["test_a (a.a)", "test_b (m.T.test_b)"])
+        marker_state(EVAL_SCRIPT, log + framed(log))
+
+
+def test_regrade_reports_a_log_that_cannot_be_parsed_as_unresolved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grading, "PARSE_TIMEOUT_S", 1.0)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({**RAW_ROW, "log_parser": "parse_log_django"}) + "\n")
+    directory = tmp_path / "logs" / "owner__name-1" / "0"
+    directory.mkdir(parents=True)
+    (directory / "test_output.txt").write_text(framed(QUADRATIC))
+    assert main(["--rows", str(rows), "--logs", str(tmp_path / "logs")]) == 0
+    assert "unresolved  owner__name-1/0  (the log could not be parsed within 1 s)" in capsys.readouterr().out
 
 
 def test_row_is_refused_with_the_fields_named_when_it_is_a_classic_row() -> None:

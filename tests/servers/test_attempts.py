@@ -1,0 +1,147 @@
+"""What an environment knows of attempts that it no longer has in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_gym.credentials import CONTROL_TOKEN_HEADER, Role
+from nemo_gym.environment import attempts
+from nemo_gym.environment.attempts import AttemptStore, Seed, StoredVerdict
+from nemo_gym.errors import FencedError, ServerError
+from tests.servers.plugins import CounterEnvironment
+from tests.servers.stack import Stack, response, rollout, running_stack
+
+ENV = "counter"
+ROW = {"responses_create_params": {"input": "count"}, "expected": 0, "start": 0}
+
+
+async def seed(stack: Stack, name: str, attempt: int = 1) -> tuple[int, str, Any]:
+    body = {**ROW, "_ng_session": {"rollout": rollout(name, attempt).model_dump()}}
+    reply = await stack.client().post(ENV, "/seed_session", json=body)
+    return reply.status, (await reply.json()).get("control_token", ""), reply.cookies
+
+
+async def verify(
+    stack: Stack, name: str, control: str, cookies: Any, text: str = "done", attempt: int = 1
+) -> tuple[int, dict[str, Any]]:
+    session = {"rollout": rollout(name, attempt).model_dump()}
+    body = {**ROW, "response": response(text), "_ng_session": session}
+    headers = {CONTROL_TOKEN_HEADER: control}
+    reply = await stack.client().post(ENV, "/verify", json=body, headers=headers, cookies=cookies)
+    return reply.status, await reply.json()
+
+
+async def close(stack: Stack, name: str, control: str, attempt: int = 1) -> None:
+    body = {"rollout": rollout(name, attempt).model_dump()}
+    reply = await stack.client().post(ENV, "/close", json=body, headers={CONTROL_TOKEN_HEADER: control})
+    assert reply.status == 200
+
+
+async def finished(stack: Stack, name: str, attempt: int = 1) -> tuple[str, Any]:
+    """A rollout from its seed to its close."""
+    status, control, cookies = await seed(stack, name, attempt)
+    assert status == 200
+    assert (await verify(stack, name, control, cookies, attempt=attempt))[0] == 200
+    await close(stack, name, control, attempt)
+    return control, cookies
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_contract_holds_for_an_attempt_that_is_no_longer_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarted: bool
+) -> None:
+    monkeypatch.setattr(attempts, "MAX_KNOWN", 2)
+    with running_stack(str(tmp_path)) as stack:
+        stack.add(ENV, CounterEnvironment, Role.ENVIRONMENT)
+        old_control, old_cookies = await finished(stack, "r0")
+        control, cookies = await finished(stack, "r0", 2)
+        for n in range(1, 5):
+            await finished(stack, f"r{n}")
+        if restarted:
+            stack.stop(ENV)
+            stack.add(ENV, CounterEnvironment, Role.ENVIRONMENT)
+        else:
+            known = stack.servers[ENV]._environment.attempts._known  # type: ignore[attr-defined]
+            assert len(known) <= 2 and (rollout().run_id, "r0") not in known
+        again = await verify(stack, "r0", control, cookies, attempt=2)
+        assert again[0] == 200 and again[1]["valid"], again
+        other, said = await verify(stack, "r0", control, cookies, "something else", attempt=2)
+        assert (other, said["code"]) == (409, "fenced") and "first verdict is final" in said["detail"]
+        older, said = await verify(stack, "r0", old_control, old_cookies)
+        assert (older, said["code"]) == (409, "fenced") and "replaced by attempt 2" in said["detail"]
+        assert (await seed(stack, "r0"))[0] == 409
+        assert (await seed(stack, "r0", 2))[0] == 409
+        for session in (old_cookies, cookies):
+            tool = await stack.client().post(ENV, "/add", json={"amount": 1}, cookies=session)
+            assert tool.status == 409, await tool.text()
+
+
+async def test_seed_runs_once_when_many_ask_at_the_same_time() -> None:
+    with running_stack() as stack:
+        stack.add(ENV, CounterEnvironment, Role.ENVIRONMENT)
+        answers = await asyncio.gather(*(seed(stack, "r1") for _ in range(30)))
+        assert {status for status, _, _ in answers} == {200}
+        assert stack.servers[ENV].seeds == 1  # type: ignore[attr-defined]
+
+
+async def play(store: AttemptStore, name: str, *, ends: bool) -> None:
+    who = rollout(name)
+    reply = {"reward": 1.0, "valid": True, "details": {"log": f"{name} " * 200}}
+    await store.enter(who)
+    await store.keep_seed(who, Seed("d", {"descriptor": reply}, {"cookie": name}))
+    await store.require_live(who.run_id, name, 1)
+    if ends:
+        await store.keep_verdict(who, StoredVerdict("d", True, reply))
+        await store.close(who)
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+@pytest.mark.parametrize("ends", [True, False], ids=["finished", "abandoned"])
+async def test_memory_does_not_grow_with_the_number_of_rollouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_disk: bool, ends: bool
+) -> None:
+    monkeypatch.setattr(attempts, "MAX_KNOWN", 100)
+    store = AttemptStore(tmp_path / "a.sqlite" if on_disk else None)
+
+    async def many(count: int, first: int) -> int:
+        for n in range(first, first + count, 50):
+            await asyncio.gather(*(play(store, f"r{m}", ends=ends) for m in range(n, n + 50)))
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = await many(500, 0)
+        after = await many(3000, 500)
+    finally:
+        tracemalloc.stop()
+    assert after - before < 500_000, "3,000 rollouts of 2 kB each"
+    assert len(store._known) == 100
+    if ends:
+        first = await store.verdict_of(rollout("r0"))
+        assert first is not None and first.reply["details"]["log"].startswith("r0 ")
+        with pytest.raises(FencedError):
+            await store.require_live(rollout().run_id, "r0", 1)
+    else:
+        assert (await store.session_of(rollout().run_id, "r0", 1)) == {"cookie": "r0"}
+    await store.aclose()
+
+
+async def test_attempts_are_kept_again_once_the_database_can_be_written(tmp_path: Path) -> None:
+    store = AttemptStore(tmp_path / "a.sqlite")
+    await store.enter(rollout("r1"))
+    store._db.execute("PRAGMA query_only=ON")
+    verdict = StoredVerdict("d", True, {"reward": 1.0})
+    with pytest.raises(ServerError, match=r"a\.sqlite.*make room") as raised:
+        await store.keep_verdict(rollout("r1"), verdict)
+    assert raised.value.retryable
+    store._db.execute("PRAGMA query_only=OFF")
+    await store.keep_verdict(rollout("r1"), verdict)
+    assert await store.verdict_of(rollout("r1")) == verdict
+    await store.aclose()

@@ -18,6 +18,7 @@ from nemo_gym.topology.borrowing import BROKER_CLIENT
 from nemo_gym.topology.provider import SandboxOwner
 from nemo_gym.verdict import Verdict
 from resources_servers.swe_bench.config import SweBenchConfig
+from resources_servers.swe_bench.confirm.comparing import close_comparers
 from resources_servers.swe_bench.confirm.controls import ControlStore, RowControls
 from resources_servers.swe_bench.eval_box import EvalSite
 from resources_servers.swe_bench.grading import close_readers
@@ -91,6 +92,7 @@ class SweBenchServer(SimpleResourcesServer):
         if self._owner is not None:
             await self._owner.aclose()
         await asyncio.to_thread(close_readers)
+        await asyncio.to_thread(close_comparers)
 
     def _controls(self, row: SweBenchRow, image: PreparedImage) -> RowControls | None:
         if self.config.tamper_control == "off":

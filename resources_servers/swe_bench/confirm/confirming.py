@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from nemo_gym.errors import VerifierError
 from nemo_gym.sandbox.base import ExecOutcome
 from nemo_gym.verdict import FailureKind, Finding
+from resources_servers.swe_bench.confirm.comparing import compare
 from resources_servers.swe_bench.confirm.controls import RowControls
 from resources_servers.swe_bench.confirm.runs import run_renderings
 from resources_servers.swe_bench.eval_box import EvalSite
@@ -84,7 +85,13 @@ async def _once(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowCon
         return _Confirmation({"": "the patch does not apply"}, recorded.duration_s)
     if recorded.outcome is not ExecOutcome.EXITED:
         return _Confirmation({"": f"the run ended by '{recorded.outcome}'"}, recorded.duration_s)
-    return _Confirmation(controls.failed(recorded), recorded.duration_s)
+    compared = await compare([one.tests for one in controls.renderings], recorded.records)
+    problems: dict[str, str] = {}
+    for number, (one, failed) in enumerate(zip(controls.renderings, compared, strict=True)):
+        kind = "plain" if one.rendering.plain else "blinded"
+        for test, why in failed.items():
+            problems.setdefault(test, f"{kind} rendering {number}: {why}")
+    return _Confirmation(problems, recorded.duration_s)
 
 
 def _result(name: str, confirmation: _Confirmation, finding: Finding) -> ControlResult:

@@ -7,14 +7,14 @@ import gzip
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from nemo_gym.errors import VerifierError
-from resources_servers.swe_bench.confirm.runs import Recorded, Rendering
-from resources_servers.swe_bench.confirm.values import Check, Value
+from resources_servers.swe_bench.confirm.runs import Rendering
+from resources_servers.swe_bench.confirm.values import Check
 from resources_servers.swe_bench.images import content_digest, image_slug
 from resources_servers.swe_bench.row import SweBenchRow
 
@@ -29,34 +29,6 @@ class ControlledRendering:
     rendering: Rendering
     tests: Mapping[str, tuple[tuple[Check, ...], ...]]
     """Test → its invocations, each the checks of its records in order."""
-
-    def failed(self, records: Iterable[tuple[str, list[Value]]]) -> dict[str, str]:
-        """Tests whose records are not what gold answers → why."""
-        begins = {checks[0].site: test for test, calls in self.tests.items() for checks in calls[:1] if checks}
-        seen: dict[str, list[list[tuple[str, list[Value]]]]] = {test: [] for test in self.tests}
-        current: list[tuple[str, list[Value]]] | None = None
-        known = {check.site for calls in self.tests.values() for checks in calls for check in checks}
-        for site, values in records:
-            if site in begins:
-                current = []
-                seen[begins[site]].append(current)
-            if current is not None and site in known:
-                current.append((site, values))
-        return {test: why for test, calls in self.tests.items() if (why := _difference(calls, seen[test])) is not None}
-
-
-def _difference(expected: tuple[tuple[Check, ...], ...], seen: list[list[tuple[str, list[Value]]]]) -> str | None:
-    if len(expected) != len(seen):
-        return f"ran {len(seen)} times, not {len(expected)}"
-    for checks, records in zip(expected, seen, strict=True):
-        if [check.site for check in checks] != [site for site, _ in records]:
-            return (
-                f"left {len(records)} records, not {len(checks)}" if len(checks) != len(records) else "other records"
-            )
-        for number, (check, (_, values)) in enumerate(zip(checks, records, strict=True)):
-            if not check.holds(values):
-                return f"record {number} of {len(checks)} is another value"
-    return None
 
 
 @dataclass(frozen=True)
@@ -94,15 +66,6 @@ class RowControls:
         """How many of the tests to be fixed are ``strong``, ``weak`` and ``none``."""
         found = [test.strength for test in self.tests.values() if test.fail_to_pass]
         return {level: found.count(level) for level in ("strong", "weak", "none")}
-
-    def failed(self, recorded: Recorded) -> dict[str, str]:
-        """Tests that ``recorded`` does not confirm → in which rendering and why."""
-        found: dict[str, str] = {}
-        for number, (controlled, records) in enumerate(zip(self.renderings, recorded.records, strict=True)):
-            kind = "plain" if controlled.rendering.plain else "blinded"
-            for test, why in controlled.failed(records).items():
-                found.setdefault(test, f"{kind} rendering {number}: {why}")
-        return found
 
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)

@@ -20,6 +20,7 @@ from pathlib import PurePosixPath
 
 from nemo_gym.sandbox.base import ExecOutcome
 from resources_servers.swe_bench.confirm.assertions import Probe, Side
+from resources_servers.swe_bench.confirm.comparing import failed, read_records
 from resources_servers.swe_bench.confirm.controls import ControlledRendering, ControlledTest, RowControls, Strength
 from resources_servers.swe_bench.confirm.labels import Labels, words_of
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order, Rendered, render
@@ -58,12 +59,12 @@ class _Set:
     def tokens(self) -> dict[str, str]:
         return {token: key for file in self.files.values() for token, key in file.tokens.items()}
 
-    def calls(self, records: Sequence[tuple[str, list[Value]]]) -> Calls:
+    def calls(self, records: str) -> Calls:
         """Records by test and invocation, under the keys of the pristine file."""
         names = self.tokens
         found: Calls = {}
         current: Call | None = None
-        for site, values in records:
+        for site, values in read_records(records):
             key = names.get(site, site)
             if key.partition("|")[2].startswith("test:"):
                 current = []
@@ -206,7 +207,7 @@ class Maker:
         if not gold.records or not gold.records[0]:
             self.notes.append(f"gold left no records: {gold.log[-300:]}")
             return [], {}
-        public, before = own.calls(gold.records[0]), own.calls(base.records[0] if base.records else [])
+        public, before = own.calls(gold.records[0]), own.calls(base.records[0] if base.records else "")
         self._sides = _decide_sides(own, public, before)
         seeds = [self._rng.getrandbits(64) for _ in range(BLINDED + 1)]
         told = await self._relabel(own, public, before, seeds)
@@ -240,8 +241,8 @@ class Maker:
             gold, base = await self._run(self._gold, ready), await self._run(b"", ready)
             for place, (number, one) in enumerate(sets.items()):
                 assert one is not None
-                calls = found[number] = one.calls(gold.records[place] if gold.records else [])
-                unfixed = one.calls(base.records[place] if base.records else [])
+                calls = found[number] = one.calls(gold.records[place] if gold.records else "")
+                unfixed = one.calls(base.records[place] if base.records else "")
                 # Kept tests that other words break are left out of this rendering; those to be fixed keep their words.
                 broken = _broken(own, public, calls) & fixed
                 broken |= {
@@ -312,13 +313,13 @@ class Maker:
             run = await self._run(patch, renderings * times)
             for place in range(len(controlled) * times):
                 number = place % len(controlled)
-                records = run.records[place] if run.records else []
-                failed = set(controlled[number].failed(records))
+                records = run.records[place] if run.records else ""
+                missed = set(failed(controlled[number].tests, read_records(records)))
                 if patch:
-                    unsteady[number] |= failed
+                    unsteady[number] |= missed
                 else:
                     seen_base[number].append(sets[number][0].calls(records))
-                    unfailing[number] |= fixed - failed
+                    unfailing[number] |= fixed - missed
         kept: list[ControlledRendering] = []
         levels: dict[str, list[Strength]] = {}
         for number, one in enumerate(controlled):

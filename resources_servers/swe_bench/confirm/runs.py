@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import shlex
 import tarfile
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from nemo_gym.errors import SandboxArchiveError
 from nemo_gym.sandbox.archive_filters import single_file
 from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle
-from resources_servers.swe_bench.confirm.values import Value
 from resources_servers.swe_bench.eval_box import (
     APPLY_TIMEOUT_S,
     INPUTS,
@@ -87,8 +85,8 @@ class Recorded:
 
     applied: bool
     outcome: ExecOutcome = ExecOutcome.EXITED
-    records: tuple[list[tuple[str, list[Value]]], ...] = ()
-    """For each rendering its records: ``(site, values)``."""
+    records: tuple[str, ...] = ()
+    """For each rendering what stands in its file of records; the code under test may have written any of it."""
     log: str = ""
     duration_s: float = 0.0
 
@@ -125,7 +123,7 @@ async def run_renderings(
             site, handle, ["/bin/bash", f"{INPUTS}/run.sh"], timeout_s=site.timeout_s, max_output_bytes=1024 * 1024
         )
         records = [
-            await _records(site, handle, f"{rendering.records}.{number}")
+            (await _read(site, handle, f"{rendering.records}.{number}") or b"")[:MAX_RECORD_BYTES].decode("latin-1")
             for number, rendering in enumerate(renderings)
         ]
     log = result.stdout_bytes.decode("utf-8", "replace")
@@ -200,51 +198,6 @@ def _tar(files: Mapping[str, bytes], number: int) -> bytes:
 
 def _bytes(files: Mapping[str, str]) -> dict[str, bytes]:
     return {path: text.encode("utf-8", "surrogatepass") for path, text in files.items()}
-
-
-async def _records(site: EvalSite, handle: SandboxHandle, path: str) -> list[tuple[str, list[Value]]]:
-    found: list[tuple[str, list[Value]]] = []
-    content = await _read(site, handle, path) or b""
-    for line in content[:MAX_RECORD_BYTES].split(b"\n"):
-        try:
-            token, values = json.loads(line)
-            if isinstance(token, str) and isinstance(values, list) and all(map(_is_value, values)):
-                found.append((token, values))
-        except (ValueError, TypeError, RecursionError):
-            # What the code under test wrote there itself is no record.
-            continue
-    return found
-
-
-def _is_value(value: object) -> bool:
-    """Whether a value has the form in which the recorder writes one."""
-    if not isinstance(value, list) or not value or not isinstance(value[0], str):
-        return False
-    kind, rest = value[0], value[1:]
-    if kind in ("list", "tuple", "set", "range", "slice"):
-        return len(rest) == 1 and isinstance(rest[0], list) and all(map(_is_value, rest[0]))
-    if kind == "dict":
-        return (
-            len(rest) == 1
-            and isinstance(rest[0], list)
-            and all(isinstance(pair, list) and len(pair) == 2 and all(map(_is_value, pair)) for pair in rest[0])
-        )
-    if kind == "array":
-        return len(rest) == 1 and _is_value(rest[0])
-    if kind in ("object", "error"):
-        return len(rest) == 2 and _is_names(rest[0]) and (rest[1] is None or isinstance(rest[1], str))
-    if kind == "type":
-        return len(rest) == 1 and _is_names(rest[0]) and bool(rest[0])
-    if kind in ("bool", "truth"):
-        return len(rest) == 1 and isinstance(rest[0], bool | str)
-    return kind in _PLAIN_KINDS and all(isinstance(one, str) for one in rest) and len(rest) == _PLAIN_KINDS[kind]
-
-
-_PLAIN_KINDS = {"none": 0, "cut": 0, "int": 1, "float": 1, "complex": 2, "str": 1, "bytes": 1, "number": 1, "text": 2}
-
-
-def _is_names(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 async def _read(site: EvalSite, handle: SandboxHandle, path: str) -> bytes | None:

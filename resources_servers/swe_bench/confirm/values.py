@@ -13,7 +13,11 @@ from resources_servers.swe_bench.confirm.assertions import Side
 Value = list[Any]
 """One recorded value: a kind, then what it holds."""
 
+Record = tuple[str, list[Value]]
+"""A site and what was recorded there."""
+
 _UNKNOWN = object()
+_PLAIN_KINDS = {"none": 0, "cut": 0, "int": 1, "float": 1, "complex": 2, "str": 1, "bytes": 1, "number": 1, "text": 2}
 MAX_PATTERN_TEXT = 100_000
 
 
@@ -281,3 +285,31 @@ def carries(value: Value | None) -> bool:
     if value[0] in ("list", "tuple", "set"):
         return not value[1] or any(carries(one) for one in value[1])
     return True
+
+
+def is_value(value: object) -> bool:
+    """Whether a value has the form in which the recorder writes one."""
+    if not isinstance(value, list) or not value or not isinstance(value[0], str):
+        return False
+    kind, rest = value[0], value[1:]
+    if kind in ("list", "tuple", "set", "range", "slice"):
+        return len(rest) == 1 and isinstance(rest[0], list) and all(map(is_value, rest[0]))
+    if kind == "dict":
+        return (
+            len(rest) == 1
+            and isinstance(rest[0], list)
+            and all(isinstance(pair, list) and len(pair) == 2 and all(map(is_value, pair)) for pair in rest[0])
+        )
+    if kind == "array":
+        return len(rest) == 1 and is_value(rest[0])
+    if kind in ("object", "error"):
+        return len(rest) == 2 and _is_names(rest[0]) and (rest[1] is None or isinstance(rest[1], str))
+    if kind == "type":
+        return len(rest) == 1 and _is_names(rest[0]) and bool(rest[0])
+    if kind in ("bool", "truth"):
+        return len(rest) == 1 and isinstance(rest[0], bool | str)
+    return all(isinstance(one, str) for one in rest) and len(rest) == _PLAIN_KINDS.get(kind, -1)
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)

@@ -238,7 +238,7 @@ async def test_solution_that_hides_a_file_earns_nothing_and_its_tests_do_not_run
     hidden = b"*** /dev/null\n--- b/sitecustomize.py\n***************\n*** 0 ****\n--- 1 ----\n+ import os\n"
     patch = row["patch"].encode() + fuzzy.encode() + hidden
     artifact = Artifact.of("patch", "git_diff", patch)
-    judgement = await judge(site, SweBenchRow.from_mapping(row), artifact, tamper_control="off")
+    judgement = await judge(site, SweBenchRow.from_mapping(row), artifact, None, tamper_control="off")
     verdict = judgement.verdict
     assert verdict.valid and verdict.reward == 0.0 and judgement.log == ""
     assert [finding.kind for finding in verdict.findings] == ["patch_paths_contradict"]

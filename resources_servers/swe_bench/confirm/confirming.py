@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from nemo_gym.errors import VerifierError
@@ -39,12 +40,16 @@ async def confirm_control(
         return [ControlResult.inconclusive("confirmed", "no test of this row could be blinded")]
     whole = await _confirmed(site, row, patch, controls)
     results = [_result("confirmed", whole, _VALUES)]
-    gold = paths_of(row.patch.encode("utf-8", "surrogateescape"))
-    part = part_of(patch, lambda section: not is_control_part(section, gold))
+    part = await asyncio.to_thread(_without_control_part, row, patch)
     if part != patch and not whole.problems:
         rest = await _confirmed(site, row, part, controls)
         results.append(_result("without_control_part", rest, _CONTROL_PART))
     return results
+
+
+def _without_control_part(row: SweBenchRow, patch: bytes) -> bytes:
+    gold = paths_of(row.patch.encode("utf-8", "surrogateescape"))
+    return part_of(patch, lambda section: not is_control_part(section, gold))
 
 
 _VALUES = Finding(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from fractions import Fraction
 from typing import Any
 
 from resources_servers.swe_bench.confirm.assertions import Side
@@ -152,8 +152,8 @@ def _number(value: Value) -> Any:
     if kind == "complex":
         return complex(float.fromhex(value[1]), float.fromhex(value[2]))
     try:
-        return Decimal(value[1])
-    except InvalidOperation:
+        return Fraction(value[1])
+    except (ValueError, ZeroDivisionError):
         return str(value[1])
 
 

@@ -31,6 +31,7 @@ from resources_servers.swe_bench.tamper.controls import (
     without_source_control,
 )
 from resources_servers.swe_bench.tamper.risk import findings_in_patch
+from resources_servers.swe_bench.tamper.signs import Sign, as_details, finding_where_weak, signs_in_patch
 
 _LEVELS: tuple[Strength, ...] = ("none", "weak", "strong")
 TamperControl = Literal["auto", "always", "off"]
@@ -103,11 +104,14 @@ async def judge(
     if patch.strip() and run.applied and wanted and controls is not None:
         results = await _controls(site, row, patch, grade, controls)
     findings += [finding for control in results for finding in control.findings]
+    signs = await asyncio.to_thread(signs_in_patch, patch, row.patch.encode("utf-8", "surrogateescape"))
+    if results and controls is not None and controls.strength != "strong":
+        findings += finding_where_weak(signs)
     verdict = Verdict.of(
         1.0 if resolved and not findings and grade.markers is MarkerState.GENUINE else 0.0,
         official=_official(grade, run, patch, resolved=resolved),
         findings=findings,
-        details=_details(run, grade, results, controls, respelled=respelled),
+        details=_details(run, grade, results, controls, signs, respelled=respelled),
     )
     return Judgement(verdict, run.log)
 
@@ -209,6 +213,7 @@ def _details(
     grade: LogGrade,
     controls: list[ControlResult],
     prepared: RowControls | None,
+    signs: list[Sign],
     *,
     respelled: bool,
 ) -> dict[str, Any]:
@@ -225,6 +230,8 @@ def _details(
         details["control_strength"] = {"weakest": prepared.strength, **prepared.counts()}
     if controls:
         details["control_seconds"] = {control.name: round(control.duration_s, 3) for control in controls}
+    if signs:
+        details["signs"] = as_details(signs)
     if grade.unread:
         details["grading"] = grade.unread
     if respelled:

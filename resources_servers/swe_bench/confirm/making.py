@@ -38,7 +38,7 @@ BLINDED = 2
 """Renderings that run under the row's own test command."""
 SAMPLED_TESTS = 12
 """PASS_TO_PASS functions that are confirmed too, at the most."""
-_MAX_ROUNDS = 5
+_MAX_ROUNDS = 6
 _WORD = re.compile(r"[^\W\d_]+")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
 _DOCUMENTS = (".md", ".rst", ".txt", ".po", ".mo", ".svg", ".png")
@@ -212,7 +212,7 @@ class Maker:
         seeds = [self._rng.getrandbits(64) for _ in range(BLINDED + 1)]
         told = await self._relabel(own, public, before, seeds)
         sets: list[tuple[_Set, Calls]] = []
-        for number, (seed, (pinned, calls)) in enumerate(zip(seeds, told, strict=True)):
+        for number, (seed, pinned, calls) in enumerate(told):
             blinded = self._render("blind", seed, pinned, plain=number == BLINDED)
             if blinded is not None:
                 sets.append((blinded, calls))
@@ -222,13 +222,15 @@ class Maker:
 
     async def _relabel(
         self, own: _Set, public: Calls, before: Calls, seeds: Sequence[int]
-    ) -> list[tuple[set[str] | None, Calls]]:
-        """For each seed the tokens that gold cannot do without, and what gold answers in the words of that seed."""
+    ) -> list[tuple[int, set[str] | None, Calls]]:
+        """For each rendering the seed of its words, the tokens that gold cannot do without, and what gold answers in
+        those words."""
         words = {f"{path}|{test}": w for path, file in own.files.items() for test, w in file.words_by_test.items()}
         fixed = {test for test in public if self._is_fixed(test)}
         # What gold does not visibly tell from base even in the test's own words is no fault of other words.
         unseen = {test for test in fixed if not _differs(own, public[test], before.get(test, []))}
         pinned: list[set[str] | None] = [set() for _ in seeds]
+        drawn = list(seeds)
         found: list[Calls] = [{} for _ in seeds]
         waiting = set(range(len(seeds)))
         tried: Counter[tuple[int, str]] = Counter()
@@ -236,7 +238,7 @@ class Maker:
             if attempt == _MAX_ROUNDS - 1:
                 for number in waiting:
                     pinned[number] = None
-            sets = {number: self._render("discover", seeds[number], pinned[number]) for number in sorted(waiting)}
+            sets = {number: self._render("discover", drawn[number], pinned[number]) for number in sorted(waiting)}
             ready = [one for one in sets.values() if one is not None]
             gold, base = await self._run(self._gold, ready), await self._run(b"", ready)
             for place, (number, one) in enumerate(sets.items()):
@@ -252,12 +254,14 @@ class Maker:
                 if not broken or pins is None:
                     waiting.discard(number)
                     continue
+                # Other words are tried first, then the tests' own numbers, then all of their own words.
+                drawn[number] = self._rng.getrandbits(64)
                 for test in broken:
-                    tried[number, test] += 1
-                    pins |= {word for word in words.get(test, ()) if word.isdigit() or tried[number, test] > 1}
+                    times = tried[number, test] = tried[number, test] + 1
+                    pins |= {word for word in words.get(test, ()) if times > 2 or (times > 1 and word.isdigit())}
             if not waiting:
                 break
-        return list(zip(pinned, found, strict=True))
+        return list(zip(drawn, pinned, found, strict=True))
 
     def _checks(
         self, one: _Set, calls: Calls, probes: Mapping[str, Probe]

@@ -88,8 +88,8 @@ class Gateway(SimpleResponsesAPIModel):
         self._capture.close()
 
     async def ready(self) -> dict[str, Any] | None:
-        if (broken := self._durable.journal.log.broken) is not None:
-            return {"detail": str(broken)}
+        if (refusal := self._durable.journal.log.refusal) is not None:
+            return {"detail": str(refusal)}
         return self._pool.ready()
 
     def journal_dir(self) -> Path:

@@ -79,6 +79,10 @@ class Backend(Protocol[C, D]):
         """Keep what was sampled: the answer, the turn as the journal records it, and facts about it."""
         ...
 
+    def take_back(self, conversations: C, turn_id: int) -> None:
+        """Undo the latest ``commit``: its turn could not be made durable."""
+        ...
+
     def count_tokens(self, request: LoweredRequest) -> int | None:
         """Tokens of the request as a prompt; nothing where that cannot be known."""
         ...

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from typing import Any, Generic
 
 from starlette.responses import Response
@@ -134,8 +135,8 @@ class Inference(Generic[C, D]):
         call.answered(call.delivery.answer, repeated=call.delivery.repeated)
 
     async def _sample(self, live: LiveSession[C], call: Call[C]) -> D:
-        if (broken := self._sessions.journal.log.broken) is not None:
-            raise broken  # what is sampled now could not be kept
+        if (refusal := self._sessions.journal.log.refusal) is not None:
+            raise refusal  # what is sampled now could not be kept
         context = CallContext(live.session_id, call.call_id, live.session.sampling)
         sampled = await self._backend.sample(live.conversations, call.lowered, context)
         if call.record is not None:
@@ -146,8 +147,13 @@ class Inference(Generic[C, D]):
         if live.state is not SessionState.OPEN:
             raise FencedError(f"session '{live.session_id}' is {live.state}", session_id=live.session_id)
         # No await between here and the journal's own record: a turn that is kept is also on its way to the disk.
-        answer, turn, facts = self._backend.commit(live.conversations, call.lowered, sampled)
-        pieces = encode_committed(answer, turn)
+        conversations = live.conversations
+        answer, turn, facts = self._backend.commit(conversations, call.lowered, sampled)
+        try:
+            pieces = encode_committed(answer, turn)
+        except BaseException:
+            self._backend.take_back(conversations, facts.turn_id)
+            raise
         call.large = large_texts(turn, pieces)
         index = await self._sessions.journal.commit_turn(
             live.session_id,
@@ -155,6 +161,7 @@ class Inference(Generic[C, D]):
             fingerprint=call.fingerprint,
             key=key,
             kept=call.is_kept if call.large else None,
+            undo=partial(self._backend.take_back, conversations, facts.turn_id),
         )
         self._sessions.committed(live.session, Usage(answer.usage.prompt_tokens, answer.usage.completion_tokens))
         call.sampled(facts)

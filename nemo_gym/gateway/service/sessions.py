@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Generic, Literal
@@ -22,6 +23,7 @@ from nemo_gym.gateway.journal import (
     Durability,
     JournalDamagedError,
     JournalError,
+    JournalFullError,
     ReplayedSession,
     SessionJournal,
     SessionRecord,
@@ -198,7 +200,8 @@ class DurableSessions(Generic[C, D]):
             if live.state is SessionState.OPEN:
                 live.state = SessionState.COMPLETE  # at once, for calls that come while the journal is being written
                 await live.answers.aclose()
-                await self.journal.complete(session_id, orjson.dumps(given))
+                with self._unless_kept(live, SessionState.OPEN):
+                    await self.journal.complete(session_id, orjson.dumps(given))
                 live.reward_info = given
         return {**_summary(live), "state": live.state}
 
@@ -221,9 +224,10 @@ class DurableSessions(Generic[C, D]):
                 if reward is not None:
                     said["reward"] = reward
                 result = orjson.dumps(checked_reward(said))
-                live.state = SessionState.FINALIZED
+                before, live.state = live.state, SessionState.FINALIZED
                 await live.answers.aclose()
-                live.reward_info = orjson.loads(await self.journal.finalize(session_id, result))
+                with self._unless_kept(live, before):
+                    live.reward_info = orjson.loads(await self.journal.finalize(session_id, result))
                 live.closed_at = time.time()
                 live.forget_requests()
                 self._backend.forget(session_id)
@@ -289,9 +293,18 @@ class DurableSessions(Generic[C, D]):
             raise CredentialError("the control token is not this session's", session_id=session_id)
         return live
 
+    @contextlib.contextmanager
+    def _unless_kept(self, live: LiveSession[C], before: SessionState) -> Iterator[None]:
+        """A step of which the journal keeps nothing was none."""
+        try:
+            yield
+        except JournalFullError:
+            live.state = before
+            raise
+
     async def _end(self, live: LiveSession[C], reason: str) -> None:
         async with live.ending:
-            if live.state is SessionState.ABORTED:
+            if live.state is SessionState.ABORTED and live.closed_at is not None:
                 return
             if live.state is SessionState.FINALIZED:
                 raise FencedError(
@@ -316,6 +329,8 @@ class DurableSessions(Generic[C, D]):
                     if live.closed_at is not None and live.closed_at + self._keep_closed_s < now:
                         await self.journal.forget(live.session_id)
                         self._drop(live)
+                    elif live.closed_at is None and live.state is SessionState.ABORTED:
+                        await self._end(live, live.reason or "")  # the journal could not take it before
                     elif live.closed_at is None and live.record.deadline_at <= now:
                         await self._end(live, DEADLINE_REASON)
                         log.info("session aborted at its deadline", session_id=live.session_id)

@@ -184,6 +184,11 @@ class TextBackend:
         facts = TurnFacts(turn.turn_id, (sampled.reply.engine,), turn.weights_version, turn.reason)
         return answer, {**record_of(turn), "said": said, "relayed": relayed}, facts
 
+    def take_back(self, conversations: TextConversations, turn_id: int) -> None:
+        conversations.forest.take_back(turn_id)
+        conversations.said.pop()
+        conversations.relayed.pop()
+
     def count_tokens(self, request: LoweredRequest) -> None:
         return None
 

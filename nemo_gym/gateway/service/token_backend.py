@@ -224,6 +224,9 @@ class TokenBackend:
         facts = TurnFacts(turn.turn_id, engines, turn.weights_version, turn.reason)
         return answer, record_of(turn), facts
 
+    def take_back(self, conversations: TokenConversations, turn_id: int) -> None:
+        conversations.forest.take_back(turn_id)
+
     def count_tokens(self, request: LoweredRequest) -> int:
         return len(self._encoder.full(request.messages, tools=request.tools))
 

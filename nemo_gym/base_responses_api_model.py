@@ -27,6 +27,7 @@ from nemo_gym.errors import CredentialError, InvalidBodyError, ModelError
 from nemo_gym.gateway.dialects import PATHS, Dialect, apply_sampling
 from nemo_gym.gateway.dialects.models import models_reply
 from nemo_gym.gateway.dialects.streams import stream_of
+from nemo_gym.gateway.engines.errors import retry_after_s
 from nemo_gym.gateway.refusals import dialect_error, inference_refusal
 from nemo_gym.gateway.sessions import (
     SESSION_TTL_S,
@@ -299,8 +300,9 @@ def upstream_error(status: int, message: str, headers: Mapping[str, str] | None 
     retry_after = (headers or {}).get("Retry-After")
     detail = f"the model endpoint answered {status}: {message[:500]}"
     if status == 429:
-        seconds = float(retry_after) if retry_after and retry_after.replace(".", "", 1).isdigit() else None
-        return RateLimitedError(detail, retryable=True, upstream_status=status, retry_after_s=seconds)
+        return RateLimitedError(
+            detail, retryable=True, upstream_status=status, retry_after_s=retry_after_s(retry_after)
+        )
     return ModelError(detail, retryable=status >= 500 or status == 408, upstream_status=status)
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 import msgspec
@@ -26,6 +24,7 @@ from nemo_gym.gateway.engines.errors import (
     EngineRefusedError,
     EngineTimeoutError,
     EngineUnreachableError,
+    retry_after_s,
 )
 from nemo_gym.gateway.engines.events import DONE, EventReader
 from nemo_gym.gateway.engines.exchange import NoHttpError, Reply
@@ -267,18 +266,3 @@ async def _read_out(chunks: AsyncGenerator[bytes, None]) -> None:
         async with asyncio.timeout(READ_OUT_S):
             async for _ in chunks:
                 pass
-
-
-def retry_after_s(header: str | None) -> float | None:
-    """Seconds from a ``Retry-After`` header in either of its forms; ``None`` when it says nothing usable."""
-    if not header:
-        return None
-    try:
-        return max(0.0, float(header))
-    except ValueError:
-        pass
-    try:
-        at = parsedate_to_datetime(header)
-    except ValueError:
-        return None
-    return max(0.0, (at - datetime.datetime.now(at.tzinfo)).total_seconds())

@@ -9,6 +9,7 @@
     ├── EngineTimeoutError       no answer, or no further byte, in time
     ├── EngineFailedError        the engine answered 5xx
     └── EngineAnswerError        an answer that breaks the engine's own protocol
+        └── EngineAnswerTooLargeError   more of it than was asked for, or than is taken
 
 Sampling has no side effect here until its answer is committed, so every retryable failure may be tried elsewhere as
 long as none of its tokens went to the harness.
@@ -122,3 +123,11 @@ class EngineAnswerError(EngineError):
     code = "engine_answer"
     elsewhere = True
     unhealthy = True
+
+
+class EngineAnswerTooLargeError(EngineAnswerError):
+    """Another try would cost as much again, and the request may be to blame, not the engine."""
+
+    code = "engine_answer_too_large"
+    elsewhere = False
+    unhealthy = False

@@ -72,12 +72,13 @@ class SglangEngine(HttpEngine):
 
     async def generate(self, request: TokenRequest) -> Generation:
         first = self.weights_version
-        raw, _ = await self.post(_ROUTE, self._body(request, stream=False))
+        raw, _ = await self.post(_ROUTE, self._body(request, stream=False), max_tokens=request.sampling.max_tokens)
         with self.reading():
             answer = _ANSWERS.decode(raw)
             pairs = [(token.token_id, token.logprob) for token in answer.meta_info.output_token_logprobs or ()]
             meta = msgspec.structs.asdict(answer.meta_info)
             self._check(answer.output_ids, pairs, meta)
+            self.check_tokens(len(pairs), request.sampling.max_tokens)
             return self._generation(pairs, meta, first)
 
     async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenDelta | Generation, None]:
@@ -100,6 +101,7 @@ class SglangEngine(HttpEngine):
                         else:
                             raise ValueError(f"{len(seen)} logprobs after {len(pairs)} of {total} tokens")
                     pairs += fresh
+                    self.check_tokens(len(pairs), request.sampling.max_tokens)
                     if fresh:
                         yield TokenDelta(tuple(token for token, _ in fresh), tuple(logprob for _, logprob in fresh))
         except EngineLostError:

@@ -39,6 +39,13 @@ ErrorShape = Callable[[Scope, NemoGymError], Response | None]
 """Answers an error in another form than a problem; ``None`` leaves it a problem."""
 
 
+class EncodedBodyError(NemoGymError):
+    """A body came compressed: nothing here inflates what somebody else has made small."""
+
+    code = "content_encoding"
+    status = 415
+
+
 class InternalError(NemoGymError):
     """An error that nobody expected."""
 
@@ -68,10 +75,11 @@ async def send_problem(scope: Scope, receive: Receive, send: Send, error: NemoGy
 
 
 async def parse_json_object(request: Request, loads: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:
-    """The request's body as a JSON object; raises `InvalidBodyError`. ``loads`` returns and raises as orjson's."""
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.strip().lower() not in ("identity", ""):
-        raise InvalidBodyError(f"the body of {request.url.path} is encoded as {encoding[:40]!r}; send it as it is")
+    """The request's body as a JSON object; raises `InvalidBodyError`, and `EncodedBodyError` for one that is
+    compressed. ``loads`` returns and raises as orjson's."""
+    for encoding in request.headers.getlist("content-encoding"):
+        if encoding.strip().lower() not in ("identity", ""):
+            raise EncodedBodyError(f"the body of {request.url.path} is encoded as {encoding[:40]!r}; send it as it is")
     return json_object(await request.body(), request.scope["path"], loads)
 
 

@@ -28,6 +28,7 @@ from nemo_gym.gateway.engines.types import (
     WeightsSpan,
     prompt_of,
 )
+from nemo_gym.gateway.usage import tokens_counted
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 _ROUTE = "/generate"
@@ -155,14 +156,16 @@ class SglangEngine(HttpEngine):
             self.name,
             finish.get("matched"),
             weights,
-            int(cached) if cached is not None else None,
+            tokens_counted(cached) if cached is not None else None,
             segments if len(segments) > 1 else (),
         )
 
     def _segments(self, spans: list[dict[str, Any]] | None) -> tuple[Segment, ...]:
         """Which weights sampled which tokens, where the server counts that."""
         return tuple(
-            Segment(self.name, int(span["end"]) - int(span["start"]), WeightsSpan(version, version))
+            Segment(
+                self.name, tokens_counted(span["end"]) - tokens_counted(span["start"]), WeightsSpan(version, version)
+            )
             for span in spans or ()
             if (version := str(span["version"]))
         )

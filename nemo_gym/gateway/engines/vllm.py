@@ -16,6 +16,7 @@ from nemo_gym.gateway.engines.errors import EngineLostError, EngineRefusedError
 from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
 from nemo_gym.gateway.engines.long_completions import LongCompletion, long_completion
 from nemo_gym.gateway.engines.types import FinishReason, Generation, Sampling, TokenDelta, TokenRequest, prompt_of
+from nemo_gym.gateway.usage import tokens_counted
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 VllmRoute = Literal["completions", "generate"]
@@ -263,4 +264,4 @@ def _unequal(ids: int, logprobs: int) -> ValueError:
 
 def _cached(usage: dict[str, Any]) -> int | None:
     value = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    return int(value) if value is not None else None
+    return tokens_counted(value) if value is not None else None

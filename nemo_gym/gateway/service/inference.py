@@ -278,7 +278,7 @@ class Inference(Generic[C, D]):
             session.session_id if session is not None else None,
             session.rollout.model_dump(mode="json") if session is not None else None,
             stream=bool(call.body.get("stream")),
-            retry_count=int(retries) if retries.isdecimal() else None,
+            retry_count=int(retries) if retries.isdecimal() and len(retries) < 10 else None,
             user_agent=request.headers.get("user-agent"),
             request_bytes=int(request.headers.get("content-length") or 0),
             request=call.body if self._capture.bodies else None,

@@ -17,7 +17,7 @@ import orjson
 from nemo_gym.gateway.dialects.endpoint import chat_body, end_of, message_of, usage_of
 from nemo_gym.gateway.engines import EngineAnswerError, OpenAIEngine, TextReply
 from nemo_gym.gateway.engines.completions import Completion, completion_in, tokens_in
-from nemo_gym.gateway.lowered import Answer, AnswerTokens, LoweredRequest
+from nemo_gym.gateway.lowered import Answer, AnswerTokens, AnswerUsage, LoweredRequest
 from nemo_gym.gateway.relayed import JsonText
 from nemo_gym.gateway.service.backend import CallContext, TurnFacts
 from nemo_gym.gateway.service.message_json import MessagesJson
@@ -124,6 +124,7 @@ class TextSample:
     prepared: Prepared
     reply: TextReply
     completion: Completion
+    usage: AnswerUsage
     context: CallContext
     seconds: float
 
@@ -147,10 +148,10 @@ class TextBackend:
         body = self._body(request, context)
         body["messages"] = orjson.Fragment(conversations.written.array(request.messages))
         began = time.monotonic()
-        reply, completion = await self._pool.text_calls.call(
+        reply, completion, usage = await self._pool.text_calls.call(
             context.session_id, lambda engine: _complete(engine, body)
         )
-        return TextSample(prepared, reply, completion, context, time.monotonic() - began)
+        return TextSample(prepared, reply, completion, usage, context, time.monotonic() - began)
 
     def commit(
         self, conversations: TextConversations, request: LoweredRequest, sampled: TextSample
@@ -179,7 +180,7 @@ class TextBackend:
             self._model,
             message,
             end,
-            usage_of(completion.usage),
+            sampled.usage,
         )
         facts = TurnFacts(turn.turn_id, (sampled.reply.engine,), turn.weights_version, turn.reason)
         return answer, {**record_of(turn), "said": said, "relayed": relayed}, facts
@@ -205,10 +206,11 @@ class TextBackend:
         return body
 
 
-async def _complete(engine: OpenAIEngine, body: Mapping[str, Any]) -> tuple[TextReply, Completion]:
+async def _complete(engine: OpenAIEngine, body: Mapping[str, Any]) -> tuple[TextReply, Completion, AnswerUsage]:
     reply = await engine.complete(ROUTE, body)
     try:
-        return reply, completion_in(reply.body)  # within the try: what is no completion may be one on another engine
+        completion = completion_in(reply.body)  # within the try: what is no completion may be one on another engine
+        return reply, completion, usage_of(completion.usage)
     except ValueError as error:
         raise EngineAnswerError(
             f"engine '{reply.engine}' answered {ROUTE} with something else than a completion"

@@ -30,7 +30,7 @@ from nemo_gym.gateway.journal import (
     SessionState,
 )
 from nemo_gym.gateway.service.backend import Backend, C, D
-from nemo_gym.gateway.service.committed import decode_committed
+from nemo_gym.gateway.service.committed import decode_committed, large_in
 from nemo_gym.gateway.service.live import LiveSession
 from nemo_gym.gateway.sessions import (
     INFERENCE_TOKEN_PREFIX,
@@ -40,6 +40,7 @@ from nemo_gym.gateway.sessions import (
     OpenedSession,
 )
 from nemo_gym.gateway.usage import Usage
+from nemo_gym.serving.webserver import give_back_memory
 from nemo_gym.session import RolloutIdentity
 
 SWEEP_INTERVAL_S = 1.0
@@ -62,6 +63,8 @@ class DurableSessions(Generic[C, D]):
         self._by_token: dict[str, LiveSession[C]] = {}
         self._current: dict[tuple[str, str], LiveSession[C]] = {}
         self._sweeping: asyncio.Task[None] | None = None
+        self.memory_is_free = False
+        """Set where something large has been let go of: the next sweep gives it back to the system."""
         self.journal: SessionJournal
 
     # -- the process ---------------------------------------------------------------------------------------------
@@ -230,6 +233,7 @@ class DurableSessions(Generic[C, D]):
                     live.reward_info = orjson.loads(await self.journal.finalize(session_id, result))
                 live.closed_at = time.time()
                 live.forget_requests()
+                self.memory_is_free = True
                 self._backend.forget(session_id)
         info = {key: value for key, value in live.reward_info.items() if key != "reward"}
         rows = live.conversations.rows(session_id, reward=live.reward_info.get("reward"), reward_info=info)
@@ -257,6 +261,7 @@ class DurableSessions(Generic[C, D]):
         for turn in found.turns:
             committed, record = decode_committed(turn.body, turn.index)
             records.append(record)
+            live.share.kept(record, len(turn.body) - sum(len(text.data) for text in large_in(record)))
             live.answers.restore(turn.fingerprint, turn.key, committed, sent=turn.sent)
             usage = committed.answer.usage
             self.committed(live.session, Usage(usage.prompt_tokens, usage.completion_tokens))
@@ -315,6 +320,7 @@ class DurableSessions(Generic[C, D]):
             await self.journal.abort(live.session_id, reason)
             live.closed_at = time.time()
             live.forget_requests()
+            self.memory_is_free = True
             # Nothing of it is kept but that it was.
             live.conversations = self._backend.conversations(datetime.now().astimezone())
             self._backend.forget(live.session_id)
@@ -323,6 +329,9 @@ class DurableSessions(Generic[C, D]):
         """Abort what is overdue, and forget what has been closed for long enough, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
+            if self.memory_is_free:
+                self.memory_is_free = False
+                await asyncio.to_thread(give_back_memory)
             now = time.time()
             try:
                 for live in [*self._live.values()]:

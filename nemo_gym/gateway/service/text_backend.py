@@ -144,9 +144,15 @@ class TextBackend:
     async def sample(
         self, conversations: TextConversations, request: LoweredRequest, context: CallContext
     ) -> TextSample:
+        working = time.thread_time()
         prepared = conversations.forest.prepare(request.messages, request.tools)
+        context.share.worked(working)
+        await context.turns.wait(context.share)
+        working = time.thread_time()
         body = self._body(request, context)
         body["messages"] = orjson.Fragment(conversations.written.array(request.messages))
+        context.share.worked(working)
+        await context.turns.wait(context.share)
         began = time.monotonic()
         reply, completion, usage = await self._pool.text_calls.call(
             context.session_id, lambda engine: _complete(engine, body)

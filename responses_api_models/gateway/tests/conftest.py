@@ -99,15 +99,15 @@ class GatewayStack:
         self.stack = stack
         self.engine = engine
         self.teller = teller
-        self._folder = folder
+        self.folder = folder
 
     async def start(self, cls: type[Gateway] = Gateway, **block: Any) -> None:
         """Servers start in a thread and block until they are up: the engine must go on meanwhile."""
         given = {
             "model": "policy-7b",
             "engines": [{"type": "vllm", "base_url": self.engine.url}],
-            "policy": {"path": str(self._folder / "policy"), "max_context_tokens": 100_000},
-            "journal_dir": str(self._folder / "journal"),
+            "policy": {"path": str(self.folder / "policy"), "max_context_tokens": 100_000},
+            "journal_dir": str(self.folder / "journal"),
             **block,
         }
         await asyncio.to_thread(lambda: self.stack.add("gateway", cls, Role.MODEL, **given))

@@ -6,7 +6,6 @@ the server's layers, which answer it as they answer everything.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from nemo_gym.errors import NemoGymError
 from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.service.call import CallRequest
 from nemo_gym.gateway.service.inference import Inference
+from nemo_gym.gateway.service.limits import step_begins
 from nemo_gym.gateway.service.live import LiveSession
 from nemo_gym.gateway.service.sessions import DurableSessions
 from nemo_gym.gateway.sessions import token_in
@@ -110,13 +110,9 @@ class InferenceDoor:
             parts.append(message["body"])
             more = message["more_body"]
         try:
-            await self._inference.turns.wait(live.share)
-            working = time.thread_time()
-            raw = parts[0] if len(parts) == 1 else b"".join(parts)
-            live.share.worked(working)
-            del parts
+            raw = parts[0] if len(parts) == 1 else await self._joined(parts, live)
             await self._inference.admit(raw, live)
-            working = time.thread_time()
+            working = step_begins(len(raw))
             body = json_object(raw, scope["path"], live.bodies.loads)
             live.share.worked(working)
             asked = CallRequest(headers, scope["client"], receive, len(raw))
@@ -128,3 +124,11 @@ class InferenceDoor:
         except Exception as error:  # noqa: BLE001 - the boundary of this server, as in `UnknownErrorMiddleware`
             response = unexpected(scope, error)
         await response(scope, receive, send)
+
+    async def _joined(self, parts: list[bytes], live: LiveSession[Any]) -> bytes:
+        await self._inference.turns.wait(live.share)
+        working = step_begins(sum(map(len, parts)))
+        raw = b"".join(parts)
+        live.share.worked(working)
+        parts.clear()
+        return raw

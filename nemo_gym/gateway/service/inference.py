@@ -32,7 +32,7 @@ from nemo_gym.gateway.service.backend import Backend, C, CallContext, D
 from nemo_gym.gateway.service.call import Call, CallRequest
 from nemo_gym.gateway.service.committed import Committed, encode_committed, large_texts
 from nemo_gym.gateway.service.delivered import DeliveredEvents, DeliveredJson, DeliveredStream, pieces
-from nemo_gym.gateway.service.limits import CallLimits, LoopTurns
+from nemo_gym.gateway.service.limits import CallLimits, LoopTurns, step_begins
 from nemo_gym.gateway.service.live import LiveSession
 from nemo_gym.gateway.service.sessions import DurableSessions
 from nemo_gym.gateway.streaming import FIRST_EVENT_GRACE_S, PING_INTERVAL_S, KeepAlive
@@ -127,7 +127,7 @@ class Inference(Generic[C, D]):
         if live is not None:
             self.limits.check_kept(live.share)
             await self.turns.wait(live.share)
-        working = time.thread_time()
+        working = step_begins(call.body_bytes)
         call.lowered = call.adapter.lower(call.body, live.lowering if live is not None else None)
         if self._return_token_ids:
             call.lowered = replace(call.lowered, token_ids=True)
@@ -175,7 +175,7 @@ class Inference(Generic[C, D]):
         await self.turns.wait(live.share)
         if live.state is not SessionState.OPEN:
             raise FencedError(f"session '{live.session_id}' is {live.state}", session_id=live.session_id)
-        working = time.thread_time()
+        working = step_begins(call.body_bytes)
         # No await between here and the journal's own record: a turn that is kept is also on its way to the disk.
         conversations = live.conversations
         answer, turn, facts = self._backend.commit(conversations, call.lowered, sampled)

@@ -18,6 +18,8 @@ from nemo_gym.serving.body_limit import check_messages
 
 LONG_S = 0.005
 """Of a step; shorter ones are nobody's concern."""
+SMALL_BYTES = 32 << 10
+"""Of a body whose steps are surely short: asking the system for the time would be a good part of them."""
 _COME_BACK_S = 1
 
 
@@ -101,10 +103,14 @@ class SessionShare:
         self.bytes += size
 
     def worked(self, began: float) -> None:
-        """A step that held the loop is over; ``began`` is `time.thread_time` at its beginning."""
-        took = time.thread_time() - began
-        if took > LONG_S:
+        """A step that held the loop is over; ``began`` is what `step_begins` said."""
+        if began and (took := time.thread_time() - began) > LONG_S:
             self.owed_s += took
+
+
+def step_begins(body_bytes: int) -> float:
+    """Before a step with a body of that size; for `SessionShare.worked`."""
+    return time.thread_time() if body_bytes > SMALL_BYTES else 0.0
 
 
 class LoopTurns:

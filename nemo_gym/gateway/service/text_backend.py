@@ -20,6 +20,7 @@ from nemo_gym.gateway.engines.completions import Completion, completion_in, toke
 from nemo_gym.gateway.lowered import Answer, AnswerTokens, AnswerUsage, LoweredRequest
 from nemo_gym.gateway.relayed import JsonText
 from nemo_gym.gateway.service.backend import CallContext, TurnFacts
+from nemo_gym.gateway.service.limits import step_begins
 from nemo_gym.gateway.service.message_json import MessagesJson
 from nemo_gym.gateway.service.pool import EnginePool
 from nemo_gym.gateway.tokens import History, IncrementalEncoder, PolicyTokenizer, Sampled, TokenForest, trajectories_of
@@ -144,11 +145,11 @@ class TextBackend:
     async def sample(
         self, conversations: TextConversations, request: LoweredRequest, context: CallContext
     ) -> TextSample:
-        working = time.thread_time()
+        working = step_begins(context.body_bytes)
         prepared = conversations.forest.prepare(request.messages, request.tools)
         context.share.worked(working)
         await context.turns.wait(context.share)
-        working = time.thread_time()
+        working = step_begins(context.body_bytes)
         body = self._body(request, context)
         body["messages"] = orjson.Fragment(conversations.written.array(request.messages))
         context.share.worked(working)

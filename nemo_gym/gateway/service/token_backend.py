@@ -23,6 +23,7 @@ from nemo_gym.gateway.lowered import Answer, AnswerEnd, AnswerTokens, AnswerUsag
 from nemo_gym.gateway.parsing import AnswerParser, ParsedAnswer
 from nemo_gym.gateway.relayed import JsonText
 from nemo_gym.gateway.service.backend import CallContext, TurnFacts
+from nemo_gym.gateway.service.limits import step_begins
 from nemo_gym.gateway.service.pool import EnginePool
 from nemo_gym.gateway.tokens import (
     History,
@@ -165,7 +166,7 @@ class TokenBackend:
         _refuse_constraints(request)
         if context.body_bytes > self._limits.context * _BYTES_PER_TOKEN:
             self._refuse_overflow(request)
-        working = time.thread_time()
+        working = step_begins(context.body_bytes)
         prepared = conversations.forest.prepare(request.messages, request.tools)
         context.share.worked(working)
         await context.turns.wait(context.share)

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from nemo_gym.gateway.service.limits import LONG_S, LoopTurns, SessionShare
+from nemo_gym.gateway.service.limits import LONG_S, SMALL_BYTES, LoopTurns, SessionShare, step_begins
 from responses_api_models.gateway.tests.conftest import GatewayStack, Opened, until
 
 DIALECTS = {"/chat/completions": "messages", "/messages": "messages", "/responses": "input"}
@@ -127,7 +127,7 @@ async def test_session_that_owes_the_loop_time_waits_and_nobody_else_does() -> N
     while time.thread_time() - began < 2 * LONG_S:
         pass
     heavy.worked(began)
-    light.worked(time.thread_time())
+    light.worked(step_begins(SMALL_BYTES + 1))
     assert heavy.owed_s >= 2 * LONG_S and not light.owed_s
     with pytest.raises(StopIteration):
         turns.wait(light).send(None)  # without a turn of the loop

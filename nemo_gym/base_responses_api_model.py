@@ -27,6 +27,7 @@ from nemo_gym.errors import CredentialError, InvalidBodyError, ModelError
 from nemo_gym.gateway.dialects import PATHS, Dialect, apply_sampling
 from nemo_gym.gateway.dialects.models import models_reply
 from nemo_gym.gateway.dialects.streams import stream_of
+from nemo_gym.gateway.engines.errors import retry_after_s
 from nemo_gym.gateway.refusals import dialect_error, inference_refusal
 from nemo_gym.gateway.sessions import (
     SESSION_TTL_S,
@@ -37,7 +38,7 @@ from nemo_gym.gateway.sessions import (
     token_in,
 )
 from nemo_gym.gateway.usage import StreamedUsage, Usage
-from nemo_gym.serving.body_limit import BodyLimitMiddleware
+from nemo_gym.serving.body_limit import BodyLimitMiddleware, check_messages
 from nemo_gym.serving.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
 from nemo_gym.serving.middleware import caller_of, require_role
 from nemo_gym.serving.problems import JsonResponse, parse_json_object, shape_errors
@@ -83,8 +84,13 @@ class BaseResponsesAPIModelConfig(BaseRunServerInstanceConfig):
 
     session_ttl_s: float = SESSION_TTL_S
     """How long an attempt's inference token is good for."""
-    max_body_bytes: int = Field(256 << 20, gt=0)
+    max_body_bytes: int = Field(32 << 20, gt=0)
     """Of one request; a larger one is answered with 413."""
+    max_body_values: int = Field(200_000, gt=0)
+    """JSON values (numbers, strings, lists, objects) in one request for inference; 413 as well. A message with a call
+    of a tool has about ten."""
+    max_messages: int = Field(10_000, gt=0)
+    """Elements of a request's history; 413 as well."""
 
 
 class BaseResponsesAPIModel(BaseServer):
@@ -234,7 +240,8 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
     async def _inference_route(self, request: Request) -> Response:
         session = self._authorize(request)
         dialect = PATHS[request.url.path]
-        body = await parse_json_object(request)
+        body = await parse_json_object(request, max_values=self.config.max_body_values)
+        check_messages(body, self.config.max_messages)
         if session is not None and session.sampling:
             body = apply_sampling(dialect, body, dict(session.sampling))
         call = InferenceCall(dialect, body, session, request)
@@ -300,8 +307,9 @@ def upstream_error(status: int, message: str, headers: Mapping[str, str] | None 
     retry_after = (headers or {}).get("Retry-After")
     detail = f"the model endpoint answered {status}: {message[:500]}"
     if status == 429:
-        seconds = float(retry_after) if retry_after and retry_after.replace(".", "", 1).isdigit() else None
-        return RateLimitedError(detail, retryable=True, upstream_status=status, retry_after_s=seconds)
+        return RateLimitedError(
+            detail, retryable=True, upstream_status=status, retry_after_s=retry_after_s(retry_after)
+        )
     return ModelError(detail, retryable=status >= 500 or status == 408, upstream_status=status)
 
 

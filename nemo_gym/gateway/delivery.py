@@ -45,12 +45,20 @@ class AnswerWatch:
             self._undelivered = undelivered
         return not self._lost
 
+    def _read(self) -> None:
+        """The whole answer has been read."""
+        self._undelivered = None  # which refers to the call, which refers to this
+
     def _end(self, reset: bool) -> None:
         self._lost = True
-        if self._when_lost is not None:
-            self._when_lost()
-        if reset and self._undelivered is not None:
-            self._undelivered()
+        (when_lost, self._when_lost), (undelivered, self._undelivered) = (
+            (self._when_lost, None),
+            (self._undelivered, None),
+        )
+        if when_lost is not None:
+            when_lost()
+        if reset and undelivered is not None:
+            undelivered()
 
 
 class Deliveries:
@@ -70,6 +78,8 @@ class Deliveries:
         connection says that what was sent on it before has been read."""
         watch = AnswerWatch(self._open.get(connection) if connection is not None else None)
         if connection is not None:
+            if (before := self._watches.get(connection)) is not None:
+                before._read()
             self._watches[connection] = watch
         return watch
 

@@ -8,6 +8,21 @@ from typing import Any
 
 import orjson
 
+from nemo_gym.errors import ModelError
+
+_COUNT_BELOW = 1 << 53
+"""What every reader of JSON takes for the same number."""
+
+
+def tokens_counted(reported: Any) -> int:
+    """A number of tokens as somebody else reports it; 0 where nothing is reported. Raises `ValueError` for what
+    counts nothing."""
+    if reported is None:
+        return 0
+    if isinstance(reported, bool) or not isinstance(reported, int | float) or not 0 <= reported < _COUNT_BELOW:
+        raise ValueError(f"a usage of {str(reported)[:40]!r} tokens")
+    return int(reported)
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:
@@ -28,15 +43,19 @@ class Usage:
 
     @classmethod
     def of(cls, reported: Any) -> Usage:
-        """From a ``usage`` object of Chat Completions, Responses or Messages; nothing where nothing is reported."""
+        """From a ``usage`` object of Chat Completions, Responses or Messages; nothing where nothing is reported.
+        Raises `ModelError` for one that counts nothing."""
         if not isinstance(reported, Mapping):
             return cls()
-        # Messages counts the prompt's cached tokens beside its others.
-        cached = sum(int(reported.get(f"cache_{kind}_input_tokens") or 0) for kind in ("read", "creation"))
-        return cls(
-            int(reported.get("input_tokens") or reported.get("prompt_tokens") or 0) + cached,
-            int(reported.get("output_tokens") or reported.get("completion_tokens") or 0),
-        )
+        try:
+            # Messages counts the prompt's cached tokens beside its others.
+            cached = sum(tokens_counted(reported.get(f"cache_{kind}_input_tokens")) for kind in ("read", "creation"))
+            return cls(
+                tokens_counted(reported.get("input_tokens") or reported.get("prompt_tokens")) + cached,
+                tokens_counted(reported.get("output_tokens") or reported.get("completion_tokens")),
+            )
+        except ValueError as error:
+            raise ModelError(f"the model endpoint reported {error}", retryable=True) from None
 
 
 class StreamedUsage:
@@ -77,6 +96,9 @@ class StreamedUsage:
         if kind in ("response.completed", "response.incomplete", "message_stop"):
             self.completed = True
         inner = event.get("response") or event.get("message") or event
-        usage = Usage.of(inner.get("usage") if isinstance(inner, dict) else None)
+        try:
+            usage = Usage.of(inner.get("usage") if isinstance(inner, dict) else None)
+        except ModelError:
+            return  # the event is on its way already
         self._input = max(self._input, usage.input_tokens)
         self._output = max(self._output, usage.output_tokens)

@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nemo_gym.errors import InvalidBodyError, NemoGymError
+from nemo_gym.serving.body_limit import check_values
 from nemo_gym.serving.disconnect import CLIENT_CLOSED_REQUEST
 
 PROBLEM_TYPE = "application/problem+json"
@@ -37,6 +38,13 @@ class JsonResponse(Response):
 
 ErrorShape = Callable[[Scope, NemoGymError], Response | None]
 """Answers an error in another form than a problem; ``None`` leaves it a problem."""
+
+
+class EncodedBodyError(NemoGymError):
+    """A body came compressed: nothing here inflates what somebody else has made small."""
+
+    code = "content_encoding"
+    status = 415
 
 
 class InternalError(NemoGymError):
@@ -67,12 +75,23 @@ async def send_problem(scope: Scope, receive: Receive, send: Send, error: NemoGy
     await problem_response(error, scope)(scope, receive, send)
 
 
-async def parse_json_object(request: Request, loads: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:
-    """The request's body as a JSON object; raises `InvalidBodyError`. ``loads`` returns and raises as orjson's."""
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.strip().lower() not in ("identity", ""):
-        raise InvalidBodyError(f"the body of {request.url.path} is encoded as {encoding[:40]!r}; send it as it is")
-    return json_object(await request.body(), request.scope["path"], loads)
+async def parse_json_object(
+    request: Request, loads: Callable[[bytes], Any] = orjson.loads, *, max_values: int | None = None
+) -> dict[str, Any]:
+    """The request's body as a JSON object; raises `InvalidBodyError`, `EncodedBodyError` for one that is compressed,
+    and `TooManyValuesError` where there is a bound. ``loads`` returns and raises as orjson's."""
+    refuse_encoded(request)
+    body = await request.body()
+    if max_values is not None:
+        await check_values(body, max_values)
+    return json_object(body, request.scope["path"], loads)
+
+
+def refuse_encoded(request: Request) -> None:
+    """Raise `EncodedBodyError` for a compressed body."""
+    for encoding in request.headers.getlist("content-encoding"):
+        if encoding.strip().lower() not in ("identity", ""):
+            raise EncodedBodyError(f"the body of {request.url.path} is encoded as {encoding[:40]!r}; send it as it is")
 
 
 def json_object(body: bytes, path: str, loads: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import orjson
 from fastapi import FastAPI
 from pydantic import PrivateAttr
 from starlette.requests import Request
@@ -22,7 +21,7 @@ from nemo_gym.gateway.refusals import dialect_of
 from nemo_gym.gateway.service.backend import Backend
 from nemo_gym.gateway.service.call import CallRequest
 from nemo_gym.gateway.service.config import GatewayConfig
-from nemo_gym.gateway.service.door import InferenceDoor
+from nemo_gym.gateway.service.door import LENGTH_DIGITS, InferenceDoor
 from nemo_gym.gateway.service.engine_routes import engine_routes
 from nemo_gym.gateway.service.inference import Inference, StreamTiming
 from nemo_gym.gateway.service.live import LiveSession
@@ -35,7 +34,7 @@ from nemo_gym.gateway.sessions import GatewaySessions, opener_of
 from nemo_gym.serving.application import Application
 from nemo_gym.serving.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError
 from nemo_gym.serving.middleware import require_role
-from nemo_gym.serving.problems import JsonResponse, parse_json_object
+from nemo_gym.serving.problems import JsonResponse, parse_json_object, refuse_encoded
 
 SESSION_PREFIX = "/sessions/{session_id}"
 COUNT_TOKENS = "/v1/messages/count_tokens"
@@ -68,6 +67,7 @@ class Gateway(SimpleResponsesAPIModel):
             return_token_ids=config.return_token_ids,
             timing=StreamTiming(config.ping_interval_s, config.first_event_grace_s),
             capture=self._capture if config.capture is not None else None,
+            limits=config.limits(),
         )
 
     def _make_backend(self) -> Backend[Any, Any]:
@@ -88,8 +88,8 @@ class Gateway(SimpleResponsesAPIModel):
         self._capture.close()
 
     async def ready(self) -> dict[str, Any] | None:
-        if (broken := self._durable.journal.log.broken) is not None:
-            return {"detail": str(broken)}
+        if (refusal := self._durable.journal.log.refusal) is not None:
+            return {"detail": str(refusal)}
         return self._pool.ready()
 
     def journal_dir(self) -> Path:
@@ -128,8 +128,7 @@ class Gateway(SimpleResponsesAPIModel):
             app.add_middleware(PathTokenMiddleware)
         assert isinstance(app, Application)
         if all(getattr(type(self), step) is getattr(Gateway, step) for step in _STEPS):
-            answer, bound = self._inference.answer, self.config.max_body_bytes
-            app.take_shortcut(InferenceDoor(self._durable, answer, max_body_bytes=bound))
+            app.take_shortcut(InferenceDoor(self._durable, self._inference))
         return app
 
     async def _open_route(self, request: Request) -> Response:
@@ -172,16 +171,37 @@ class Gateway(SimpleResponsesAPIModel):
         live = self._session_of(request)
         dialect = dialect_of(request.scope["path"])
         assert dialect is not None  # only inference routes come here
-        body = await parse_json_object(request, live.bodies.loads if live is not None else orjson.loads)
+        refuse_encoded(request)
+        if live is None:
+            return await self._answer(request, dialect, None)
+        limits = self._inference.limits
+        announced = request.headers.get("content-length", "")
+        size = limits.max_body_bytes
+        if announced.isdecimal() and len(announced) <= LENGTH_DIGITS:
+            size = min(int(announced), size)
+        live.share.claim(size, limits.max_session_in_flight_bytes)
         try:
-            asked = CallRequest(request.headers, request.scope.get("client"), request.receive)
+            return await self._answer(request, dialect, live)
+        finally:
+            live.share.release(size)
+
+    async def _answer(self, request: Request, dialect: Dialect, live: LiveSession[Any] | None) -> Response:
+        if live is None:
+            body = await parse_json_object(request, max_values=self.config.max_body_values)
+        else:
+            await self._inference.admit(await request.body(), live)
+            body = await parse_json_object(request, live.bodies.loads)
+        try:
+            connection = request.scope.get("client")
+            asked = CallRequest(request.headers, connection, request.receive, len(await request.body()))
             return await self._inference.answer(dialect, body, asked, live)
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     async def _count_tokens_route(self, request: Request) -> Response:
         self._session_of(request)
-        body = await parse_json_object(request)
+        body = await parse_json_object(request, max_values=self.config.max_body_values)
+        self._inference.limits.check_body(body)
         count = self._backend.count_tokens(adapter_of(Dialect.MESSAGES).lower({"max_tokens": 1, **body}))
         if count is None:
             raise InvalidBodyError("count_tokens: nobody here knows the endpoint's tokenizer")

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from nemo_gym.gateway.lowered import Answer, AnswerEnd, AnswerTokens, AnswerUsage, LoweredRequest
+from nemo_gym.gateway.usage import tokens_counted
 
 _ENDS = {end.value: end for end in AnswerEnd} | {"function_call": AnswerEnd.TOOL_CALLS}
 
@@ -97,16 +98,16 @@ def end_of(finish_reason: Any, message: Mapping[str, Any]) -> AnswerEnd:
 
 
 def usage_of(reported: Any) -> AnswerUsage:
-    """Tokens as an endpoint counted them; none where it did not."""
+    """Tokens as an endpoint counted them; none where it did not. Raises `ValueError` for what counts nothing."""
     if not isinstance(reported, Mapping):
         return AnswerUsage()
-    prompt = reported.get("prompt_tokens_details") or {}
-    output = reported.get("completion_tokens_details") or {}
+    details = (reported.get("prompt_tokens_details"), reported.get("completion_tokens_details"))
+    prompt, output = (one if isinstance(one, Mapping) else {} for one in details)
     return AnswerUsage(
-        prompt_tokens=int(reported.get("prompt_tokens") or 0),
-        completion_tokens=int(reported.get("completion_tokens") or 0),
-        cached_tokens=int(prompt.get("cached_tokens") or 0),
-        reasoning_tokens=int(output.get("reasoning_tokens") or 0),
+        prompt_tokens=tokens_counted(reported.get("prompt_tokens")),
+        completion_tokens=tokens_counted(reported.get("completion_tokens")),
+        cached_tokens=tokens_counted(prompt.get("cached_tokens")),
+        reasoning_tokens=tokens_counted(output.get("reasoning_tokens")),
     )
 
 

@@ -14,6 +14,7 @@ import orjson
 from nemo_gym.errors import InvalidBodyError
 
 Body = Mapping[str, Any]
+_WHOLE_BELOW = 1 << 63
 
 
 def refuse(where: str, problem: str) -> NoReturn:
@@ -70,6 +71,8 @@ def number_at(body: Body, key: str, *, low: float | None = None, whole: bool = F
         if value != int(value):
             refuse(key, f"must be a whole number, not {value}")
         value = int(value)
+        if not -_WHOLE_BELOW <= value < _WHOLE_BELOW:  # JSON has no limit there; engines and records have
+            refuse(key, f"must be a whole number of 64 bits, not {value:.3g}")
     if low is not None and value < low:
         refuse(key, f"is {value}; it must be at least {low}")
     return value

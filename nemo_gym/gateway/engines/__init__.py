@@ -10,6 +10,7 @@ from nemo_gym.gateway.engines.config import (
 from nemo_gym.gateway.engines.connections import EngineConnections
 from nemo_gym.gateway.engines.errors import (
     EngineAnswerError,
+    EngineAnswerTooLargeError,
     EngineCredentialError,
     EngineError,
     EngineFailedError,
@@ -38,6 +39,7 @@ from nemo_gym.gateway.engines.vllm import VllmEngine
 __all__ = [
     "Engine",
     "EngineAnswerError",
+    "EngineAnswerTooLargeError",
     "EngineConfig",
     "EngineConnections",
     "EngineCredentialError",

@@ -10,7 +10,7 @@ from urllib.parse import SplitResult, urlsplit
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from nemo_gym.gateway.engines.connections import EngineConnections
-from nemo_gym.gateway.engines.http import EngineEndpoint
+from nemo_gym.gateway.engines.http import MAX_ANSWER_BYTES, EngineEndpoint
 from nemo_gym.gateway.engines.openai import OpenAIEngine
 from nemo_gym.gateway.engines.sglang import STREAM_INTERVAL as SGLANG_STREAM_INTERVAL
 from nemo_gym.gateway.engines.sglang import SglangEngine
@@ -43,6 +43,9 @@ class _EngineConfig(BaseModel):
     idle_timeout_s: float | None = Field(None, gt=0)
     """Of silence between two reads; only for engines that are asked to stream."""
     probe_timeout_s: float = Field(5.0, gt=0)
+    max_answer_bytes: int = Field(MAX_ANSWER_BYTES, gt=0)
+    """Of one answer, or of one event of a stream. A longer one is dropped with its connection, and its call fails;
+    so does one that is longer than the tokens that were asked for can be."""
 
     @field_validator("base_url")
     @classmethod
@@ -70,6 +73,7 @@ class _EngineConfig(BaseModel):
             self.request_timeout_s,
             self.idle_timeout_s,
             self.probe_timeout_s,
+            self.max_answer_bytes,
         )
 
 

@@ -9,6 +9,7 @@
     ├── EngineTimeoutError       no answer, or no further byte, in time
     ├── EngineFailedError        the engine answered 5xx
     └── EngineAnswerError        an answer that breaks the engine's own protocol
+        └── EngineAnswerTooLargeError   more of it than was asked for, or than is taken
 
 Sampling has no side effect here until its answer is committed, so every retryable failure may be tried elsewhere as
 long as none of its tokens went to the harness.
@@ -16,9 +17,38 @@ long as none of its tokens went to the harness.
 
 from __future__ import annotations
 
+import datetime
+import math
+from email.utils import parsedate_to_datetime
 from typing import Any, ClassVar
 
 from nemo_gym.errors import ModelError
+
+RETRY_AFTER_AT_MOST_S = 60.0
+"""An engine that asks for more is asked again after that long: nobody else can tell when it is well again."""
+
+
+def retry_after_s(header: str | None) -> float | None:
+    """Seconds from a ``Retry-After`` header in either of its forms, at most `RETRY_AFTER_AT_MOST_S`; ``None`` when it
+    says nothing usable."""
+    if not header:
+        return None
+    try:
+        return waiting_s(float(header))
+    except ValueError:
+        pass
+    try:
+        at = parsedate_to_datetime(header)
+        return waiting_s((at - datetime.datetime.now(at.tzinfo)).total_seconds())
+    except (ValueError, OverflowError):
+        return None
+
+
+def waiting_s(seconds: float | None) -> float | None:
+    """A time that somebody else asks to wait, as it is kept to."""
+    if seconds is None or math.isnan(seconds):
+        return None
+    return min(max(0.0, seconds), RETRY_AFTER_AT_MOST_S)
 
 
 class EngineError(ModelError):
@@ -52,15 +82,15 @@ class EngineCredentialError(EngineError):
 
 
 class EngineRateLimitedError(EngineError):
-    """``details['retry_after_s']`` is when to come back, if the engine said."""
+    """``details['retry_after_s']`` is when to come back, if the engine said; see `waiting_s`."""
 
     code = "model_rate_limited"
     status = 429
     elsewhere = True
 
     def __init__(self, message: str, *, retry_after_s: float | None = None, **details: Any) -> None:
-        super().__init__(message, retryable=True, retry_after_s=retry_after_s, **details)
-        self.retry_after_s = retry_after_s
+        self.retry_after_s = waiting_s(retry_after_s)
+        super().__init__(message, retryable=True, retry_after_s=self.retry_after_s, **details)
 
 
 class EngineUnreachableError(EngineError):
@@ -93,3 +123,11 @@ class EngineAnswerError(EngineError):
     code = "engine_answer"
     elsewhere = True
     unhealthy = True
+
+
+class EngineAnswerTooLargeError(EngineAnswerError):
+    """Another try would cost as much again, and the request may be to blame, not the engine."""
+
+    code = "engine_answer_too_large"
+    elsewhere = False
+    unhealthy = False

@@ -11,22 +11,29 @@ class EventReader:
     """Collects ``data`` fields into events. Comments and other fields are skipped; all three line ends are known."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest: list[bytes] = []
+        """Of a line, in pieces: one that comes in thousands of chunks is joined once."""
+        self._rest_bytes = 0
         self._data: list[bytes] = []
 
     @property
     def held_bytes(self) -> int:
         """Of the event that is not complete yet."""
-        return len(self._rest) + sum(map(len, self._data))
+        return self._rest_bytes + sum(map(len, self._data))
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
         """The data of every event that ``chunk`` completes."""
-        text = self._rest + chunk
+        self._rest.append(chunk)
+        self._rest_bytes += len(chunk)
+        if b"\n" not in chunk and b"\r" not in chunk and not self._rest[0].endswith(b"\r"):
+            return
+        text = b"".join(self._rest)
         if b"\r" in text:
             # A lone CR at the end may be half of a CRLF: it waits for the next chunk.
             held = b"\r" if text.endswith(b"\r") else b""
             text = text.removesuffix(held).replace(b"\r\n", b"\n").replace(b"\r", b"\n") + held
-        *lines, self._rest = text.split(b"\n")
+        *lines, rest = text.split(b"\n")
+        self._rest, self._rest_bytes = [rest], len(rest)
         for line in lines:
             if line.startswith(b"data:"):
                 value = line[5:]

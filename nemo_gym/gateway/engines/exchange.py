@@ -12,9 +12,10 @@ from typing import cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from nemo_gym.gateway.engines.filling import AT_MOST_BYTES, WORTH_IT_BYTES, Filling
+from nemo_gym.gateway.engines.filling import WORTH_IT_BYTES, Filling
 
 _HEAD_BYTES = 64 << 10
+_LENGTH_DIGITS = 18
 _UNREAD_BYTES = 1 << 20
 """Of a streamed answer that its reader has not taken; more stays with the engine."""
 _JOINED_BYTES = 64 << 10
@@ -23,6 +24,10 @@ _JOINED_BYTES = 64 << 10
 
 class NoHttpError(Exception):
     """The other end speaks something else."""
+
+
+class TooLongError(NoHttpError):
+    """A body is longer than its reader takes."""
 
 
 class Reply:
@@ -43,6 +48,7 @@ class Reply:
         self._parts: list[bytes] = []
         self._unread = 0
         self._read_whole = False
+        self._at_most = 0
         self._streamed = False
         self._done = False
         self._keep_alive = False
@@ -58,12 +64,14 @@ class Reply:
         while not self.status:
             await self._more()
 
-    async def read(self) -> bytes | bytearray:
-        """All of the body that was not read yet. One of more than `AT_MOST_BYTES` is `NoHttpError`."""
+    async def read(self, at_most: int) -> bytes | bytearray:
+        """All of the body that was not read yet; `TooLongError` as soon as it is known to have more bytes than
+        ``at_most``."""
         self._read_whole = True
+        self._at_most = at_most
         self._connection.read_on()
-        whole = self._filled()
         self._check_size()
+        whole = self._filled()
         while not self._done:
             await self._more()
         return self._taken() if whole is None else whole
@@ -98,14 +106,19 @@ class Reply:
 
     def _filled(self) -> bytearray | None:
         """What the body will be in once it is done; nothing where it is not known to be long."""
-        said, have = self.headers.get("content-length", ""), self._unread
-        length = int(said) if said.isdecimal() and not (self._streamed or self._done) else 0
-        if not WORTH_IT_BYTES <= length - have <= AT_MOST_BYTES or not self._connection.usable:
+        have, length = self._unread, 0 if self._streamed or self._done or self._error else self._announced
+        if length - have < WORTH_IT_BYTES or not self._connection.usable:
             return None
         body = bytearray(length)
         body[:have] = self._taken()
         self._connection.fill(body, have, heard=self._heard, full=self._full)
         return body
+
+    @property
+    def _announced(self) -> int:
+        """Bytes that the body will have; 0 where that is not said."""
+        said = self.headers.get("content-length", "")
+        return int(said) if said.isdecimal() and len(said) < _LENGTH_DIGITS else 0
 
     def _full(self) -> None:
         self.on_message_complete()
@@ -165,9 +178,9 @@ class Reply:
             self._idle = asyncio.get_running_loop().call_later(self._idle_s, self._fail, TimeoutError())
 
     def _check_size(self) -> None:
-        if self._unread > AT_MOST_BYTES:
+        if self._unread > self._at_most or (self._announced > self._at_most and not self._done):
             self._parts = []
-            self._fail(NoHttpError(f"a body of more than {AT_MOST_BYTES} bytes"))
+            self._fail(TooLongError(f"a body of more than {self._at_most} bytes"))
 
     def _fail(self, error: Exception) -> None:
         self._keep_alive = False

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from typing import cast
 
 WORTH_IT_BYTES = 256 << 10
-AT_MOST_BYTES = 1 << 30
-"""Nobody is believed to send more than that before it is there."""
 
 
 class Filling(asyncio.BufferedProtocol):

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 import msgspec
 import orjson
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.errors import ConfigError, InvalidBodyError
 from nemo_gym.gateway.engines.connections import BROKEN, EngineConnections, NotConnectedError, Patience
 from nemo_gym.gateway.engines.echo import without_echo
 from nemo_gym.gateway.engines.errors import (
     EngineAnswerError,
+    EngineAnswerTooLargeError,
     EngineCredentialError,
     EngineError,
     EngineFailedError,
@@ -26,15 +25,21 @@ from nemo_gym.gateway.engines.errors import (
     EngineRefusedError,
     EngineTimeoutError,
     EngineUnreachableError,
+    retry_after_s,
 )
 from nemo_gym.gateway.engines.events import DONE, EventReader
-from nemo_gym.gateway.engines.exchange import NoHttpError, Reply
+from nemo_gym.gateway.engines.exchange import NoHttpError, Reply, TooLongError
 from nemo_gym.gateway.engines.heads import RequestHeads
 from nemo_gym.gateway.engines.types import WeightsSpan
 
 READ_OUT_S = 0.05
-EVENT_BYTES = 64 << 20
-"""Of one server-sent event; nobody sends more in good faith."""
+MAX_ANSWER_BYTES = 64 << 20
+"""Of one answer, or of one event of a stream: 65,536 tokens with their logprobs are a sixth of it."""
+BYTES_PER_TOKEN = 4096
+"""At most: one with the logprobs of twenty alternatives has about 3,000."""
+_BESIDE_TOKENS_BYTES = 1 << 20
+_ERROR_BYTES = 1 << 20
+"""Of an answer that is no 200."""
 QUOTED_CHARS = 500
 """How much of an engine's error body is repeated in ours."""
 
@@ -57,6 +62,7 @@ class EngineEndpoint:
     """Between two reads; ``None`` leaves only ``request_timeout_s``, since an engine that does not stream is silent
     until it is done."""
     probe_timeout_s: float = 5.0
+    max_answer_bytes: int = MAX_ANSWER_BYTES
 
     def __post_init__(self) -> None:
         if not self.base_url.startswith(("http://", "https://")):
@@ -89,27 +95,38 @@ class HttpEngine:
         return f"{type(self).__name__}({self.name!r}, {self.endpoint.base_url!r})"
 
     async def probe(self) -> None:
-        await self._whole("GET", self.health_route, b"", self._probe_patience)
+        await self._whole("GET", self.health_route, b"", self._probe_patience, self.endpoint.max_answer_bytes)
 
-    async def post(self, route: str, body: Mapping[str, Any]) -> tuple[bytes | bytearray, Mapping[str, str]]:
-        """The body of a 200 and its headers by their names in lower case; raises `EngineError` for everything else."""
-        return await self._whole("POST", route, orjson.dumps(body), self._patience)
+    async def post(
+        self, route: str, body: Mapping[str, Any], *, max_tokens: int | None = None
+    ) -> tuple[bytes | bytearray, Mapping[str, str]]:
+        """The body of a 200 and its headers by their names in lower case; raises `EngineError` for everything else.
+        ``max_tokens``: how many are asked for, where that is known; a body that is longer than so many can be is
+        `EngineAnswerTooLargeError`."""
+        data = _written(body)
+        return await self._whole("POST", route, data, self._patience, self._answer_bytes(len(data), max_tokens))
 
-    async def post_json(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        raw, _ = await self.post(route, body)
+    async def post_json(self, route: str, body: Mapping[str, Any], *, max_tokens: int | None = None) -> dict[str, Any]:
+        raw, _ = await self.post(route, body, max_tokens=max_tokens)
         return self.parsed(raw)
 
-    async def post_stream(self, route: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
+    async def post_stream(
+        self, route: str, body: Mapping[str, Any], *, at_most_bytes: int | None = None
+    ) -> AsyncGenerator[bytes, None]:
         """The bytes of a 200 as they arrive. Closing the iterator closes the connection."""
-        data = orjson.dumps(body)
+        data = _written(body)
+        passed = 0
         head = self._heads.of("POST", route, len(data))
         try:
             reply = await self._http.send(self._heads.origin, head, data, self._patience)
             try:
                 if reply.status != 200:
-                    raise self._status_error(reply, bytes(await reply.read()))
+                    raise self._status_error(reply, await _error_body(reply))
                 self._check_encoding(reply)
                 async for chunk in reply:
+                    passed += len(chunk)
+                    if at_most_bytes is not None and passed > at_most_bytes:
+                        raise self._too_large(f"a stream of more than {at_most_bytes} bytes")
                     yield chunk
             finally:
                 reply.close()
@@ -120,8 +137,10 @@ class HttpEngine:
         self, route: str, body: Mapping[str, Any], *, echo: bytes | None = None
     ) -> AsyncGenerator[dict[str, Any], None]:
         """The JSON of each server-sent event, up to the end marker. Raises when the stream ends without it, or when
-        an event is an error. ``echo``: the prompt as JSON, left out of events that repeat it; see `without_echo`."""
+        an event is an error. ``echo``: the prompt as JSON, left out of events that repeat it; see `without_echo`.
+        How many tokens they may bring is the caller's to count."""
         reader = EventReader()
+        at_most = self.endpoint.max_answer_bytes
         async with contextlib.aclosing(self.post_stream(route, body)) as chunks:
             async for chunk in chunks:
                 for data in reader.feed(chunk):
@@ -132,8 +151,8 @@ class HttpEngine:
                     if "error" in event:
                         raise self._event_error(event["error"])
                     yield event
-                if reader.held_bytes > EVENT_BYTES:
-                    raise self.malformed(f"an event of more than {EVENT_BYTES} bytes")
+                if reader.held_bytes > at_most:
+                    raise self._too_large(f"an event of more than {at_most} bytes")
         raise EngineLostError(
             f"engine '{self.name}' ended its stream without saying that it is complete",
             retryable=True,
@@ -152,6 +171,28 @@ class HttpEngine:
     def malformed(self, what: str) -> EngineAnswerError:
         return EngineAnswerError(
             f"engine '{self.name}' answered something else than its protocol: {what}", retryable=True, engine=self.name
+        )
+
+    def check_tokens(self, sampled: int, max_tokens: int) -> None:
+        """Raises `EngineAnswerTooLargeError` where more tokens came than were asked for."""
+        if sampled > max_tokens:
+            raise EngineAnswerTooLargeError(
+                f"engine '{self.name}' sampled {sampled} tokens or more where it was asked for {max_tokens} at most",
+                engine=self.name,
+            )
+
+    def _answer_bytes(self, asked_bytes: int, max_tokens: int | None) -> int:
+        """Of an answer at most; it may repeat what was asked."""
+        if max_tokens is None:
+            return self.endpoint.max_answer_bytes
+        believed = _BESIDE_TOKENS_BYTES + 2 * asked_bytes + max_tokens * BYTES_PER_TOKEN
+        return min(believed, self.endpoint.max_answer_bytes)
+
+    def _too_large(self, what: str) -> EngineAnswerTooLargeError:
+        return EngineAnswerTooLargeError(
+            f"engine '{self.name}' answered with {what}, which is more than the tokens that were asked for can take"
+            f" ({BYTES_PER_TOKEN} bytes each), or than its 'max_answer_bytes' ({self.endpoint.max_answer_bytes})",
+            engine=self.name,
         )
 
     @contextlib.contextmanager
@@ -177,13 +218,13 @@ class HttpEngine:
     # -- one call ------------------------------------------------------------------------------------------------
 
     async def _whole(
-        self, method: str, route: str, body: bytes, patience: Patience
+        self, method: str, route: str, body: bytes, patience: Patience, at_most_bytes: int
     ) -> tuple[bytes | bytearray, Mapping[str, str]]:
         head = self._heads.of(method, route, len(body))
         try:
             reply = await self._http.send(self._heads.origin, head, body, patience)
             try:
-                whole = await reply.read()
+                whole = await (reply.read(at_most_bytes) if reply.status == 200 else _error_body(reply))
             finally:
                 # A reply that was read to its end gives its connection back; any other is cut off, which is what makes
                 # the engine stop.
@@ -215,6 +256,8 @@ class HttpEngine:
             return EngineUnreachableError(text, retryable=True, engine=self.name)
         if isinstance(error, TimeoutError):
             return EngineTimeoutError(f"{where} did not answer in time", retryable=True, engine=self.name)
+        if isinstance(error, TooLongError):
+            return self._too_large(str(error))
         if isinstance(error, NoHttpError):
             return self.malformed(str(error))
         return EngineLostError(
@@ -261,24 +304,23 @@ class HttpEngine:
         return text[:QUOTED_CHARS]
 
 
+def _written(body: Mapping[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(body)
+    except TypeError as error:  # all that was read as JSON can be written, but for numbers and depth
+        raise InvalidBodyError(f"the request cannot be written as JSON for an engine: {error}") from None
+
+
+async def _error_body(reply: Reply) -> bytes:
+    try:
+        return bytes(await reply.read(_ERROR_BYTES))
+    except TooLongError as error:
+        return str(error).encode()
+
+
 async def _read_out(chunks: AsyncGenerator[bytes, None]) -> None:
     """Read what may follow the end marker, so that the connection can be used again; not for long."""
     with contextlib.suppress(TimeoutError, EngineError):
         async with asyncio.timeout(READ_OUT_S):
             async for _ in chunks:
                 pass
-
-
-def retry_after_s(header: str | None) -> float | None:
-    """Seconds from a ``Retry-After`` header in either of its forms; ``None`` when it says nothing usable."""
-    if not header:
-        return None
-    try:
-        return max(0.0, float(header))
-    except ValueError:
-        pass
-    try:
-        at = parsedate_to_datetime(header)
-    except ValueError:
-        return None
-    return max(0.0, (at - datetime.datetime.now(at.tzinfo)).total_seconds())

@@ -23,11 +23,13 @@ class OpenAIEngine(HttpEngine):
 
     async def complete(self, route: str, body: Mapping[str, Any]) -> TextReply:
         first = self.weights_version
-        raw, headers = await self.post(route, self._body(route, body, stream=False))
+        raw, headers = await self.post(route, self._body(route, body, stream=False), max_tokens=_budget(body))
         return TextReply(raw, self.name, headers, self.span(first))
 
     def stream_text(self, route: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
-        return self.post_stream(route, self._body(route, body, stream=True))
+        return self.post_stream(
+            route, self._body(route, body, stream=True), at_most_bytes=self._answer_bytes(0, _budget(body))
+        )
 
     def _body(self, route: str, body: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:
         sent = {**body, "stream": stream}
@@ -42,6 +44,14 @@ class OpenAIEngine(HttpEngine):
             # The session counts tokens, whether the harness asked for them or not.
             sent["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
         return sent
+
+
+def _budget(body: Mapping[str, Any]) -> int | None:
+    """Tokens that a body asks for at most."""
+    asked = [body.get(key) for key in ("max_tokens", "max_completion_tokens", "max_output_tokens")]
+    given = [value for value in asked if isinstance(value, int)]
+    # An endpoint may obey either of them, and may be asked for several answers.
+    return max(given) if given and body.get("n") in (None, 1) else None
 
 
 @dataclass(frozen=True, slots=True)

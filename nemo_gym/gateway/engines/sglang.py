@@ -28,6 +28,7 @@ from nemo_gym.gateway.engines.types import (
     WeightsSpan,
     prompt_of,
 )
+from nemo_gym.gateway.usage import tokens_counted
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 _ROUTE = "/generate"
@@ -72,12 +73,13 @@ class SglangEngine(HttpEngine):
 
     async def generate(self, request: TokenRequest) -> Generation:
         first = self.weights_version
-        raw, _ = await self.post(_ROUTE, self._body(request, stream=False))
+        raw, _ = await self.post(_ROUTE, self._body(request, stream=False), max_tokens=request.sampling.max_tokens)
         with self.reading():
             answer = _ANSWERS.decode(raw)
             pairs = [(token.token_id, token.logprob) for token in answer.meta_info.output_token_logprobs or ()]
             meta = msgspec.structs.asdict(answer.meta_info)
             self._check(answer.output_ids, pairs, meta)
+            self.check_tokens(len(pairs), request.sampling.max_tokens)
             return self._generation(pairs, meta, first)
 
     async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenDelta | Generation, None]:
@@ -100,6 +102,7 @@ class SglangEngine(HttpEngine):
                         else:
                             raise ValueError(f"{len(seen)} logprobs after {len(pairs)} of {total} tokens")
                     pairs += fresh
+                    self.check_tokens(len(pairs), request.sampling.max_tokens)
                     if fresh:
                         yield TokenDelta(tuple(token for token, _ in fresh), tuple(logprob for _, logprob in fresh))
         except EngineLostError:
@@ -153,14 +156,16 @@ class SglangEngine(HttpEngine):
             self.name,
             finish.get("matched"),
             weights,
-            int(cached) if cached is not None else None,
+            tokens_counted(cached) if cached is not None else None,
             segments if len(segments) > 1 else (),
         )
 
     def _segments(self, spans: list[dict[str, Any]] | None) -> tuple[Segment, ...]:
         """Which weights sampled which tokens, where the server counts that."""
         return tuple(
-            Segment(self.name, int(span["end"]) - int(span["start"]), WeightsSpan(version, version))
+            Segment(
+                self.name, tokens_counted(span["end"]) - tokens_counted(span["start"]), WeightsSpan(version, version)
+            )
             for span in spans or ()
             if (version := str(span["version"]))
         )

@@ -16,6 +16,7 @@ from nemo_gym.gateway.engines.errors import EngineLostError, EngineRefusedError
 from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
 from nemo_gym.gateway.engines.long_completions import LongCompletion, long_completion
 from nemo_gym.gateway.engines.types import FinishReason, Generation, Sampling, TokenDelta, TokenRequest, prompt_of
+from nemo_gym.gateway.usage import tokens_counted
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 VllmRoute = Literal["completions", "generate"]
@@ -80,13 +81,17 @@ class VllmEngine(HttpEngine):
     async def generate(self, request: TokenRequest) -> Generation:
         first = self.weights_version
         if self._route == "completions":
-            raw, _ = await self.post("/v1/completions", self._completions_body(request, stream=False))
+            body = self._completions_body(request, stream=False)
+            raw, _ = await self.post("/v1/completions", body, max_tokens=request.sampling.max_tokens)
             return self._completed(request, raw, first)
-        answer = await self.post_json("/inference/v1/generate", self._generate_body(request))
+        answer = await self.post_json(
+            "/inference/v1/generate", self._generate_body(request), max_tokens=request.sampling.max_tokens
+        )
         with self.reading():
             choice = _only_choice(answer)
             self._check_prompt(request, choice)
             token_ids, logprobs = _tokens(choice)
+            self.check_tokens(len(token_ids), request.sampling.max_tokens)
             return Generation(
                 token_ids,
                 logprobs,
@@ -118,6 +123,7 @@ class VllmEngine(HttpEngine):
         token_ids, logprobs = choice.token_ids or (), choice.logprobs
         if len(token_ids) != len(logprobs):
             raise _unequal(len(token_ids), len(logprobs))
+        self.check_tokens(len(token_ids), request.sampling.max_tokens)
         return Generation(
             token_ids,
             logprobs,
@@ -158,6 +164,7 @@ class VllmEngine(HttpEngine):
                             finish, stop_reason = _FINISH[choice["finish_reason"]], choice.get("stop_reason")
                     token_ids += delta.token_ids
                     logprobs += delta.logprobs
+                    self.check_tokens(len(token_ids), request.sampling.max_tokens)
                     if delta.token_ids:
                         yield delta
         except EngineLostError:
@@ -257,4 +264,4 @@ def _unequal(ids: int, logprobs: int) -> ValueError:
 
 def _cached(usage: dict[str, Any]) -> int | None:
     value = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    return int(value) if value is not None else None
+    return tokens_counted(value) if value is not None else None

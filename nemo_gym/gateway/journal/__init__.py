@@ -1,6 +1,11 @@
 """What the gateway has committed, on disk: sessions, their turns and their ends."""
 
-from nemo_gym.gateway.journal.errors import JournalBusyError, JournalDamagedError, JournalError
+from nemo_gym.gateway.journal.errors import (
+    JournalBusyError,
+    JournalDamagedError,
+    JournalError,
+    JournalFullError,
+)
 from nemo_gym.gateway.journal.kept import KeptBody
 from nemo_gym.gateway.journal.log import Durability, JournalLog
 from nemo_gym.gateway.journal.records import ReplayedSession, SessionRecord, TurnRecord
@@ -13,6 +18,7 @@ __all__ = [
     "JournalBusyError",
     "JournalDamagedError",
     "JournalError",
+    "JournalFullError",
     "JournalLog",
     "KeptBody",
     "ReplayedSession",

@@ -12,6 +12,13 @@ class JournalError(ModelError):
     status = 503
 
 
+class JournalFullError(JournalError):
+    """The disk takes no more. Nothing of what failed with this is kept, neither on the disk nor in memory, and the
+    journal goes on by itself once there is room."""
+
+    code = "journal_full"
+
+
 class JournalBusyError(JournalError):
     """Another process has the journal open."""
 

@@ -12,6 +12,7 @@ import fcntl
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Literal
 
 import structlog
 
-from nemo_gym.gateway.journal.errors import JournalBusyError, JournalDamagedError, JournalError
+from nemo_gym.gateway.journal.errors import JournalBusyError, JournalDamagedError, JournalError, JournalFullError
 from nemo_gym.gateway.journal.frames import framed, read_frames
 from nemo_gym.gateway.relayed import Buffer, coalesced, size_of
 
@@ -31,6 +32,11 @@ MAX_GROUP = 1024
 _WRITE_BYTES = 64 << 10
 """At once. The kernel keeps a large write in large pieces of memory, and those are pieces that nobody has used for
 long: a virtual machine's host may have to find them first, at several times the cost of the copy."""
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_ROOM_BYTES = 64 << 10
+"""Beside what did not fit: less free than that is as good as nothing."""
+_COME_BACK_S = 5
+"""What callers are told while the disk is full."""
 log = structlog.get_logger(__name__)
 
 
@@ -40,11 +46,17 @@ class _Append:
     segment: int
     """The segment the caller was told; the writer opens it when it comes to it."""
     future: asyncio.Future[None]
+    undo: Callable[[], object] | None
+    epoch: int
+    """How many times the disk had been full before."""
 
 
 class JournalLog:
-    """Open with `open`. ``append`` returns a future that resolves when the record is durable. The first write that
-    fails ends the log: every later append fails too, so that nothing is acknowledged on top of a hole."""
+    """Open with `open`. ``append`` returns a future that resolves when the record is durable.
+
+    Nothing is acknowledged on top of a hole. Where the disk is full, the record and all that were appended after it
+    fail, what was written of them is cut off, and the next append tries anew. Any other write that fails ends the
+    log: every later append fails too."""
 
     def __init__(self, directory: Path, *, durability: Durability, segment_bytes: int) -> None:
         self._directory = directory
@@ -54,6 +66,16 @@ class JournalLog:
         self._lock_file = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._queue: queue.SimpleQueue[_Append | None] = queue.SimpleQueue()
         self._broken: JournalError | None = None
+        self._full: JournalFullError | None = None
+        self._needed = 0
+        """Bytes that did not fit."""
+        self._pending: deque[_Append] = deque()
+        """In order; what is not durable yet."""
+        self._epoch = 1
+        self._failed_epoch = 0
+        """The writer's: nothing that was appended in it may be written any more."""
+        self._written = (1, 0)
+        """The writer's: the segment that holds the latest durable record, and where that ends."""
         self._closed = False
         self._file = -1
         self._file_segment = 0
@@ -82,6 +104,7 @@ class JournalLog:
         try:
             self._take()
             self._replay(on_record)
+            self._written = (self.segment, self._size)
             if on_end is not None:
                 on_end()
         except BaseException:
@@ -91,8 +114,12 @@ class JournalLog:
             self._thread.start()
         return self
 
-    def append(self, payload: bytes | Sequence[Buffer]) -> asyncio.Future[None]:
-        """Add a record, whole or in pieces. Records are durable in the order of their appends."""
+    def append(
+        self, payload: bytes | Sequence[Buffer], *, undo: Callable[[], object] | None = None
+    ) -> asyncio.Future[None]:
+        """Add a record, whole or in pieces. Records are durable in the order of their appends. ``undo`` is called
+        should this one fail, before anybody hears of that: the latest append's first, and those of all records that
+        fail together before anything else can be appended."""
         future: asyncio.Future[None] = self._loop.create_future()
         if self._broken is not None:
             future.set_exception(self._broken)
@@ -105,11 +132,12 @@ class JournalLog:
                 self.segment += 1
                 self._size = 0
             self._size += size
-            item = _Append(data, self.segment, future)
+            item = _Append(data, self.segment, future, undo, self._epoch)
+            self._pending.append(item)
             if self._durability == "power_loss":
                 self._queue.put(item)
             else:
-                _resolve([item], self._try_write([item]))
+                self._settle([item], self._try_write([item]))
         return future
 
     @property
@@ -119,8 +147,16 @@ class JournalLog:
 
     @property
     def broken(self) -> JournalError | None:
-        """Why nothing can be appended any more; for readiness."""
+        """Why nothing can be appended any more."""
         return self._broken
+
+    @property
+    def refusal(self) -> JournalError | None:
+        """Why an append would fail now; for readiness, and for those who can spare themselves the work before it."""
+        if self._full is None or self._broken is not None:
+            return self._broken
+        disk = os.statvfs(self._directory)
+        return self._full if disk.f_bavail * disk.f_frsize < self._needed + _ROOM_BYTES else None
 
     def segments(self) -> list[int]:
         """Numbers of the segment files, oldest first."""
@@ -199,9 +235,12 @@ class JournalLog:
                 self._write_group(group)
 
     def _write_group(self, group: list[_Append]) -> None:
+        group = [item for item in group if item.epoch > self._failed_epoch]  # the others have failed already
+        if not group:
+            return
         error = self._try_write(group)
         try:
-            self._loop.call_soon_threadsafe(_resolve, group, error)
+            self._loop.call_soon_threadsafe(self._settle, group, error)
         except RuntimeError:
             pass  # the loop is closed: nobody waits any more
 
@@ -214,18 +253,79 @@ class JournalLog:
                     if index == len(group) or group[index].segment != group[start].segment:
                         self._write(group[start].segment, [part for item in group[start:index] for part in item.data])
                         start = index
+                segment, size = self._written
+                for item in group:
+                    size = size_of(item.data) + (size if item.segment == segment else 0)
+                    segment = item.segment
+                self._written = (segment, size)
+            except JournalError as unsure:
+                error = self._broken = unsure
             except OSError as caught:
-                # After a failed sync nobody knows what the disk has; only a new process that reads it again does.
-                error = self._broken = JournalError(
-                    f"the journal {self._directory} cannot be written: {caught}", retryable=True
-                )
+                error = self._failed(group, caught)
         self.groups += 1
         return error
+
+    def _failed(self, group: list[_Append], caught: OSError) -> JournalError:
+        """What a write that failed means."""
+        if caught.errno in _DISK_FULL:
+            try:
+                self._cut_off()
+            except OSError as error:
+                caught = error
+            else:
+                self._failed_epoch = group[-1].epoch
+                return JournalFullError(
+                    f"the disk of the journal {self._directory} is full; free some of it, and the gateway goes on by"
+                    " itself",
+                    retryable=True,
+                    retry_after_s=_COME_BACK_S,
+                )
+        self._broken = JournalError(f"the journal {self._directory} cannot be written: {caught}", retryable=True)
+        return self._broken
+
+    def _cut_off(self) -> None:
+        """Leave nothing behind the latest durable record."""
+        segment, size = self._written
+        if self._file >= 0:
+            os.close(self._file)
+            self._file, self._file_segment = -1, 0
+        for number in self.segments():
+            if number > segment:
+                self._path(number).unlink()
+        if size:
+            os.truncate(self._path(segment), size)
+        else:
+            self._path(segment).unlink(missing_ok=True)
+
+    def _settle(self, group: list[_Append], error: JournalError | None) -> None:
+        """Tell the callers; in the event loop."""
+        if error is None:
+            self._full = None
+            for item in group:
+                self._pending.popleft()
+                if not item.future.done():
+                    item.future.set_result(None)
+            return
+        if isinstance(error, JournalFullError):
+            if self._full is None:
+                log.error("the journal's disk is full", directory=str(self._directory))
+            self._full, self._needed = error, size_of(part for item in group for part in item.data)
+            self._epoch += 1
+            self.segment, self._size = self._written
+        # All of them: what was appended after a record that failed stands on a hole.
+        failed, self._pending = self._pending, deque()
+        for item in reversed(failed):
+            if item.undo is not None:
+                item.undo()
+        for item in failed:
+            if not item.future.done():
+                item.future.set_exception(error)
 
     def _write(self, segment: int, data: Sequence[Buffer]) -> None:
         if segment != self._file_segment:
             if self._file >= 0:
                 os.close(self._file)
+                self._file, self._file_segment = -1, 0
             self._file = os.open(self._path(segment), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             self._file_segment = segment
             if self._durability == "power_loss":
@@ -239,17 +339,13 @@ class JournalLog:
             while view:
                 view = view[os.write(self._file, view[:_WRITE_BYTES]) :]
         if self._durability == "power_loss":
-            os.fdatasync(self._file)
+            try:
+                os.fdatasync(self._file)
+            except OSError as error:
+                # Nobody knows what the disk has now; only a new process that reads it again does.
+                raise JournalError(
+                    f"the journal {self._directory} cannot be written: {error}", retryable=True
+                ) from error
 
     def _path(self, number: int) -> Path:
         return self._directory / f"{number:08d}.log"
-
-
-def _resolve(group: list[_Append], error: JournalError | None) -> None:
-    for item in group:
-        if item.future.done():
-            continue
-        if error is None:
-            item.future.set_result(None)
-        else:
-            item.future.set_exception(error)

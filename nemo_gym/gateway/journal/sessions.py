@@ -107,7 +107,7 @@ class SessionJournal:
             raise ContractError(f"there is a session '{record.session_id}' already", session_id=record.session_id)
         data = encode(RecordKind.OPENED, record.session_id, record=asdict(record))
         self._sessions[record.session_id] = _Session(record)
-        await self._append(record.session_id, data)
+        await self._append(record.session_id, data, lambda: self._sessions.pop(record.session_id))
 
     async def commit_turn(
         self,
@@ -117,10 +117,12 @@ class SessionJournal:
         fingerprint: str,
         key: str | None = None,
         kept: Callable[[KeptBody], None] | None = None,
+        undo: Callable[[], None] | None = None,
     ) -> int:
         """Commit one turn, whole or in pieces, and return its index. Cancelling the wait does not take the turn back.
-        ``kept`` is told at once where the body can be read again once this has returned. Raises `FencedError` when the
-        session takes no more turns."""
+        ``kept`` is told at once where the body can be read again once this has returned. ``undo`` is called, before
+        anything else is done with the session, should the turn not become durable after all. Raises `FencedError` when
+        the session takes no more turns, `JournalFullError` when the disk does not."""
         session = self._known(session_id)
         if session.state is not SessionState.OPEN:
             raise FencedError(f"session '{session_id}' is {session.state}", session_id=session_id)
@@ -128,7 +130,13 @@ class SessionJournal:
         head = encode(RecordKind.TURN, session_id, index=index, fingerprint=fingerprint, key=key)
         data = [head, body] if isinstance(body, bytes) else [head, *body]
         session.turns += 1
-        durable = self._append(session_id, data)
+
+        def not_kept() -> None:
+            session.turns -= 1
+            if undo is not None:
+                undo()
+
+        durable = self._append(session_id, data, not_kept)
         if kept is not None:
             path, end = self._log.place
             kept(KeptBody(path, end - size_of(data[1:])))
@@ -185,9 +193,12 @@ class SessionJournal:
             raise ContractError(f"session '{session_id}' is not known here", session_id=session_id)
         return self._sessions[session_id]
 
-    def _append(self, session_id: str, data: bytes | Sequence[Buffer]) -> asyncio.Future[None]:
-        future = self._log.append(data)
-        self._sessions[session_id].segments.add(self._log.segment)
+    def _append(
+        self, session_id: str, data: bytes | Sequence[Buffer], undo: Callable[[], object] | None = None
+    ) -> asyncio.Future[None]:
+        session = self._sessions[session_id]
+        future = self._log.append(data, undo=undo)
+        session.segments.add(self._log.segment)
         return future
 
     def _note(self, session_id: str, data: bytes) -> None:
@@ -200,12 +211,20 @@ class SessionJournal:
             # The first call's record may still be on its way to the disk: this one is durable after it.
             result, reason = session.result, session.reason
         data = encode(RecordKind.STATE, session_id, result, state=then, reason=reason)
+        before = session.state, session.result, session.reason
         session.state, session.result, session.reason = then, result, reason
-        await self._append(session_id, data)
+
+        def undo() -> None:
+            session.state, session.result, session.reason = before
+
+        await self._append(session_id, data, undo)
         return result
 
     async def _last_word(self, session_id: str) -> None:
-        await self._log.append(encode(RecordKind.FORGOTTEN, session_id))
+        def undo() -> None:
+            self._sessions[session_id] = self._leaving.pop(session_id)
+
+        await self._log.append(encode(RecordKind.FORGOTTEN, session_id), undo=undo)
         del self._leaving[session_id]
         self._drop_segments()
 

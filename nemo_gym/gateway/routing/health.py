@@ -3,6 +3,9 @@
 UP ── a fatal failure, or several in a row ──▶ DOWN ── a probe succeeds ──▶ TRIAL ── one call is answered ──▶ UP
                                                  ▲                           │
                                                  └───── that call fails ─────┘
+
+Several failures in a row that one session alone sees only make an engine suspected: its requests may be what the
+engine fails at. The next probe decides then, and should come at once.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ class Health:
         self._failures_to_down = failures_to_down
         self._failures = 0
         """Of calls, since the last answer."""
+        self._failed_for: set[object] = set()
+        """Sessions of those calls."""
+        self.suspected = False
         self._probe_failures = 0
         self.state = HealthState.UP
         self.epoch = 0
@@ -49,7 +55,7 @@ class Health:
         """A call was answered; also a refusal is an answer. Returns whether that put the engine into service."""
         if epoch != self.epoch or self.state is HealthState.DOWN:
             return False
-        self._failures = 0
+        self._forget_failures()
         back = self.state is HealthState.TRIAL
         self.state = HealthState.UP
         return back
@@ -61,11 +67,12 @@ class Health:
             return False
         self.state = HealthState.UP
         self._failures = self._failures_to_down - 1
+        self._failed_for = {object()}  # whose calls failed before its trial: not the next one's session
         return True
 
-    def failed(self, epoch: int, error: EngineError, *, probe: bool = False) -> bool:
-        """A call failed, or a probe; either alone can be enough. Returns whether that took the engine out of
-        service."""
+    def failed(self, epoch: int, error: EngineError, *, probe: bool = False, session_id: str | None = None) -> bool:
+        """A call failed, or a probe; either alone can be enough. ``session_id``: of the call; one without a session
+        stands for itself. Returns whether that took the engine out of service."""
         if not error.unhealthy or epoch != self.epoch:
             return False
         self.last_error = str(error)
@@ -75,15 +82,25 @@ class Health:
             self._probe_failures += 1
         else:
             self._failures += 1
+            self._failed_for.add(session_id if session_id is not None else object())
         if self.state is HealthState.TRIAL:
             self.rests = 1
-        many = max(self._failures, self._probe_failures) >= self._failures_to_down
-        if error.fatal or many or self.state is HealthState.TRIAL:
+        in_a_row = self._failures >= self._failures_to_down
+        many = self._probe_failures >= self._failures_to_down or (in_a_row and len(self._failed_for) > 1)
+        confirmed = probe and self.suspected
+        if error.fatal or many or confirmed or self.state is HealthState.TRIAL:
             self.state = HealthState.DOWN
             self.epoch += 1
-            self._failures = self._probe_failures = 0
+            self._forget_failures()
+            self._probe_failures = 0
             return True
+        self.suspected = in_a_row
         return False
+
+    def _forget_failures(self) -> None:
+        self._failures = 0
+        self._failed_for.clear()
+        self.suspected = False
 
     def probe_succeeded(self, in_flight: int = 0) -> bool:
         """``in_flight``: calls running there. Returns whether the engine may have more calls now."""
@@ -92,6 +109,8 @@ class Health:
             self._trial_probes = 0
             return True
         self._probe_failures = 0
+        if self.suspected:
+            self._forget_failures()
         if self.state is HealthState.TRIAL and in_flight:
             self._trial_probes += 1
             # What cannot sample fails soon. A long answer must not hold back all calls but one for minutes.

@@ -29,6 +29,7 @@ class Prober(Generic[E]):
     async def run(self) -> None:
         """Probe until cancelled. An engine that takes its time does not delay the others' next probe."""
         async with asyncio.TaskGroup() as group:
+            self._router.ask_now = lambda replica: self._ask_now(group, replica)
             group.create_task(self._first_round(self._ask(group)))
             while True:
                 await asyncio.sleep(self._interval_s)
@@ -54,6 +55,12 @@ class Prober(Generic[E]):
             elif replica not in self._asking and (silent or replica.health.state is not HealthState.UP):
                 asked.append(group.create_task(self._probe(replica)))
         return asked
+
+    def _ask_now(self, group: asyncio.TaskGroup, replica: Replica[E]) -> None:
+        if replica not in self._asking:
+            self._asking.add(replica)
+            replica.heard_from = False  # since then
+            group.create_task(self._probe(replica))
 
     async def _probe(self, replica: Replica[E]) -> None:
         before = replica.health.state

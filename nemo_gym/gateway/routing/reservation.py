@@ -36,7 +36,7 @@ class Reservation(Generic[E]):
             self._open = False
             if self._session_id is not None:
                 self.replica.calling.discard(self._session_id)
-            self._router.ended(self.replica, self._epoch, outcome)
+            self._router.ended(self.replica, self._epoch, outcome, self._session_id)
 
     def answering(self) -> None:
         """Part of the answer is there: the engine samples."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from nemo_gym.errors import ConfigError
-from nemo_gym.gateway.engines.errors import EngineError, EngineRateLimitedError
+from nemo_gym.gateway.engines.errors import EngineError, EngineFailedError, EngineRateLimitedError
 from nemo_gym.gateway.routing.health import Health, HealthState
 from nemo_gym.gateway.routing.replica import E, Replica, ReplicaStatus
 from nemo_gym.gateway.routing.reservation import Reservation
@@ -60,6 +60,9 @@ class Router(Generic[E]):
         self._choices = 0
         self._homes: dict[str, str] = {}
         self._waiters: list[_Waiter[E]] = []
+        self.ask_now: Callable[[Replica[E]], None] = lambda replica: None
+        """Called with an engine that answers, but with failures, so that the requests may be to blame: everybody else
+        would wait for its next probe."""
 
     # -- membership ----------------------------------------------------------------------------------------------
 
@@ -235,7 +238,9 @@ class Router(Generic[E]):
             self._settle()
             self._place_waiters()
 
-    def ended(self, replica: Replica[E], epoch: int, outcome: EngineError | bool) -> None:
+    def ended(
+        self, replica: Replica[E], epoch: int, outcome: EngineError | bool, session_id: str | None = None
+    ) -> None:
         """A call there is over; for `Reservation`."""
         replica.in_flight -= 1
         if replica.in_flight == 0:
@@ -246,8 +251,13 @@ class Router(Generic[E]):
                 asyncio.get_running_loop().call_later(outcome.retry_after_s, self._place_waiters)
             outcome = False
         if isinstance(outcome, EngineError) and outcome.unhealthy:
-            if replica.health.failed(epoch, outcome):
+            before = replica.health.state
+            if replica.health.failed(epoch, outcome, session_id=session_id):
                 self._leave(replica.name)
+                if before is HealthState.UP and isinstance(outcome, EngineFailedError):
+                    self.ask_now(replica)
+            elif replica.health.suspected:
+                self.ask_now(replica)
         elif outcome is not False:
             replica.heard_from = True
             if replica.health.succeeded(epoch):
@@ -318,7 +328,7 @@ class Router(Generic[E]):
         serving = [
             replica
             for replica in self._replicas.values()
-            if replica.health.state is HealthState.UP and not replica.draining and replica.name not in without
+            if replica.health.state is not HealthState.DOWN and not replica.draining and replica.name not in without
         ]
         if serving and all(replica.cooling_until > now for replica in serving):
             wait_s = min(replica.cooling_until for replica in serving) - now

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any, Protocol, TypeVar
 
 from nemo_gym.gateway.lowered import Answer, AnswerTokens, LoweredRequest
+from nemo_gym.gateway.service.limits import LoopTurns, SessionShare
 from nemo_gym.gateway.tokens.splits import SplitReason
 
 
@@ -48,6 +49,12 @@ class CallContext:
     """32 hexadecimal digits, unique: the answer's id, and the beginning of the engine's request ids."""
     pinned: Mapping[str, Any] = field(default_factory=dict)
     """The session's sampling parameters, which win over the request's."""
+    body_bytes: int = 0
+    """Of the request; 0 where that is not known."""
+    share: SessionShare = field(default_factory=SessionShare)
+    """Of the session; told of steps that held the event loop."""
+    turns: LoopTurns = field(default_factory=LoopTurns)
+    """Waited for before such a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,10 @@ class Backend(Protocol[C, D]):
         self, conversations: C, request: LoweredRequest, sampled: D
     ) -> tuple[Answer, Mapping[str, Any], TurnFacts]:
         """Keep what was sampled: the answer, the turn as the journal records it, and facts about it."""
+        ...
+
+    def take_back(self, conversations: C, turn_id: int) -> None:
+        """Undo the latest ``commit``: its turn could not be made durable."""
         ...
 
     def count_tokens(self, request: LoweredRequest) -> int | None:

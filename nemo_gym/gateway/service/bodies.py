@@ -25,6 +25,11 @@ _KEPT_BYTES = 256 << 10
 """All remembered bodies together, where the latest is not larger by itself."""
 _SCANNED_MARKS = 20_000
 """Strings, brackets and commas looked at in one body, a few milliseconds. One that brings more is not remembered."""
+_SCANNED_BYTES = 4 << 20
+"""Of them, for the sake of strings that are long or full of escapes."""
+_REMEMBERED_BYTES = 8 << 20
+"""Of a body that no remembered one begins like. Parsing one with large images takes less than finding its way round in
+it."""
 _CANDIDATES = 4
 _BLANKS = b" \t\n\r"
 # The last group is empty where a string does not end. Without it the search would go on within the string, and again.
@@ -124,7 +129,7 @@ class BodyMemo:
 
 def _first(raw: bytes, value: Any) -> _View | None:
     """``raw``, which holds ``value``, as it is remembered; nothing for what is no object with a history."""
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or len(raw) > _REMEMBERED_BYTES:
         return None
     for key in _HISTORIES:
         if not isinstance(value.get(key), list) or not value[key]:
@@ -189,7 +194,7 @@ def _scanned(raw: bytes, start: int) -> list[int] | None:
     is there twice. What it finds in something that is no JSON means nothing."""
     ends: list[int] = []
     depth = 0
-    for number, mark in enumerate(_MARK.finditer(raw, start)):
+    for number, mark in enumerate(_MARK.finditer(raw, start, start + _SCANNED_BYTES)):
         if number == _SCANNED_MARKS:
             return None
         at = mark.start()

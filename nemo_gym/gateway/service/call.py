@@ -35,6 +35,7 @@ class CallRequest:
     connection: Connection | None
     receive: Receive
     """As in ASGI, with the body read."""
+    body_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -52,6 +53,7 @@ class Call(Generic[C]):
     """For the capture, where there is one."""
     handed_over: Callable[[Call[C], bool], None]
     """Called once the last byte of the answer has left; with whether its caller was still there."""
+    body_bytes: int = 0
     call_id: str = field(default_factory=lambda: token_hex(16))
     lowered: LoweredRequest = _NOTHING
     fingerprint: str = ""
@@ -72,6 +74,8 @@ class Call(Generic[C]):
     def sent(self) -> None:
         """The last byte of the reply was handed over."""
         self.handed_over(self, self.delivery is None or self.watch.all_sent(self._undelivered))
+        # Its connection may stay open for long, and this with it.
+        self.body, self.lowered = {}, _NOTHING
 
     def _undelivered(self) -> None:
         assert self.delivery is not None

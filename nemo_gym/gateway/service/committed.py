@@ -68,9 +68,14 @@ class LargeText:
         self.text.let_go(partial(body.read, self.offset, self.length))
 
 
+def large_in(turn: Mapping[str, Any]) -> list[JsonText]:
+    """The large ones among what a turn relays."""
+    return [text for text in (turn.get("relayed") or {}).values() if len(text.data) >= LARGE_BYTES]
+
+
 def large_texts(turn: Mapping[str, Any], pieces: Sequence[Buffer]) -> list[LargeText]:
     """Those among what ``turn`` relays; ``pieces`` are the journal's body of it."""
-    texts = [text for text in (turn.get("relayed") or {}).values() if len(text.data) >= LARGE_BYTES]
+    texts = large_in(turn)
     if not texts:
         return []
     starts: dict[int, int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +14,7 @@ from nemo_gym.errors import ConfigError
 from nemo_gym.gateway.capture import CaptureConfig
 from nemo_gym.gateway.engines import EngineConfig
 from nemo_gym.gateway.journal import Durability
+from nemo_gym.gateway.service.limits import CallLimits
 from nemo_gym.gateway.service.pool import EnginePool, RetryConfig, RoutingConfig
 from nemo_gym.gateway.sessions import KEEP_CLOSED_S
 from nemo_gym.gateway.streaming import FIRST_EVENT_GRACE_S, PING_INTERVAL_S
@@ -21,6 +23,7 @@ from nemo_gym.gateway.tokens import History
 if TYPE_CHECKING:
     from nemo_gym.gateway.service.token_backend import TokenBackend, TokenLimits
 
+_LIMITS = CallLimits()
 _ABSURD_CONTEXT = 10**8
 """Tokenizers without a limit say a number with thirty digits."""
 
@@ -117,6 +120,14 @@ class GatewayConfig(BaseResponsesAPIModelConfig):
     durability: Durability = "process"
     """What a committed turn survives: the death of the ``process``, or a ``power_loss`` as well, which waits for the
     disk."""
+    max_session_messages: int = Field(_LIMITS.max_session_messages, gt=0)
+    """Of all conversations of one session; what a request repeats of an earlier one is not counted again. A session
+    that has more gets no further answer (413)."""
+    max_session_bytes: int = Field(_LIMITS.max_session_bytes, gt=0)
+    """The same for what its turns hold in memory."""
+    max_session_in_flight_bytes: int = Field(_LIMITS.max_session_in_flight_bytes, gt=0)
+    """Bodies of one session's unanswered calls; one that would exceed it is told to come back (429). A body whose
+    length is not announced counts as ``max_body_bytes``."""
     keep_closed_s: float = Field(KEEP_CLOSED_S, ge=0)
     """How long a closed session answers a repeated finalize."""
     ping_interval_s: float = Field(PING_INTERVAL_S, gt=0)
@@ -128,6 +139,9 @@ class GatewayConfig(BaseResponsesAPIModelConfig):
     path_tokens: bool = False
     """Also take the inference token in the path (``/sessions/<id>/token/<token>/v1``), for trusted runners that can
     set a base URL but no header."""
+
+    def limits(self) -> CallLimits:
+        return CallLimits(**{one.name: getattr(self, one.name) for one in fields(CallLimits)})
 
     @property
     def kind(self) -> Literal["text", "token"]:

@@ -6,7 +6,7 @@ the server's layers, which answer it as they answer everything.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -17,6 +17,8 @@ from nemo_gym.credentials import CREDENTIAL_HEADER
 from nemo_gym.errors import NemoGymError
 from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.service.call import CallRequest
+from nemo_gym.gateway.service.inference import Inference
+from nemo_gym.gateway.service.limits import step_begins
 from nemo_gym.gateway.service.live import LiveSession
 from nemo_gym.gateway.service.sessions import DurableSessions
 from nemo_gym.gateway.sessions import token_in
@@ -29,17 +31,16 @@ _ELSEWHERE = frozenset(
     {CREDENTIAL_HEADER.lower(), ROLLOUT_ID_HEADER.lower(), "cookie", "content-encoding", "transfer-encoding"}
 )
 """Headers that some layer does something about."""
-_LENGTH_DIGITS = 15
-Answering = Callable[[Dialect, dict[str, Any], CallRequest, LiveSession[Any]], Awaitable[Response]]
+LENGTH_DIGITS = 15
 
 
 class InferenceDoor:
     """An `nemo_gym.serving.application.Shortcut` to a gateway's inference."""
 
-    def __init__(self, sessions: DurableSessions[Any, Any], answer: Answering, *, max_body_bytes: int) -> None:
+    def __init__(self, sessions: DurableSessions[Any, Any], inference: Inference[Any, Any]) -> None:
         self._sessions = sessions
-        self._answer = answer
-        self._max_body_bytes = max_body_bytes
+        self._inference = inference
+        self._limits = inference.limits
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None] | None:
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -54,12 +55,12 @@ class InferenceDoor:
         # Of a header that comes twice, the first counts.
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
         length = headers.get("content-length", "")
-        if not (length.isdecimal() and len(length) <= _LENGTH_DIGITS and int(length) <= self._max_body_bytes):
+        if not (length.isdecimal() and len(length) <= LENGTH_DIGITS and int(length) <= self._limits.max_body_bytes):
             return None
         if not _ELSEWHERE.isdisjoint(headers):
             return None
         live = self._session(headers, named)
-        return None if live is None else self._answered(dialect, live, headers, scope, receive, send)
+        return None if live is None else self._claimed(dialect, live, headers, int(length), scope, receive, send)
 
     def _session(self, headers: Mapping[str, str], named: str | None) -> LiveSession[Any] | None:
         token = token_in(headers)
@@ -70,6 +71,26 @@ class InferenceDoor:
         except NemoGymError:
             return None
         return live if named is None or named == live.session_id else None
+
+    async def _claimed(
+        self,
+        dialect: Dialect,
+        live: LiveSession[Any],
+        headers: Mapping[str, str],
+        length: int,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        try:
+            live.share.claim(length, self._limits.max_session_in_flight_bytes)
+        except NemoGymError as error:
+            await refused(Request(scope), error)(scope, receive, send)
+            return
+        try:
+            await self._answered(dialect, live, headers, scope, receive, send)
+        finally:
+            live.share.release(length)
 
     async def _answered(
         self,
@@ -88,10 +109,14 @@ class InferenceDoor:
                 return  # gone before its whole body was here: nobody waits for an answer
             parts.append(message["body"])
             more = message["more_body"]
-        raw = parts[0] if len(parts) == 1 else b"".join(parts)
         try:
+            raw = parts[0] if len(parts) == 1 else await self._joined(parts, live)
+            await self._inference.admit(raw, live)
+            working = step_begins(len(raw))
             body = json_object(raw, scope["path"], live.bodies.loads)
-            response = await self._answer(dialect, body, CallRequest(headers, scope["client"], receive), live)
+            live.share.worked(working)
+            asked = CallRequest(headers, scope["client"], receive, len(raw))
+            response = await self._inference.answer(dialect, body, asked, live)
         except CallerGoneError:
             response = Response(status_code=CLIENT_CLOSED_REQUEST)
         except NemoGymError as error:
@@ -99,3 +124,11 @@ class InferenceDoor:
         except Exception as error:  # noqa: BLE001 - the boundary of this server, as in `UnknownErrorMiddleware`
             response = unexpected(scope, error)
         await response(scope, receive, send)
+
+    async def _joined(self, parts: list[bytes], live: LiveSession[Any]) -> bytes:
+        await self._inference.turns.wait(live.share)
+        working = step_begins(sum(map(len, parts)))
+        raw = b"".join(parts)
+        live.share.worked(working)
+        parts.clear()
+        return raw

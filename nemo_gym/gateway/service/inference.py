@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from typing import Any, Generic
 
 from starlette.responses import Response
@@ -23,20 +24,25 @@ from nemo_gym.gateway.capture import CallCapture, CallRecord
 from nemo_gym.gateway.delivery import DELIVERIES
 from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
+from nemo_gym.gateway.engines import EngineAnswerTooLargeError
 from nemo_gym.gateway.journal import SessionState
+from nemo_gym.gateway.relayed import size_of
 from nemo_gym.gateway.retries import RequestHints, request_fingerprint, request_hints
 from nemo_gym.gateway.service.backend import Backend, C, CallContext, D
 from nemo_gym.gateway.service.call import Call, CallRequest
 from nemo_gym.gateway.service.committed import Committed, encode_committed, large_texts
 from nemo_gym.gateway.service.delivered import DeliveredEvents, DeliveredJson, DeliveredStream, pieces
+from nemo_gym.gateway.service.limits import CallLimits, LoopTurns, step_begins
 from nemo_gym.gateway.service.live import LiveSession
 from nemo_gym.gateway.service.sessions import DurableSessions
 from nemo_gym.gateway.streaming import FIRST_EVENT_GRACE_S, PING_INTERVAL_S, KeepAlive
 from nemo_gym.gateway.usage import Usage
+from nemo_gym.serving.body_limit import check_values
 from nemo_gym.serving.disconnect import CallerGoneError, while_connected
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.25
 """How soon, and at last how often, it is looked whether a reply that the kernel did not take at once has left."""
+_LARGE_BODY_BYTES = 1 << 20
 ROUTES = {dialect: path for path, dialect in PATHS.items()}
 
 
@@ -61,6 +67,7 @@ class Inference(Generic[C, D]):
         return_token_ids: bool = False,
         timing: StreamTiming | None = None,
         capture: CallCapture | None = None,
+        limits: CallLimits | None = None,
     ) -> None:
         """``return_token_ids``: replies carry the exact tokens, as NeMo Gym's models do for training."""
         self._backend = backend
@@ -69,7 +76,14 @@ class Inference(Generic[C, D]):
         self._return_token_ids = return_token_ids
         self._timing = timing or StreamTiming()
         self._capture = capture
+        self.limits = limits or CallLimits()
+        self.turns = LoopTurns()
         self._captures_bodies = capture is not None and capture.bodies
+
+    async def admit(self, raw: bytes, live: LiveSession[C]) -> None:
+        """Before a session's body is parsed. Raises `TooManyValuesError`."""
+        await check_values(raw, self.limits.max_body_values)
+        await self.turns.wait(live.share)
 
     async def answer(
         self, dialect: Dialect, body: dict[str, Any], request: CallRequest, live: LiveSession[C] | None
@@ -79,6 +93,7 @@ class Inference(Generic[C, D]):
         watch = DELIVERIES.watch(request.connection)
         call = Call(dialect, adapter_of(dialect), body, live, request.connection, watch, None, self._handed_over)
         call.taken_back = self._taken_back
+        call.body_bytes = request.body_bytes
         call.record = self._begun(call, request)
         try:
             if not watch.watched:
@@ -97,18 +112,29 @@ class Inference(Generic[C, D]):
                 raise CallerGoneError from None
             raise
         except BaseException as error:
+            if isinstance(error, EngineAnswerTooLargeError):
+                self._sessions.memory_is_free = True
             call.failed(error)
             self._captured(call)
             raise
+        finally:
+            if call.body_bytes > _LARGE_BODY_BYTES:
+                self._sessions.memory_is_free = True
 
     async def _answered(self, call: Call[C], request: CallRequest) -> Response:
         live = call.live
+        self.limits.check_body(call.body)
+        if live is not None:
+            self.limits.check_kept(live.share)
+            await self.turns.wait(live.share)
+        working = step_begins(call.body_bytes)
         call.lowered = call.adapter.lower(call.body, live.lowering if live is not None else None)
         if self._return_token_ids:
             call.lowered = replace(call.lowered, token_ids=True)
         if live is None:
             return await self._reply(call, self._alone(call))
         call.fingerprint = request_fingerprint(call.dialect, call.body, live.fingerprints)
+        live.share.worked(working)
         hints = request_hints(request.headers, call.connection, live.answered_on(call.fingerprint))
         return await self._reply(call, self._once(call, live, hints))
 
@@ -134,36 +160,52 @@ class Inference(Generic[C, D]):
         call.answered(call.delivery.answer, repeated=call.delivery.repeated)
 
     async def _sample(self, live: LiveSession[C], call: Call[C]) -> D:
-        if (broken := self._sessions.journal.log.broken) is not None:
-            raise broken  # what is sampled now could not be kept
-        context = CallContext(live.session_id, call.call_id, live.session.sampling)
+        if (refusal := self._sessions.journal.log.refusal) is not None:
+            raise refusal  # what is sampled now could not be kept
+        await self.turns.wait(live.share)
+        context = CallContext(
+            live.session_id, call.call_id, live.session.sampling, call.body_bytes, live.share, self.turns
+        )
         sampled = await self._backend.sample(live.conversations, call.lowered, context)
         if call.record is not None:
             call.record.mark("sampled")
         return sampled
 
     async def _commit(self, live: LiveSession[C], call: Call[C], sampled: D, key: str | None) -> Committed:
+        await self.turns.wait(live.share)
         if live.state is not SessionState.OPEN:
             raise FencedError(f"session '{live.session_id}' is {live.state}", session_id=live.session_id)
+        working = step_begins(call.body_bytes)
         # No await between here and the journal's own record: a turn that is kept is also on its way to the disk.
-        answer, turn, facts = self._backend.commit(live.conversations, call.lowered, sampled)
-        pieces = encode_committed(answer, turn)
+        conversations = live.conversations
+        answer, turn, facts = self._backend.commit(conversations, call.lowered, sampled)
+        try:
+            pieces = encode_committed(answer, turn)
+        except BaseException:
+            self._backend.take_back(conversations, facts.turn_id)
+            raise
         call.large = large_texts(turn, pieces)
+        size = size_of(pieces) - sum(one.length for one in call.large)
+        live.share.worked(working)
         index = await self._sessions.journal.commit_turn(
             live.session_id,
             pieces,
             fingerprint=call.fingerprint,
             key=key,
             kept=call.is_kept if call.large else None,
+            undo=partial(self._backend.take_back, conversations, facts.turn_id),
         )
         self._sessions.committed(live.session, Usage(answer.usage.prompt_tokens, answer.usage.completion_tokens))
+        live.share.kept(turn, size)
         call.sampled(facts)
         return Committed(answer, facts.turn_id, index)
 
     async def _alone(self, call: Call[C]) -> None:
         """A call without a session: a judge's, or a NeMo Gym agent's. Nothing is kept."""
         conversations = self._backend.conversations(datetime.now().astimezone())
-        sampled = await self._backend.sample(conversations, call.lowered, CallContext(None, call.call_id))
+        sampled = await self._backend.sample(
+            conversations, call.lowered, CallContext(None, call.call_id, body_bytes=call.body_bytes)
+        )
         answer, _, facts = self._backend.commit(conversations, call.lowered, sampled)
         call.conversations = conversations
         call.sampled(facts)
@@ -271,7 +313,7 @@ class Inference(Generic[C, D]):
             session.session_id if session is not None else None,
             session.rollout.model_dump(mode="json") if session is not None else None,
             stream=bool(call.body.get("stream")),
-            retry_count=int(retries) if retries.isdecimal() else None,
+            retry_count=int(retries) if retries.isdecimal() and len(retries) < 10 else None,
             user_agent=request.headers.get("user-agent"),
             request_bytes=int(request.headers.get("content-length") or 0),
             request=call.body if self._capture.bodies else None,

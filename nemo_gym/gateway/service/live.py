@@ -14,6 +14,7 @@ from nemo_gym.gateway.retries.hints import Connection
 from nemo_gym.gateway.service.backend import C
 from nemo_gym.gateway.service.bodies import BodyMemo
 from nemo_gym.gateway.service.committed import Committed
+from nemo_gym.gateway.service.limits import SessionShare
 from nemo_gym.gateway.sessions import GatewaySession
 
 _REMEMBERED_CONNECTIONS = 64
@@ -40,6 +41,7 @@ class LiveSession(Generic[C]):
     lowering: LoweringMemo = field(default_factory=LoweringMemo)
     fingerprints: FingerprintMemo = field(default_factory=FingerprintMemo)
     in_flight: int = 0
+    share: SessionShare = field(default_factory=SessionShare)
     _answered_on: dict[str, Connection] = field(default_factory=dict)
 
     @property

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Generic, Literal
@@ -22,13 +23,14 @@ from nemo_gym.gateway.journal import (
     Durability,
     JournalDamagedError,
     JournalError,
+    JournalFullError,
     ReplayedSession,
     SessionJournal,
     SessionRecord,
     SessionState,
 )
 from nemo_gym.gateway.service.backend import Backend, C, D
-from nemo_gym.gateway.service.committed import decode_committed
+from nemo_gym.gateway.service.committed import decode_committed, large_in
 from nemo_gym.gateway.service.live import LiveSession
 from nemo_gym.gateway.sessions import (
     INFERENCE_TOKEN_PREFIX,
@@ -40,6 +42,7 @@ from nemo_gym.gateway.sessions import (
     SessionKey,
 )
 from nemo_gym.gateway.usage import Usage
+from nemo_gym.serving.webserver import give_back_memory
 from nemo_gym.session import RolloutIdentity
 
 SWEEP_INTERVAL_S = 1.0
@@ -62,6 +65,8 @@ class DurableSessions(Generic[C, D]):
         self._by_token: dict[str, LiveSession[C]] = {}
         self._current: dict[SessionKey, LiveSession[C]] = {}
         self._sweeping: asyncio.Task[None] | None = None
+        self.memory_is_free = False
+        """Set where something large has been let go of: the next sweep gives it back to the system."""
         self.journal: SessionJournal
 
     # -- the process ---------------------------------------------------------------------------------------------
@@ -201,7 +206,8 @@ class DurableSessions(Generic[C, D]):
             if live.state is SessionState.OPEN:
                 live.state = SessionState.COMPLETE  # at once, for calls that come while the journal is being written
                 await live.answers.aclose()
-                await self.journal.complete(session_id, orjson.dumps(given))
+                with self._unless_kept(live, SessionState.OPEN):
+                    await self.journal.complete(session_id, orjson.dumps(given))
                 live.reward_info = given
         return {**_summary(live), "state": live.state}
 
@@ -224,11 +230,13 @@ class DurableSessions(Generic[C, D]):
                 if reward is not None:
                     said["reward"] = reward
                 result = orjson.dumps(checked_reward(said))
-                live.state = SessionState.FINALIZED
+                before, live.state = live.state, SessionState.FINALIZED
                 await live.answers.aclose()
-                live.reward_info = orjson.loads(await self.journal.finalize(session_id, result))
+                with self._unless_kept(live, before):
+                    live.reward_info = orjson.loads(await self.journal.finalize(session_id, result))
                 live.closed_at = time.time()
                 live.forget_requests()
+                self.memory_is_free = True
                 self._backend.forget(session_id)
         info = {key: value for key, value in live.reward_info.items() if key != "reward"}
         rows = live.conversations.rows(session_id, reward=live.reward_info.get("reward"), reward_info=info)
@@ -257,6 +265,7 @@ class DurableSessions(Generic[C, D]):
         for turn in found.turns:
             committed, record = decode_committed(turn.body, turn.index)
             records.append(record)
+            live.share.kept(record, len(turn.body) - sum(len(text.data) for text in large_in(record)))
             live.answers.restore(turn.fingerprint, turn.key, committed, sent=turn.sent)
             usage = committed.answer.usage
             self.committed(live.session, Usage(usage.prompt_tokens, usage.completion_tokens))
@@ -290,9 +299,18 @@ class DurableSessions(Generic[C, D]):
             raise CredentialError("the control token is not this session's", session_id=session_id)
         return live
 
+    @contextlib.contextmanager
+    def _unless_kept(self, live: LiveSession[C], before: SessionState) -> Iterator[None]:
+        """A step of which the journal keeps nothing was none."""
+        try:
+            yield
+        except JournalFullError:
+            live.state = before
+            raise
+
     async def _end(self, live: LiveSession[C], reason: str) -> None:
         async with live.ending:
-            if live.state is SessionState.ABORTED:
+            if live.state is SessionState.ABORTED and live.closed_at is not None:
                 return
             if live.state is SessionState.FINALIZED:
                 raise FencedError(
@@ -303,6 +321,7 @@ class DurableSessions(Generic[C, D]):
             await self.journal.abort(live.session_id, reason)
             live.closed_at = time.time()
             live.forget_requests()
+            self.memory_is_free = True
             # Nothing of it is kept but that it was.
             live.conversations = self._backend.conversations(datetime.now().astimezone())
             self._backend.forget(live.session_id)
@@ -311,12 +330,17 @@ class DurableSessions(Generic[C, D]):
         """Abort what is overdue, and forget what has been closed for long enough, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
+            if self.memory_is_free:
+                self.memory_is_free = False
+                await asyncio.to_thread(give_back_memory)
             now = time.time()
             try:
                 for live in [*self._live.values()]:
                     if live.closed_at is not None and live.closed_at + self._keep_closed_s < now:
                         await self.journal.forget(live.session_id)
                         self._drop(live)
+                    elif live.closed_at is None and live.state is SessionState.ABORTED:
+                        await self._end(live, live.reason or "")  # the journal could not take it before
                     elif live.closed_at is None and live.record.deadline_at <= now:
                         await self._end(live, DEADLINE_REASON)
                         log.info("session aborted at its deadline", session_id=live.session_id)

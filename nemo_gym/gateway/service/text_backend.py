@@ -17,9 +17,10 @@ import orjson
 from nemo_gym.gateway.dialects.endpoint import chat_body, end_of, message_of, usage_of
 from nemo_gym.gateway.engines import EngineAnswerError, OpenAIEngine, TextReply
 from nemo_gym.gateway.engines.completions import Completion, completion_in, tokens_in
-from nemo_gym.gateway.lowered import Answer, AnswerTokens, LoweredRequest
+from nemo_gym.gateway.lowered import Answer, AnswerTokens, AnswerUsage, LoweredRequest
 from nemo_gym.gateway.relayed import JsonText
 from nemo_gym.gateway.service.backend import CallContext, TurnFacts
+from nemo_gym.gateway.service.limits import step_begins
 from nemo_gym.gateway.service.message_json import MessagesJson
 from nemo_gym.gateway.service.pool import EnginePool
 from nemo_gym.gateway.tokens import History, IncrementalEncoder, PolicyTokenizer, Sampled, TokenForest, trajectories_of
@@ -124,6 +125,7 @@ class TextSample:
     prepared: Prepared
     reply: TextReply
     completion: Completion
+    usage: AnswerUsage
     context: CallContext
     seconds: float
 
@@ -143,14 +145,20 @@ class TextBackend:
     async def sample(
         self, conversations: TextConversations, request: LoweredRequest, context: CallContext
     ) -> TextSample:
+        working = step_begins(context.body_bytes)
         prepared = conversations.forest.prepare(request.messages, request.tools)
+        context.share.worked(working)
+        await context.turns.wait(context.share)
+        working = step_begins(context.body_bytes)
         body = self._body(request, context)
         body["messages"] = orjson.Fragment(conversations.written.array(request.messages))
+        context.share.worked(working)
+        await context.turns.wait(context.share)
         began = time.monotonic()
-        reply, completion = await self._pool.text_calls.call(
+        reply, completion, usage = await self._pool.text_calls.call(
             context.session_id, lambda engine: _complete(engine, body)
         )
-        return TextSample(prepared, reply, completion, context, time.monotonic() - began)
+        return TextSample(prepared, reply, completion, usage, context, time.monotonic() - began)
 
     def commit(
         self, conversations: TextConversations, request: LoweredRequest, sampled: TextSample
@@ -179,10 +187,15 @@ class TextBackend:
             self._model,
             message,
             end,
-            usage_of(completion.usage),
+            sampled.usage,
         )
         facts = TurnFacts(turn.turn_id, (sampled.reply.engine,), turn.weights_version, turn.reason)
         return answer, {**record_of(turn), "said": said, "relayed": relayed}, facts
+
+    def take_back(self, conversations: TextConversations, turn_id: int) -> None:
+        conversations.forest.take_back(turn_id)
+        conversations.said.pop()
+        conversations.relayed.pop()
 
     def count_tokens(self, request: LoweredRequest) -> None:
         return None
@@ -200,10 +213,11 @@ class TextBackend:
         return body
 
 
-async def _complete(engine: OpenAIEngine, body: Mapping[str, Any]) -> tuple[TextReply, Completion]:
+async def _complete(engine: OpenAIEngine, body: Mapping[str, Any]) -> tuple[TextReply, Completion, AnswerUsage]:
     reply = await engine.complete(ROUTE, body)
     try:
-        return reply, completion_in(reply.body)  # within the try: what is no completion may be one on another engine
+        completion = completion_in(reply.body)  # within the try: what is no completion may be one on another engine
+        return reply, completion, usage_of(completion.usage)
     except ValueError as error:
         raise EngineAnswerError(
             f"engine '{reply.engine}' answered {ROUTE} with something else than a completion"

@@ -23,6 +23,7 @@ from nemo_gym.gateway.lowered import Answer, AnswerEnd, AnswerTokens, AnswerUsag
 from nemo_gym.gateway.parsing import AnswerParser, ParsedAnswer
 from nemo_gym.gateway.relayed import JsonText
 from nemo_gym.gateway.service.backend import CallContext, TurnFacts
+from nemo_gym.gateway.service.limits import step_begins
 from nemo_gym.gateway.service.pool import EnginePool
 from nemo_gym.gateway.tokens import (
     History,
@@ -34,11 +35,14 @@ from nemo_gym.gateway.tokens import (
     trajectories_of,
 )
 from nemo_gym.gateway.tokens.export import as_row
+from nemo_gym.gateway.tokens.messages import calls_of, text_of
 from nemo_gym.gateway.tokens.prompts import Prompt
 from nemo_gym.gateway.tokens.records import record_of, restore
 from nemo_gym.gateway.tokens.turns import json_of
 
 _ANY_ROOM = 1 << 62
+_BYTES_PER_TOKEN = 16
+"""More than any text has on average."""
 _TAIL_IDS = 96
 """Of the prompt's end, decoded for the parser: a generation prompt is far shorter."""
 
@@ -160,7 +164,12 @@ class TokenBackend:
         self, conversations: TokenConversations, request: LoweredRequest, context: CallContext
     ) -> TokenSample:
         _refuse_constraints(request)
+        if context.body_bytes > self._limits.context * _BYTES_PER_TOKEN:
+            self._refuse_overflow(request)
+        working = step_begins(context.body_bytes)
         prepared = conversations.forest.prepare(request.messages, request.tools)
+        context.share.worked(working)
+        await context.turns.wait(context.share)
         prompt = prepared.prompt
         room = self._limits.context - len(prompt)
         if room < 1:
@@ -185,6 +194,15 @@ class TokenBackend:
             name = generation.engine
             raise EngineFailedError(f"engine '{name}' gave the answer up before its end", retryable=True, engine=name)
         return TokenSample(prepared, generation, context, time.monotonic() - began, tail)
+
+    def _refuse_overflow(self, request: LoweredRequest) -> None:
+        """Raises `ContextOverflowError` for what surely does not fit, without encoding megabytes of it."""
+        written = sum(
+            len(text_of(message.get("content"))) + sum(len(str(call)) for call in calls_of(message))
+            for message in request.messages
+        )
+        if written > self._limits.context * _BYTES_PER_TOKEN:
+            raise ContextOverflowError(written // _BYTES_PER_TOKEN, self._limits.context)
 
     def commit(
         self, conversations: TokenConversations, request: LoweredRequest, sampled: TokenSample
@@ -224,7 +242,11 @@ class TokenBackend:
         facts = TurnFacts(turn.turn_id, engines, turn.weights_version, turn.reason)
         return answer, record_of(turn), facts
 
+    def take_back(self, conversations: TokenConversations, turn_id: int) -> None:
+        conversations.forest.take_back(turn_id)
+
     def count_tokens(self, request: LoweredRequest) -> int:
+        self._refuse_overflow(request)
         return len(self._encoder.full(request.messages, tools=request.tools))
 
     def forget(self, session_id: str) -> None:

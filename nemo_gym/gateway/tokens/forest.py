@@ -131,10 +131,13 @@ class TokenForest:
     def commit(self, prepared: Prepared, sampled: Sampled, message: Message) -> Turn:
         """Keep an answer. ``message``: the assistant message as it is delivered.
 
-        Raises `ModelError`, and keeps nothing, when ids and logprobs do not fit each other or the policy.
+        Raises `ModelError`, and keeps nothing, when ids and logprobs do not fit each other or the policy, or when the
+        turn that the request continues was taken back meanwhile.
         """
         ids, logprobs = self._checked(sampled)
         reading, parent = prepared.reading, prepared.parent
+        if parent is not None and self._turns[parent.turn_id : parent.turn_id + 1] != [parent]:
+            raise ModelError("the turn that this request continues could not be kept; ask again", retryable=True)
         key, digest = reading.answered(message)
         new = reading.entries[prepared.shared :]
         entries = [entry.digest for entry in new if entry.digest is not None]
@@ -173,6 +176,15 @@ class TokenForest:
         )
         self.add(turn)
         return turn
+
+    def take_back(self, turn_id: int) -> None:
+        """Forget the latest turn, which nobody has heard of yet."""
+        turn = self._turns.pop()
+        assert turn.turn_id == turn_id
+        # It came last, and so it is the last wherever it is.
+        self._by_key[turn.key].pop()
+        if turn.parent is not None:
+            turn.parent.children.pop()
 
     def add(self, turn: Turn) -> None:
         """Put a turn in its place: a new one, or one read from a journal, parents first."""

@@ -56,8 +56,11 @@ class Opened:
 
     async def post(self, path: str, body: dict[str, Any], **headers: str) -> ClientResponse:
         """As a harness does: with the session's token, and no credential of the stack."""
+        return await self.post_raw(path, orjson.dumps(body), **headers)
+
+    async def post_raw(self, path: str, body: bytes, **headers: str) -> ClientResponse:
         sent = {"Authorization": f"Bearer {self.facts['inference_token']}", **headers}
-        return await request("POST", self.facts["base_url"] + path, data=orjson.dumps(body), headers=sent)
+        return await request("POST", self.facts["base_url"] + path, data=body, headers=sent)
 
     async def chat(self, **body: Any) -> dict[str, Any]:
         reply = await self.post("/chat/completions", {"messages": self.messages, "model": "any", **body})

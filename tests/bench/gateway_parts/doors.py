@@ -130,7 +130,7 @@ class GatewayDoor:
     """A gateway of this suite: every conversation is a session."""
 
     def __init__(self, name: str, server: Running, credential: str) -> None:
-        self.name, self.server, self.url = name, server, server.url
+        self.name, self.server, self.url, self.credential = name, server, server.url, credential
         self._headers = f"X-NeMo-Gym-Credential: {credential}\r\n"
         self._opened = 0
 

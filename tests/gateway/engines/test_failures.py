@@ -26,7 +26,7 @@ from nemo_gym.gateway.engines import (
     TokenRequest,
     VllmEngine,
 )
-from nemo_gym.gateway.engines.http import retry_after_s
+from nemo_gym.gateway.engines.errors import RETRY_AFTER_AT_MOST_S, retry_after_s
 from nemo_gym.gateway.testing import CutOff, FakeVllmEngine, Fault, Hang, Status
 
 REQUEST = TokenRequest("r", [1, 2], Sampling(8))
@@ -125,9 +125,25 @@ async def test_retry_after_is_carried_to_the_caller(http: EngineConnections) -> 
 
 @pytest.mark.parametrize(
     ("header", "expected"),
-    [("2.5", 2.5), ("-3", 0.0), ("Sun, 06 Nov 1994 08:49:37 GMT", 0.0), ("soon", None), ("", None), (None, None)],
+    [
+        ("2.5", 2.5),
+        ("-3", 0.0),
+        ("Sun, 06 Nov 1994 08:49:37 GMT", 0.0),
+        ("Fri, 31 Dec 9999 23:59:59 GMT", RETRY_AFTER_AT_MOST_S),
+        ("Fri, 31 Dec 99999999999999999999 23:59:59 GMT", None),
+        ("999999999", RETRY_AFTER_AT_MOST_S),
+        ("9" * 400, RETRY_AFTER_AT_MOST_S),
+        ("inf", RETRY_AFTER_AT_MOST_S),
+        ("-inf", 0.0),
+        ("nan", None),
+        ("soon", None),
+        ("", None),
+        (None, None),
+    ],
 )
-def test_retry_after_is_read_in_both_forms(header: str | None, expected: float | None) -> None:
+def test_retry_after_is_read_in_both_forms_and_kept_to_for_a_while_at_most(
+    header: str | None, expected: float | None
+) -> None:
     assert retry_after_s(header) == expected
 
 

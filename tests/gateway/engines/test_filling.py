@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from nemo_gym.gateway.engines import EngineConnections, EngineLostError, EngineTimeoutError
+from nemo_gym.gateway.engines import EngineAnswerTooLargeError, EngineConnections, EngineLostError, EngineTimeoutError
 from nemo_gym.gateway.engines.exchange import Reply
 from nemo_gym.gateway.engines.filling import WORTH_IT_BYTES
 from tests.gateway.engines.test_connections import serving
@@ -162,13 +162,15 @@ async def test_cancelled_call_ends_its_connection_amid_a_body(
             await call
 
 
-async def test_length_beyond_belief_is_read_as_it_comes(http: EngineConnections, filled: list[int]) -> None:
+async def test_length_beyond_belief_is_refused_before_its_body_is_read(
+    http: EngineConnections, filled: list[int]
+) -> None:
     async def liar(writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999\r\n\r\n" + BODY)
         await writer.drain()
         writer.close()
 
     async with serving(liar) as server:
-        with pytest.raises(EngineLostError):
+        with pytest.raises(EngineAnswerTooLargeError):
             await server.engine(http).post("/", {})
     assert filled == []

@@ -13,15 +13,16 @@ import pytest
 from nemo_gym.errors import ConfigError
 from nemo_gym.gateway.engines import (
     EngineAnswerError,
+    EngineAnswerTooLargeError,
     EngineConnections,
     EngineEndpoint,
+    EngineFailedError,
     EngineLostError,
     EngineRefusedError,
     EngineUnreachableError,
     HttpEngine,
+    OpenAIEngine,
 )
-from nemo_gym.gateway.engines import exchange as exchange_module
-from nemo_gym.gateway.engines import http as http_module
 from nemo_gym.gateway.engines.heads import RequestHeads
 from tests.gateway.engines.test_connections import JSON, WHOLE, certificate, serving
 from tests.gateway.engines.test_filling import BODY, HEAD
@@ -143,33 +144,58 @@ async def test_call_is_lost_at_once_when_the_server_ends_while_it_is_still_sent(
         held.set()
 
 
+@pytest.mark.parametrize("status", [200, 500])
 @pytest.mark.parametrize("framing", [b"\r\n", b"Content-Length: 99999999999\r\n\r\n"])
 async def test_endless_body_is_given_up(
-    framing: bytes, http: EngineConnections, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+    framing: bytes, status: int, http: EngineConnections, eventually: Eventually
 ) -> None:
-    monkeypatch.setattr(exchange_module, "AT_MOST_BYTES", 1 << 20)
     sent = 0
 
     async def endless(writer: asyncio.StreamWriter) -> None:
         nonlocal sent
-        writer.write(JSON + framing)
+        writer.write(JSON.replace(b"200", b"%d" % status) + framing)
         while True:
             writer.write(b" " * 65536)
             await writer.drain()
             sent += 65536
 
     async with serving(endless) as server:
-        with pytest.raises(EngineAnswerError, match="more than 1048576 bytes"):
-            await server.engine(http).post("/", {})
+        expected = EngineAnswerTooLargeError if status == 200 else EngineFailedError
+        with pytest.raises(expected, match="more than 1048576 bytes"):
+            await server.engine(http, max_answer_bytes=1 << 20).post("/", {})
         await eventually(lambda: server.open == 0)
     assert sent < 64 << 20
 
 
-async def test_endless_event_is_given_up(
-    http: EngineConnections, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
-) -> None:
-    monkeypatch.setattr(http_module, "EVENT_BYTES", 1 << 20)
+async def test_answer_is_given_up_that_is_longer_than_the_tokens_that_were_asked_for(http: EngineConnections) -> None:
+    size = 10 << 20
 
+    async def long(writer: asyncio.StreamWriter) -> None:
+        writer.write(WHOLE.replace(b"7", b"%d" % size) + b" " * (size - 7) + b'{"a":1}')
+
+    async with serving(long) as server:
+        with pytest.raises(EngineAnswerTooLargeError, match="4096 bytes each"):
+            await server.engine(http).post_json("/", {}, max_tokens=1000)
+        assert await server.engine(http).post_json("/", {}, max_tokens=10_000) == {"a": 1}
+        assert await server.engine(http).post_json("/", {}) == {"a": 1}
+
+
+async def test_endless_stream_is_given_up(http: EngineConnections, eventually: Eventually) -> None:
+    async def endless(writer: asyncio.StreamWriter) -> None:
+        writer.write(JSON + b"\r\n")
+        while True:
+            writer.write(b'data: {"choices":[]}\n\n' * 2000)
+            await writer.drain()
+
+    async with serving(endless) as server:
+        engine = OpenAIEngine(EngineEndpoint("e0", f"http://localhost:{server.port}"), http)
+        with pytest.raises(EngineAnswerTooLargeError, match="stream"):
+            async for _ in engine.stream_text("/chat/completions", {"max_tokens": 100}):
+                pass
+        await eventually(lambda: server.open == 0)
+
+
+async def test_endless_event_is_given_up(http: EngineConnections, eventually: Eventually) -> None:
     async def endless(writer: asyncio.StreamWriter) -> None:
         writer.write(JSON + b"\r\ndata: ")
         while True:
@@ -178,7 +204,7 @@ async def test_endless_event_is_given_up(
 
     async with serving(endless) as server:
         with pytest.raises(EngineAnswerError, match="event"):
-            async for _ in server.engine(http).post_events("/", {}):
+            async for _ in server.engine(http, max_answer_bytes=1 << 20).post_events("/", {}):
                 pass
         await eventually(lambda: server.open == 0)
 

@@ -11,6 +11,7 @@ import pytest
 
 from nemo_gym.gateway.engines import (
     EngineAnswerError,
+    EngineAnswerTooLargeError,
     EngineConnections,
     EngineEndpoint,
     EngineRefusedError,
@@ -33,6 +34,7 @@ from nemo_gym.gateway.testing import (
     Sampled,
     hashed_sampler,
 )
+from nemo_gym.gateway.testing.sampler import Sampler
 
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 WIRES = ("vllm-completions", "vllm-generate", "sglang", "sglang-incremental")
@@ -42,11 +44,11 @@ PROMPT = [5, 6, 7, 8]
 
 @contextlib.asynccontextmanager
 async def engine_on(
-    wire: str, http: EngineConnections, length: int = 8
+    wire: str, http: EngineConnections, length: int = 8, sampler: Sampler | None = None
 ) -> AsyncIterator[tuple[FakeEngine, TokenEngine]]:
     fake: FakeEngine
     engine: TokenEngine
-    sampler = hashed_sampler(length)
+    sampler = sampler or hashed_sampler(length)
     if wire.startswith("vllm"):
         fake = FakeVllmEngine(sampler)
     else:
@@ -72,6 +74,24 @@ async def test_generation_holds_exactly_the_sampled_tokens(wire: str, http: Engi
     assert answer.token_ids == logged.token_ids and len(answer.token_ids) == 8
     assert answer.logprobs == logged.logprobs
     assert (answer.finish_reason, answer.engine) == (FinishReason.STOP, "e0")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("wire", WIRES)
+async def test_answer_of_more_tokens_than_were_asked_for_is_dropped(
+    wire: str, streamed: bool, http: EngineConnections
+) -> None:
+    endless = hashed_sampler(5000)
+    async with engine_on(wire, http, sampler=lambda prompt, _, call: endless(prompt, 5000, call)) as (_, engine):
+        seen = 0
+        with pytest.raises(EngineAnswerTooLargeError, match="asked for 100 at most") as caught:
+            if not streamed:
+                await engine.generate(request())
+            async for item in engine.stream(request()):
+                assert isinstance(item, TokenDelta)
+                seen += len(item.token_ids)
+        assert seen <= 100
+        assert not caught.value.elsewhere and not caught.value.unhealthy
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -5,14 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import zlib
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym.gateway.journal import JournalBusyError, JournalDamagedError, JournalError, JournalLog
+from nemo_gym.gateway.journal import (
+    Durability,
+    JournalBusyError,
+    JournalDamagedError,
+    JournalError,
+    JournalFullError,
+    JournalLog,
+)
 from nemo_gym.gateway.journal.frames import frame, framed, read_frames
+from tests.faults.gateway_restart import small_disk
 
 
 def opened(directory: Path, **options: int) -> tuple[JournalLog, list[bytes]]:
@@ -104,15 +113,64 @@ async def test_segments_roll_and_only_the_oldest_may_be_dropped(tmp_path: Path) 
 async def test_failed_write_ends_the_log_for_good(tmp_path: Path) -> None:
     log, _ = opened(tmp_path)
     await log.append(b"kept")
-    full = os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, log._file)
-    os.close(full)
+    unwritable = os.open("/dev/null", os.O_RDONLY)
+    os.dup2(unwritable, log._file)
+    os.close(unwritable)
     for _ in range(3):
         with pytest.raises(JournalError, match="cannot be written"):
             await log.append(b"lost")
     assert log.broken is not None
     await log.aclose()
     assert await contents(tmp_path) == [b"kept"]
+
+
+@pytest.mark.parametrize("durability", ["process", "power_loss"])
+async def test_full_disk_fails_what_does_not_fit_and_is_gone_on_with_once_there_is_room(
+    tmp_path: Path, durability: Durability
+) -> None:
+    with small_disk(tmp_path / "disk", "256k") as resize:
+        log = JournalLog.open(tmp_path / "disk", lambda *_: None, durability=durability, segment_bytes=100_000)
+        kept, number = [], 0
+        with pytest.raises(JournalFullError, match="is full"):
+            for number in range(100):
+                kept.append(b"%d" % number * 5000)
+                await log.append(kept[-1])
+        kept.pop()
+        assert number > 10
+        assert isinstance(log.refusal, JournalFullError)
+        assert log.broken is None
+        undone: list[int] = []
+        outcomes = await asyncio.gather(
+            *(log.append(bytes(200_000), undo=partial(undone.append, at)) for at in range(3)), return_exceptions=True
+        )
+        assert all(isinstance(outcome, JournalFullError) for outcome in outcomes)
+        if durability == "power_loss":
+            assert undone == [2, 1, 0]  # together, the latest first
+        resize("2m")
+        assert log.refusal is None
+        for payload in (b"after", b"x" * 90_000, b"y" * 90_000):
+            path, start = log.place
+            await log.append(payload)
+            kept.append(payload)
+            assert log.place[0] != path or log.place[1] > start
+        assert log.place[0].stat().st_size == log.place[1]
+        await log.aclose()
+        assert await contents(tmp_path / "disk") == kept
+
+
+async def test_what_was_appended_after_a_record_that_does_not_fit_fails_with_it(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "128k") as resize:
+        log, _ = opened(tmp_path / "disk")
+        await log.append(b"first")
+        outcomes = await asyncio.gather(
+            *(log.append(payload) for payload in (bytes(500_000), b"on a hole", b"on a hole")), return_exceptions=True
+        )
+        assert [type(outcome) for outcome in outcomes] == [JournalFullError] * 3
+        await log.append(b"small enough")
+        resize("1m")
+        await log.append(bytes(500_000))
+        await log.aclose()
+        assert await contents(tmp_path / "disk") == [b"first", b"small enough", bytes(500_000)]
 
 
 async def test_closed_log_refuses_and_has_written_everything_before(tmp_path: Path) -> None:

@@ -13,12 +13,14 @@ from nemo_gym.errors import ContractError, FencedError
 from nemo_gym.gateway.journal import (
     JournalDamagedError,
     JournalError,
+    JournalFullError,
     KeptBody,
     ReplayedSession,
     SessionJournal,
     SessionRecord,
     SessionState,
 )
+from tests.faults.gateway_restart import small_disk
 from tests.gateway.stubs import Clock
 
 
@@ -250,6 +252,41 @@ async def test_turn_that_cannot_be_written_leaves_no_gap(tmp_path: Path) -> None
         assert await journal.commit_turn("a", b"x", fingerprint="f") == 0
     async with life(tmp_path) as (_, sessions):
         assert len(sessions["a"].turns) == 1
+
+
+async def test_steps_that_the_full_disk_did_not_take_can_be_made_again(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "128k") as resize:
+        async with life(tmp_path / "disk") as (journal, _):
+            for name in "abc":
+                await journal.opened(record(name))
+            await journal.commit_turn("a", b"kept", fingerprint="f")
+            undone: list[str] = []
+            with pytest.raises(JournalFullError):
+                await journal.commit_turn("a", bytes(200_000), fingerprint="f", undo=lambda: undone.append("turn"))
+            assert (journal.turns("a"), undone) == (1, ["turn"])
+            filling = tmp_path / "disk" / "others"
+            with pytest.raises(OSError, match="No space"), filling.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(512))
+            room = journal.log.place[1] % 4096
+            for step in (
+                lambda: journal.finalize("a", bytes(4096 - room)),
+                lambda: journal.abort("b", "x" * 4096),
+                lambda: journal.opened(record("d" * 4096)),
+            ):
+                with pytest.raises(JournalFullError):
+                    await step()
+            assert (journal.state("a"), journal.state("b")) == (SessionState.OPEN, SessionState.OPEN)
+            resize("1m")
+            filling.unlink()
+            assert await journal.commit_turn("a", b"next", fingerprint="f") == 1
+            await journal.finalize("a", b"result")
+            await journal.opened(record("d" * 4096))
+        async with life(tmp_path / "disk") as (_, sessions):
+            assert [turn.body for turn in sessions["a"].turns] == [b"kept", b"next"]
+            assert sessions["a"].result == b"result"
+            assert sessions["b"].state is SessionState.OPEN
+            assert "d" * 4096 in sessions
 
 
 async def test_session_id_is_taken_once(tmp_path: Path) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import Counter, deque
 
 import pytest
 
 from nemo_gym.errors import ConfigError
-from nemo_gym.gateway.engines import EngineError, EngineRateLimitedError
-from nemo_gym.gateway.routing import NoEngineError, Reservation, Router, RouterOptions
+from nemo_gym.gateway.engines import EngineError, EngineRateLimitedError, EngineUnreachableError
+from nemo_gym.gateway.engines.errors import RETRY_AFTER_AT_MOST_S
+from nemo_gym.gateway.routing import HealthState, NoEngineError, Reservation, Router, RouterOptions
 from tests.gateway.stubs import Clock, StubEngine
 
 Stubs = Router[StubEngine]
@@ -217,6 +219,25 @@ async def test_engine_that_asks_to_wait_is_left_alone_until_then() -> None:
     assert caught.value.retry_after_s == 20
     clock.now += 31
     assert {one_call(router) for _ in range(10)} == {"a", "b"}
+
+
+@pytest.mark.parametrize("asked_s", [30.0, 999_999_999.0, math.inf, math.nan, -1.0])
+async def test_engine_on_trial_that_asks_to_wait_is_asked_again_in_time_and_holds_nobody_up(asked_s: float) -> None:
+    clock = Clock()
+    router: Stubs = Router(clock=clock)
+    router.add(StubEngine("a"))
+    replica = router.replica("a")
+    _reserved(router).release(EngineUnreachableError("gone"))
+    router.probe_succeeded(replica)
+    assert replica.health.state is HealthState.TRIAL
+    _reserved(router).release(EngineRateLimitedError("wait", retry_after_s=asked_s))
+    if asked_s > 0:
+        with pytest.raises(EngineRateLimitedError) as caught:
+            await router.acquire()
+        assert 0 < (caught.value.retry_after_s or 0) <= RETRY_AFTER_AT_MOST_S
+    clock.now += RETRY_AFTER_AT_MOST_S
+    assert one_call(router) == "a"
+    assert replica.health.state is HealthState.UP
 
 
 def test_wrong_membership_changes_are_errors_that_name_the_engine() -> None:

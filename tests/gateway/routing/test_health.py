@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -217,6 +218,63 @@ async def test_probe_that_fails_while_answers_come_says_nothing() -> None:
     for _ in range(8):
         await prober.round()
     assert state(router) is HealthState.UP
+
+
+def poison(router: Router[StubEngine], session_id: str, times: int) -> None:
+    """A session's requests, which the only engine answers with 500."""
+    for _ in range(times):
+        reservation = router.reserve(session_id)
+        assert reservation is not None, "out of service"
+        reservation.release(EngineFailedError("500"))
+
+
+def one() -> tuple[Router[StubEngine], StubEngine]:
+    router: Router[StubEngine] = Router()
+    engine = StubEngine("sick")
+    router.add(engine)
+    return router, engine
+
+
+async def test_failures_that_one_session_alone_sees_are_a_reason_to_ask_and_none_to_leave() -> None:
+    router, _ = one()
+    asked: list[str] = []
+    router.ask_now = lambda replica: asked.append(replica.name)
+    poison(router, "bad", 2)
+    assert not asked
+    poison(router, "bad", 5)
+    assert state(router) is HealthState.UP and {*asked} == {"sick"}
+    await Prober(router).round()
+    poison(router, "bad", 2)
+    poison(router, "good", 1)
+    assert state(router) is HealthState.DOWN, "another session sees it as well"
+
+
+async def test_engine_that_one_session_sees_fail_is_out_once_its_probe_fails_too() -> None:
+    router, engine = one()
+    poison(router, "bad", 3)
+    engine.probe_error = EngineTimeoutError("late")
+    router.probe_failed(router.replica("sick"), engine.probe_error)
+    assert state(router) is HealthState.DOWN
+
+
+async def test_running_prober_asks_an_engine_that_answers_with_failures_at_once(
+    eventually: Callable[[Callable[[], bool]], Awaitable[None]],
+) -> None:
+    router, engine = one()
+    probing = asyncio.create_task(Prober(router, interval_s=3600).run())
+    await eventually(lambda: engine.probes == 1)
+    poison(router, "bad", 3)
+    await eventually(lambda: engine.probes == 2)
+    assert state(router) is HealthState.UP
+    for session_id in ("bad", "good", "other"):
+        poison(router, session_id, 1)
+    assert state(router) is HealthState.DOWN
+    await eventually(lambda: state(router) is HealthState.TRIAL)
+    poison(router, "good", 1)
+    assert state(router) is HealthState.DOWN
+    assert (engine.probes, router.replica("sick").health.rests) == (3, 1), "and no sooner than others after a trial"
+    probing.cancel()
+    await asyncio.wait({probing})
 
 
 async def test_engine_that_fails_now_and_then_a_call_is_out_though_its_probes_succeed() -> None:

@@ -1,0 +1,145 @@
+"""What one session may take, and what it hears when it asks for more."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orjson
+import pytest
+
+from nemo_gym.gateway.service.limits import LONG_S, SMALL_BYTES, LoopTurns, SessionShare, step_begins
+from responses_api_models.gateway.tests.conftest import GatewayStack, Opened, until
+
+DIALECTS = {"/chat/completions": "messages", "/messages": "messages", "/responses": "input"}
+
+
+def port_of(session: Opened) -> int:
+    return int(session.facts["base_url"].split(":")[2].split("/")[0])
+
+
+def asked(path: str, turns: int, **more: Any) -> dict[str, Any]:
+    history = [{"role": "user", "content": f"question {turn}"} for turn in range(turns)]
+    return {"model": "any", "max_tokens" if path == "/messages" else "x": 9, DIALECTS[path]: history, **more}
+
+
+async def chunks(body: bytes) -> AsyncIterator[bytes]:
+    for at in range(0, len(body), 100):
+        yield body[at : at + 100]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("path", DIALECTS)
+async def test_request_beyond_a_limit_is_told_which(gateway: GatewayStack, path: str, chunked: bool) -> None:
+    await gateway.restart(max_messages=20, max_body_values=200)
+    session = await gateway.open()
+
+    async def said(body: dict[str, Any]) -> tuple[int, str]:
+        raw = orjson.dumps(body)
+        reply = await session.post_raw(path, chunks(raw) if chunked else raw)  # type: ignore[arg-type]
+        return reply.status, await reply.text()
+
+    assert (await said(asked(path, 20)))[0] == 200
+    status, text = await said(asked(path, 21))
+    assert status == 413 and "max_messages" in text, text
+    for more in ({"metadata": [[]] * 300}, {"tools": [[[0] * 300]]}, {"stop": [1] * 300}):
+        status, text = await said(asked(path, 1, **more))
+        assert status == 413 and "max_body_values" in text, text
+    assert (await said(asked(path, 1, metadata={"text": "[],{}" * 300})))[0] == 200
+
+
+async def test_count_of_tokens_has_the_same_limits(gateway: GatewayStack) -> None:
+    await gateway.restart(max_messages=20, max_body_values=200)
+    session = await gateway.open()
+    for body, key in ((asked("/messages", 21), "max_messages"), (asked("/messages", 1, x=[0] * 900), "max_body_v")):
+        reply = await session.post("/messages/count_tokens", body)
+        assert reply.status == 413 and key in await reply.text()
+
+
+@pytest.mark.parametrize(
+    ("limit", "key"), [({"max_session_messages": 6}, "max_session_messages"), ({"max_session_bytes": 3000}, "bytes")]
+)
+async def test_session_that_has_kept_all_that_it_may_gets_no_further_answer(
+    gateway: GatewayStack, limit: dict[str, int], key: str
+) -> None:
+    await gateway.restart(**limit)
+    session, other = await gateway.open(), await gateway.open(rollout_id="other")
+    refusals = []
+    for _ in range(2):
+        while (reply := await session.post("/chat/completions", {"messages": session.messages})).status == 200:
+            session.messages += [(await reply.json())["choices"][0]["message"], {"role": "user", "content": "x" * 50}]
+            assert len(session.messages) < 40
+        assert reply.status == 413 and key in await reply.text()
+        assert reply.headers.get("x-should-retry") != "true"
+        refusals.append(len(session.messages))
+        await gateway.restart(**limit, port=port_of(session))
+    assert refusals[0] == refusals[1] > 3, "what was kept before a restart counts"
+    await other.say("hello")
+    assert (await session.finalize())["turns"] == (refusals[0] - 1) // 2
+
+
+async def test_messages_of_a_growing_conversation_are_counted_once(gateway: GatewayStack) -> None:
+    await gateway.restart(max_session_messages=9)
+    session = await gateway.open()
+    for _ in range(5):
+        await session.say("go on")
+    assert (await session.post("/chat/completions", {"messages": session.messages})).status == 413
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_bodies_in_flight_are_bounded_for_each_session(gateway: GatewayStack, chunked: bool) -> None:
+    await gateway.restart(max_session_in_flight_bytes=3000, max_body_bytes=2000)
+    session, other = await gateway.open(), await gateway.open(rollout_id="other")
+    gateway.engine.gate.clear()
+
+    def post(number: int, who: Opened = session) -> Any:
+        raw = orjson.dumps({"messages": [{"role": "user", "content": f"{number}" * 1900}]})
+        return asyncio.create_task(who.post_raw("/chat/completions", chunks(raw) if chunked else raw))  # type: ignore[arg-type]
+
+    first = post(1)
+    await until(lambda: len(gateway.engine.calls) == 1)
+    refused = await post(2)
+    assert refused.status == 429 and "max_session_in_flight_bytes" in await refused.text()
+    assert int(refused.headers["retry-after"]) >= 1 and refused.headers["x-should-retry"] == "true"
+    beside = post(3, other)
+    await until(lambda: len(gateway.engine.calls) == 2)
+    gateway.engine.gate.set()
+    assert [(await one).status for one in (first, beside)] == [200, 200]
+    assert (await post(2)).status == 200
+
+
+async def test_conversation_that_surely_overflows_is_refused_before_it_is_encoded(gateway: GatewayStack) -> None:
+    policy = {"path": str(gateway.folder / "policy"), "max_context_tokens": 1000}
+    await gateway.restart(policy=policy)
+    session = await gateway.open()
+    for path in ("/chat/completions", "/messages/count_tokens"):
+        reply = await session.post(path, {"messages": [{"role": "user", "content": "x" * 17_000}]})
+        assert reply.status == 400 and "1000" in await reply.text()
+    session.messages = [{"role": "user", "content": "fits"}]
+    await session.chat(metadata={"text": "x" * 17_000})
+
+
+async def test_session_that_owes_the_loop_time_waits_and_nobody_else_does() -> None:
+    turns, heavy, light = LoopTurns(), SessionShare(), SessionShare()
+    began = time.thread_time()
+    while time.thread_time() - began < 2 * LONG_S:
+        pass
+    heavy.worked(began)
+    light.worked(step_begins(SMALL_BYTES + 1))
+    assert heavy.owed_s >= 2 * LONG_S and not light.owed_s
+    with pytest.raises(StopIteration):
+        turns.wait(light).send(None)  # without a turn of the loop
+    await turns.wait(heavy)
+    assert not heavy.owed_s
+
+
+async def test_wait_that_is_broken_off_pays_nothing() -> None:
+    turns, heavy = LoopTurns(), SessionShare(owed_s=3600.0)
+    waiting = [asyncio.create_task(turns.wait(heavy)) for _ in range(3)]
+    await asyncio.sleep(0)
+    for one in waiting:
+        one.cancel()
+    await asyncio.wait(waiting)
+    assert heavy.owed_s == 3600.0

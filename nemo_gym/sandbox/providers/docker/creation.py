@@ -215,7 +215,7 @@ class Creation:
             cap_drop=["ALL"],
             cap_add=list(config.build_capabilities if builds else config.capabilities) or None,
             security_opt=self._security_options(),
-            pids_limit=limits.pids if limits.pids is not None else config.default_pids,
+            pids_limit=limits.pids,
             log_config={"Type": "none", "Config": {}},
             mounts=[
                 {"Type": "bind", "Source": source, "Target": target, "ReadOnly": True} for source, target in mounts
@@ -235,7 +235,11 @@ class Creation:
                 working_dir=spec.workdir or None,
                 environment=None if idle else dict(spec.env),
                 labels=container_labels(
-                    spec.metadata, expires_at=expires_at, env=spec.env, idempotency_key=spec.idempotency_key
+                    spec.metadata,
+                    expires_at=expires_at,
+                    env=spec.env,
+                    idempotency_key=spec.idempotency_key,
+                    disk_bytes=None if limits.disk_gib is None else int(limits.disk_gib * 1024**3),
                 ),
                 stdin_open=idle and program is None,
                 host_config=host_config,

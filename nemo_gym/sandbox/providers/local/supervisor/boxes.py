@@ -66,6 +66,8 @@ class Box:
         self.created_at = time.time()
         self.commands: dict[str, RunningCommand] = {}
         self.termination_reason: str | None = None
+        self.watched_disk_bytes: int | None = None
+        """What it may write, where no disk of its own bounds that."""
         self._built = built
         self._layer_locks = layer_locks
         self._open_network = open_network

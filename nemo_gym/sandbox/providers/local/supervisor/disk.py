@@ -1,10 +1,12 @@
 """A disk of limited size for what a box writes: a file system in a sparse file, mounted through a loop device.
 
-Only root can mount one. It exists in the mount namespace of its box alone, and goes with it.
+Only root can mount one. It exists in the mount namespace of its box alone, and goes with it. Elsewhere boxes share the
+disk of the state directory, and what they write is measured.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
@@ -13,6 +15,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_gym.sandbox import linux
@@ -74,6 +77,25 @@ def _attach(file: Path) -> tuple[str, int]:
     finally:
         os.close(control)
         os.close(backing)
+
+
+async def measure(directories: Sequence[str]) -> dict[str, int]:
+    """Bytes that each directory takes of its disk; those that are gone are left out."""
+    # A program for this: it is ten times as fast as we could be, and no depth or number of files is too much for it.
+    process = await asyncio.create_subprocess_exec(
+        *("du", "--summarize", "--one-file-system", "--block-size=1", "--null", "--", *directories),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        said, _ = await process.communicate()
+    except BaseException:
+        process.kill()
+        await process.wait()
+        raise
+    sizes = (line.partition(b"\t") for line in said.split(b"\0") if line)
+    return {os.fsdecode(path): int(size) for size, _, path in sizes}
 
 
 async def why_not(directory: Path) -> str | None:

@@ -119,6 +119,7 @@ class ResourcesModel(_Contract):
     gpu: int | None = Field(None, ge=0)
     gpu_type: str | None = None
     pids: int | None = Field(None, gt=0)
+    unlimited: tuple[Literal["cpu", "memory_mib", "disk_gib", "pids"], ...] = ()
 
 
 class MountModel(_Contract):

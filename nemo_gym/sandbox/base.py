@@ -23,6 +23,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from nemo_gym.errors import ConfigError
+
 if TYPE_CHECKING:
     from nemo_gym.sandbox.capabilities import SandboxCapabilities
 
@@ -59,20 +61,41 @@ class SandboxRole(StrEnum):
     BUILD = "build"
 
 
+LIMITS = ("cpu", "memory_mib", "disk_gib", "pids")
+"""Resources that a box can have a limit of."""
+
+
 @dataclass(frozen=True)
 class SandboxResources:
-    """Limits of one box. ``None`` leaves a resource unlimited; a limit that cannot be enforced is refused."""
+    """Limits of one box. ``None`` leaves a limit to the provider, which has `default_limits`; one that is given and
+    cannot be enforced is refused."""
 
     cpu: float | None = None
     """CPU cores, fractions allowed."""
     memory_mib: int | None = None
     """Memory of all processes and in-memory files together, in MiB; passing it kills a process (out of memory)."""
     disk_gib: float | None = None
-    """Bytes the box may write, in GiB."""
+    """Bytes the box may write, in GiB; passing it fails the write, or ends the box where that can only be watched."""
     gpu: int | None = None
     gpu_type: str | None = None
     pids: int | None = None
     """Processes and threads alive at once."""
+    unlimited: tuple[str, ...] = ()
+    """Those of `LIMITS` that the box shall not have, not by default either."""
+
+    def __post_init__(self) -> None:
+        from nemo_gym.configuration.suggest import nearest
+
+        if isinstance(self.unlimited, str):
+            raise ConfigError(f"resources: unlimited must be a list of names, not '{self.unlimited}'")
+        object.__setattr__(self, "unlimited", tuple(self.unlimited))
+        for name in self.unlimited:
+            if name not in LIMITS:
+                raise ConfigError(
+                    f"resources: unlimited holds '{name}'{nearest(str(name), LIMITS)}; known are {', '.join(LIMITS)}"
+                )
+            if getattr(self, name) is not None:
+                raise ConfigError(f"resources: {name} is {getattr(self, name)} and unlimited; remove one of them")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SandboxResources:
@@ -81,6 +104,32 @@ class SandboxResources:
 
         reject_unknown_keys(values, [f.name for f in dataclasses.fields(cls)], where="resources")
         return cls(**values)
+
+    def filled(self, defaults: SandboxResources) -> SandboxResources:
+        """These limits, and those of ``defaults`` for what is left open here."""
+        open_here = [name for name in LIMITS if getattr(self, name) is None and name not in self.unlimited]
+        return dataclasses.replace(
+            self,
+            unlimited=(*self.unlimited, *(name for name in defaults.unlimited if name in open_here)),
+            **{name: getattr(defaults, name) for name in open_here},
+        )
+
+
+DEFAULT_MEMORY_MIB = 8 * 1024
+DEFAULT_DISK_GIB = 16.0
+DEFAULT_PIDS = 2048
+
+
+def default_limits(host_memory_mib: int | None) -> SandboxResources:
+    """Limits of boxes for which neither spec nor configuration says anything: enough for the agents and tests that
+    this suite is for, and not enough for one box to take a machine from its neighbours. Cores are not limited: the
+    kernel shares them out evenly, and a quota would make tests time out on idle machines.
+
+    Args:
+        host_memory_mib: memory of the machine that boxes run on; ``None`` where nobody knows.
+    """
+    memory_mib = DEFAULT_MEMORY_MIB if host_memory_mib is None else min(DEFAULT_MEMORY_MIB, host_memory_mib * 3 // 4)
+    return SandboxResources(memory_mib=memory_mib, disk_gib=DEFAULT_DISK_GIB, pids=DEFAULT_PIDS)
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,27 @@ composition before any task runs, so that nobody finds out half-way.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from nemo_gym.errors import SandboxCapabilityError
-from nemo_gym.sandbox.base import Door, NetworkPolicy, SandboxHandle, SandboxProvider, SandboxSpec
+from nemo_gym.sandbox.base import (
+    Door,
+    NetworkPolicy,
+    SandboxHandle,
+    SandboxProvider,
+    SandboxResources,
+    SandboxSpec,
+    default_limits,
+)
 from nemo_gym.sandbox.door_statistics import DoorStatistics
+
+_LIMIT_CAPABILITIES: Mapping[str, str] = {
+    "cpu": "cpu_limit",
+    "memory_mib": "memory_limit",
+    "disk_gib": "disk_limit",
+    "pids": "pids_limit",
+}
 
 
 @dataclass(frozen=True)
@@ -32,15 +47,25 @@ class SandboxCapabilities:
     disk_limit: bool = False
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Capability name → why it is missing here and what would provide it."""
+    default_limits: SandboxResources = field(default_factory=SandboxResources)
+    """Limits of boxes whose spec leaves them open; see `with_default_limits`."""
+
+    def with_default_limits(self, configured: SandboxResources, *, host_memory_mib: int | None) -> SandboxCapabilities:
+        """These abilities, with the limits that are ``configured``, and the suite's own where nothing is and the
+        provider can enforce them. What is configured and cannot be enforced stays, and is refused by `check`."""
+        suite = default_limits(host_memory_mib)
+        kept = {name: getattr(suite, name) for name, able in _LIMIT_CAPABILITIES.items() if getattr(self, able)}
+        return replace(self, default_limits=configured.filled(SandboxResources(**kept)))
+
+    def limits(self, wanted: SandboxResources) -> SandboxResources:
+        """The limits of a box whose spec has ``wanted``."""
+        return wanted.filled(self.default_limits)
 
     def missing(self, spec: SandboxSpec) -> list[str]:
         """One sentence for each thing the spec asks for and the provider cannot give; empty when all is well."""
         wanted: dict[str, bool] = {
             "loopback_door": bool(spec.doors),
-            "memory_limit": spec.resources.memory_mib is not None,
-            "cpu_limit": spec.resources.cpu is not None,
-            "pids_limit": spec.resources.pids is not None,
-            "disk_limit": spec.resources.disk_gib is not None,
+            **{able: getattr(spec.resources, name) is not None for name, able in _LIMIT_CAPABILITIES.items()},
             "gpu": bool(spec.resources.gpu),
             "endpoint": bool(spec.ports),
         }

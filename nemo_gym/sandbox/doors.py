@@ -2,8 +2,9 @@
 
 A provider opens the listening socket (in the box's network namespace, or on a mounted unix socket) and hands it to
 `DoorServer`. What the box sends is untrusted: only requests whose path has exactly one reading are judged, credentials
-it sends are dropped, and the door's own headers are set over the rest. Bodies stream in both directions as they come;
-a box that hangs up cancels the call behind the door.
+it sends are dropped, and the door's own headers are set over the rest. Bodies stream in both directions as they come,
+compressed ones too; a box that hangs up cancels the call behind the door. Connections, the size of a request and the
+time that it takes to come are limited, so that a box cannot use up the process that serves its door.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
@@ -41,6 +43,11 @@ MCP_ROUTES: tuple[str, ...] = ("GET /mcp", "POST /mcp", "DELETE /mcp")
 """The streamable HTTP transport of one MCP server."""
 
 _CONNECT_TIMEOUT_S = 10.0
+PATIENCE_S = 75.0
+MAX_BODY_BYTES = 64 * 1024 * 1024
+MAX_CONNECTIONS = 512
+# Who is refused within a body may still send; closed at once it might never read why.
+_LINGER_S = 1.0
 # Below the 5 s after which common servers drop an idle connection, so that a request rarely meets one being closed.
 _KEEPALIVE_S = 3.0
 _HOP_BY_HOP = frozenset(
@@ -116,13 +123,28 @@ class DoorServer:
     Args:
         door: what it forwards, where to, and with which headers.
         sock: bound TCP or unix stream socket; it need not listen yet. The server owns and closes it.
+        patience_s: seconds that a connection may be idle or within a request's head, and that the door waits for the
+            pieces of one body altogether.
+        max_body_bytes: size of a request's body, as it is sent.
+        max_connections: connections at once; further ones are closed as they come.
 
     Raises:
         ConfigError: the door's target is no http(s) URL, or an allow pattern cannot be read.
     """
 
-    def __init__(self, door: Door, sock: socket.socket) -> None:
+    def __init__(
+        self,
+        door: Door,
+        sock: socket.socket,
+        *,
+        patience_s: float = PATIENCE_S,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
         self.door = door
+        self._patience_s = patience_s
+        self._max_body_bytes = max_body_bytes
+        self._max_connections = max_connections
         self._socket = sock
         self._routes, self._counted = RouteMatcher(door.allow), RouteMatcher(door.counted)
         self._limit = None if door.max_answers is None else AnswerLimit(door.max_answers)
@@ -150,7 +172,18 @@ class DoorServer:
             raise
 
     async def _start(self) -> None:
-        server = web.Server(self._handle, handler_cancellation=True, access_log=None, keepalive_timeout=75.0)
+        server = _Listener(
+            self._handle,
+            max_connections=self._max_connections,
+            handler_cancellation=True,
+            access_log=None,
+            # Also how long a head may take to come: aiohttp counts from the connection or the last answer.
+            keepalive_timeout=self._patience_s,
+            # A body is the target's to read. Inflated here it would not have the length that its header says, and a
+            # small one could be made to fill this process.
+            auto_decompress=False,
+            lingering_time=_LINGER_S,
+        )
         self._runner = web.ServerRunner(server, shutdown_timeout=1.0)
         await self._runner.setup()
         await web.SockSite(self._runner, self._socket, backlog=1024).start()
@@ -214,19 +247,31 @@ class DoorServer:
     ) -> web.StreamResponse:
         url = self._target.origin().join(URL(self._base + path + (f"?{query}" if query else ""), encoded=True))
         headers = self._request_headers(request.headers)
-        body: aiohttp.StreamReader | bytes | None = None
+        body: _Body | None = None
         if request.body_exists:
+            if (request.content_length or 0) > self._max_body_bytes:
+                return self._problem(413, "door_body", self._too_large(), started="no")
             if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
                 request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            body = request.content
+            body = _Body(request.content, patience_s=self._patience_s, max_bytes=self._max_body_bytes)
         try:
             upstream = await self._session().request(
-                request.method, url, headers=headers, data=body, allow_redirects=False
+                request.method,
+                url,
+                headers=headers,
+                data=None if body is None else body.pieces(),
+                allow_redirects=False,
             )
         except aiohttp.ClientConnectorError as error:
             exchange.unreachable(said := self._say("cannot be reached", error))
             return self._problem(502, "door_unreachable", said, started="no")
         except (aiohttp.ClientError, TimeoutError) as error:
+            # The target saw a body that broke off, which no server takes for a request.
+            if body is not None and body.is_too_large:
+                return self._problem(413, "door_body", self._too_large(), started="no")
+            if body is not None and body.is_too_slow:
+                said = f"door '{self.door.name}' waited {self._patience_s:g} s for the rest of the body"
+                return self._problem(408, "door_slow", said, started="no")
             exchange.unreachable(said := self._say("failed before it answered", error))
             return self._problem(502, "door_failed", said, started="unknown")
         async with upstream:
@@ -265,6 +310,9 @@ class DoorServer:
         headers.update(self.door.headers)
         return headers
 
+    def _too_large(self) -> str:
+        return f"door '{self.door.name}' forwards bodies of at most {self._max_body_bytes} bytes"
+
     def _say(self, what: str, error: BaseException) -> str:
         return f"the target of door '{self.door.name}' {what} ({type(error).__name__})"
 
@@ -272,14 +320,60 @@ class DoorServer:
     def _problem(status: int, code: str, detail: str, *, started: str) -> web.Response:
         body: dict[str, Any] = {
             "type": "about:blank",
-            "title": "Forbidden" if status == 403 else "Bad Gateway",
+            "title": HTTPStatus(status).phrase,
             "status": status,
             "code": code,
             "detail": detail,
             "retryable": status == 502,
             "started": started,
         }
-        return web.Response(status=status, body=orjson.dumps(body), content_type="application/problem+json")
+        response = web.Response(status=status, body=orjson.dumps(body), content_type="application/problem+json")
+        if status in (408, 413):
+            response.force_close()  # what is left of the body would be read as the next request
+        return response
+
+
+class _Listener(web.Server):
+    """An HTTP server with at most so many connections."""
+
+    def __init__(self, handler: Any, *, max_connections: int, **options: Any) -> None:
+        super().__init__(handler, **options)
+        self._max_connections = max_connections
+
+    def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        if len(self.connections) > self._max_connections:
+            transport.abort()
+
+
+class _Body:
+    """A request's body on its way through, until it is too large or too slow."""
+
+    def __init__(self, content: aiohttp.StreamReader, *, patience_s: float, max_bytes: int) -> None:
+        self._content = content
+        self._left_s = patience_s
+        self._left_bytes = max_bytes
+        self.is_too_large = self.is_too_slow = False
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        clock = asyncio.get_running_loop().time
+        while True:
+            # Only what the box takes counts: a target that reads slowly is not its fault.
+            began = clock()
+            try:
+                async with asyncio.timeout(self._left_s):
+                    piece = await self._content.readany()
+            except TimeoutError:
+                self.is_too_slow = True
+                raise
+            self._left_s -= clock() - began
+            if not piece:
+                return
+            self._left_bytes -= len(piece)
+            if self._left_bytes < 0:
+                self.is_too_large = True
+                raise aiohttp.ClientPayloadError("the request's body is too large")
+            yield piece
 
 
 def _connection_tokens(headers: CIMultiDictProxy[str]) -> set[str]:

@@ -115,7 +115,16 @@ def joined(environment: SandboxSpec, agent: SandboxSpec, name: str) -> SandboxSp
     resources = {
         key: _one(getattr(environment.resources, key), getattr(agent.resources, key), f"resources.{key}", name)
         for key in (resource.name for resource in fields(SandboxResources))
+        if key != "unlimited"
     }
+    unlimited = tuple(dict.fromkeys((*environment.resources.unlimited, *agent.resources.unlimited)))
+    for key in unlimited:
+        if resources[key] is not None:
+            raise ConfigError(
+                f"of environment '{name}' and the agent one wants resources.{key}={resources[key]!r} of the outer box"
+                " and the other wants it unlimited; change one of them",
+                key=f"resources.{key}",
+            )
     for key in ("files", "provider_options"):
         ours, theirs = getattr(agent, key), getattr(environment, key)
         for item in ours.keys() & theirs.keys():
@@ -126,7 +135,7 @@ def joined(environment: SandboxSpec, agent: SandboxSpec, name: str) -> SandboxSp
         _one(targets.get(mount.target), mount, f"mounts of {mount.target}", name)
     return environment.replace(
         **changes,
-        resources=SandboxResources(**resources),
+        resources=SandboxResources(**resources, unlimited=unlimited),
         mounts=tuple({**targets, **{mount.target: mount for mount in agent.mounts}}.values()),
         ports=tuple(dict.fromkeys((*environment.ports, *agent.ports))),
         requires=tuple(dict.fromkeys((*environment.requires, *agent.requires))),

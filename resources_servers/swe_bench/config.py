@@ -20,7 +20,7 @@ changes to the project's own tests are not counted. Leave your changes in the wo
 
 
 class BoxResources(BaseModel):
-    """Limits of one box; what is not given is not limited."""
+    """Limits of one box; what is not given is the provider's default."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -28,6 +28,8 @@ class BoxResources(BaseModel):
     memory_mib: int | None = Field(None, gt=0)
     disk_gib: float | None = Field(None, gt=0)
     pids: int | None = Field(None, gt=0)
+    unlimited: tuple[Literal["cpu", "memory_mib", "disk_gib", "pids"], ...] = ()
+    """Limits that the box shall not have, not by default either."""
 
     def to_resources(self) -> SandboxResources:
         return SandboxResources(**self.model_dump())
@@ -44,7 +46,7 @@ class SweBenchConfig(BaseResourcesServerConfig):
     """With ``{problem_statement}``, ``{repo}`` and ``{workdir}``; used where a row brings no prompt of its own."""
     work_resources: BoxResources = BoxResources()
     eval_resources: BoxResources = BoxResources()
-    """Without ``memory_mib`` an evaluation out of memory is the host's failure, not the patch's."""
+    """With ``unlimited: [memory_mib]`` an evaluation out of memory is the host's failure, not the patch's."""
     provider_options: dict[str, Any] = Field(default_factory=dict)
     agent_wall_clock_s: float | None = Field(3600.0, gt=0)
     """Seconds an agent may work on one attempt; ``null`` leaves it to the agent's own configuration."""

@@ -253,7 +253,8 @@ async def exec_in(
     )
     if result.outcome is ExecOutcome.LOST:
         raise VerifierError(f"evaluation box {handle.sandbox_id} was lost", retryable=True, kind=FailureKind.EXEC_LOST)
-    if result.outcome is ExecOutcome.OUT_OF_MEMORY and site.resources.memory_mib is None:
+    limits = site.provider.capabilities.limits(site.resources)
+    if result.outcome is ExecOutcome.OUT_OF_MEMORY and limits.memory_mib is None:
         # Without a limit of its own the box was killed for the whole host's want, which others may have caused.
         raise VerifierError(
             "the host ran out of memory during an evaluation; set a memory limit for evaluation boxes",

@@ -35,7 +35,14 @@ from nemo_gym.errors import ConfigError
 from nemo_gym.harness.agent import CliAgentConfig
 from nemo_gym.rollouts.config import RUN_KEYS, RolloutRunConfig
 from nemo_gym.sandbox import registry
-from nemo_gym.sandbox.base import ExecOutcome, SandboxProvider, SandboxResources, SandboxSpec
+from nemo_gym.sandbox.base import (
+    DEFAULT_MAX_OUTPUT_BYTES,
+    ExecOutcome,
+    SandboxProvider,
+    SandboxResources,
+    SandboxSpec,
+    default_limits,
+)
 from nemo_gym.sandbox.capabilities import CAPABILITY_PROTOCOLS, SandboxCapabilities
 from nemo_gym.sandbox.providers.apptainer.options import ApptainerOptions
 from nemo_gym.sandbox.providers.docker.config import DockerConfig
@@ -300,6 +307,17 @@ def test_provider_page_lists_the_whole_protocol() -> None:
     }
 
 
+def test_documented_limits_are_the_default_ones() -> None:
+    page = PAGES / "sandboxes.md"
+    documented = {name: cells[0] for name, cells in table(page, "limit").items()}
+    limits = default_limits(None)
+    assert documented.pop("cpu") == "none" and limits.cpu is None
+    for name in ("memory_mib", "pids", "disk_gib"):
+        assert re.match(r"\d+", documented.pop(name)).group() == f"{getattr(limits, name):g}", name  # type: ignore[union-attr]
+    assert documented == {}
+    assert f"| output of a command | {DEFAULT_MAX_OUTPUT_BYTES >> 20} MiB per stream |" in page.read_text()
+
+
 # --------------------------------------------------------------------------------------------------- capabilities
 
 
@@ -312,7 +330,8 @@ def _told(capabilities: SandboxCapabilities, name: str) -> str:
 
 
 def capability_table(local: SandboxCapabilities, docker: SandboxCapabilities) -> list[tuple[str, str, str]]:
-    names = [f.name for f in dataclasses.fields(SandboxCapabilities) if f.name not in ("reasons", "network_policies")]
+    others = ("reasons", "network_policies", "default_limits")
+    names = [f.name for f in dataclasses.fields(SandboxCapabilities) if f.name not in others]
     return [(name, _told(local, name), _told(docker, name)) for name in ("network_none", "network_open", *names)]
 
 
@@ -321,11 +340,9 @@ def test_capability_table_is_what_the_providers_say(docker_engine: str, tmp_path
     docker = registry.create_provider({"docker": {"base_url": docker_engine}}).capabilities
     documented = table(PAGES / "sandboxes.md", "capability")
     for name, *told in capability_table(local, docker):
-        # The storage driver is the engine's own; who is no root is told more.
-        anywhere = [re.sub(r"driver '\w+'", "driver 'overlay2'", cell) for cell in told]
         if os.geteuid() == 0:
-            assert documented.pop(name) == anywhere, name
-        else:
+            assert documented.pop(name) == told, name
+        else:  # who is no root is told more
             assert documented.pop(name), name
     assert documented == {}
 

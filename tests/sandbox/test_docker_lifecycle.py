@@ -76,7 +76,7 @@ async def test_docker_create_with_open_network_has_a_route(boxes: Boxes) -> None
 @pytest.mark.parametrize(
     ("fields", "error", "said"),
     [
-        ({"resources": SandboxResources(disk_gib=1)}, SandboxCapabilityError, "disk_limit: .*storage driver"),
+        ({"requires": ("endpoint",)}, SandboxCapabilityError, "endpoint: boxes have no network"),
         ({"image": "no.such/image:1"}, SandboxCreateError, r"no image 'no\.such/image:1'.*docker load"),
         ({"mounts": [Mount("/does/not/exist", "/x")]}, SandboxCreateError, "mount source '/does/not/exist'"),
         ({"provider_options": {"runtim": "x"}}, ConfigError, "did you mean 'runtime'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hashlib
 import json
 import os
@@ -48,7 +49,9 @@ class Target:
 @asynccontextmanager
 async def serving(handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
     sock = listener()
-    runner = web.ServerRunner(web.Server(handler, handler_cancellation=True), shutdown_timeout=0.1)
+    # As it came: what the door does to a compressed body would not be seen through a server that inflates it.
+    server = web.Server(handler, handler_cancellation=True, auto_decompress=False)
+    runner = web.ServerRunner(server, shutdown_timeout=0.1)
     await runner.setup()
     await web.SockSite(runner, sock).start()
     try:
@@ -58,11 +61,11 @@ async def serving(handler: Callable[[web.BaseRequest], Awaitable[web.StreamRespo
 
 
 @asynccontextmanager
-async def door_to(target: str, **changes: Any) -> AsyncIterator[str]:
+async def door_to(target: str, *, limits: dict[str, Any] | None = None, **changes: Any) -> AsyncIterator[str]:
     sock = listener()
     port = sock.getsockname()[1]
     door = Door(name="model", port=port, target=target, **{"allow": INFERENCE_ROUTES, **changes})
-    server = DoorServer(door, sock)
+    server = DoorServer(door, sock, **(limits or {}))
     await server.start()
     try:
         yield f"http://127.0.0.1:{port}"
@@ -389,6 +392,123 @@ async def test_compressed_answer_passes_as_it_is(target: tuple[Target, str]) -> 
         answer = await http.post(door + "/v1/responses", json={})
         assert answer.headers["Content-Encoding"] == "gzip"
         assert await answer.text() == "x" * 10_000
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_compressed_request_reaches_the_target_byte_for_byte(chunked: bool, target: tuple[Target, str]) -> None:
+    recorder, url = target
+    bomb = gzip.compress(bytes(32 * 1024 * 1024))
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield bomb[:1000]
+        yield bomb[1000:]
+
+    async with door_to(url) as door, aiohttp.ClientSession() as http:
+        answer = await http.post(
+            door + "/v1/responses", data=pieces() if chunked else bomb, headers={"Content-Encoding": "gzip"}
+        )
+        assert (await answer.json())["size"] == len(bomb)
+    (seen,) = recorder.requests
+    assert seen["body"] == bomb
+    assert seen["headers"]["Content-Encoding"] == "gzip"
+    assert seen["headers"].get("Content-Length") == (None if chunked else str(len(bomb)))
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_body_over_the_limit_gets_413_and_is_no_request_of_the_target(
+    chunked: bool, target: tuple[Target, str]
+) -> None:
+    recorder, url = target
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(11):
+            yield bytes(100)
+
+    async with door_to(url, limits={"max_body_bytes": 1000}) as door, aiohttp.ClientSession() as http:
+        answer = await http.post(door + "/v1/responses", data=pieces() if chunked else bytes(1100))
+        assert (answer.status, (await answer.json())["code"]) == (413, "door_body")
+        answer = await http.post(door + "/v1/responses", data=bytes(1000))
+        assert answer.status == 200
+    assert [len(seen["body"]) for seen in recorder.requests] == [1000]
+
+
+HALF_SENT = {
+    "nothing": b"",
+    "head": b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nX-Slow: ",
+    "body": b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n12345",
+    "chunk": b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n123",
+}
+
+
+@pytest.mark.parametrize("sent", HALF_SENT.values(), ids=HALF_SENT)
+async def test_request_that_stays_half_sent_loses_its_connection(sent: bytes, target: tuple[Target, str]) -> None:
+    recorder, url = target
+    async with door_to(url, limits={"patience_s": 0.2}) as door:
+        host, port = door.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(sent)
+        answer = await reader.read()
+        writer.close()
+        async with aiohttp.ClientSession() as http:
+            assert (await http.post(door + "/v1/responses", data=b"whole")).status == 200
+    if b"\r\n\r\n" in sent:
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b'"door_slow"' in answer
+    else:
+        assert answer == b""
+    assert [seen["body"] for seen in recorder.requests] == [b"whole"]
+
+
+async def test_body_that_drips_in_is_given_up_although_it_never_pauses_for_long(target: tuple[Target, str]) -> None:
+    recorder, url = target
+    async with door_to(url, limits={"patience_s": 0.4}) as door:
+        host, port = door.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
+
+        async def drip() -> None:
+            with suppress(ConnectionError):
+                while True:
+                    writer.write(b"x")
+                    await writer.drain()
+                    await asyncio.sleep(0.02)  # the drip itself
+
+        dripping = asyncio.create_task(drip())
+        assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+        dripping.cancel()
+        writer.close()
+    assert recorder.requests == []
+
+
+async def test_head_with_too_many_or_too_long_lines_gets_400(target: tuple[Target, str]) -> None:
+    recorder, url = target
+    async with door_to(url) as door:
+        many = b"".join(b"X-%d: 1\r\n" % number for number in range(1000))
+        for lines in (many, b"X-Long: " + b"a" * 100_000 + b"\r\n"):
+            answer = await raw(door, b"POST /v1/responses HTTP/1.1\r\nHost: x\r\n" + lines + b"\r\n")
+            assert answer.partition(b"\r\n")[0] == b"HTTP/1.0 400 Bad Request"
+    assert recorder.requests == []
+
+
+async def test_connections_beyond_the_limit_are_closed_and_the_door_serves_on(target: tuple[Target, str]) -> None:
+    _, url = target
+    async with door_to(url, limits={"max_connections": 3}) as door:
+        host, port = door.removeprefix("http://").split(":")
+        held = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
+        for reader, writer in held:
+            # Answered, so accepted: the fourth is one too many, whatever the order they are accepted in.
+            writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        assert await reader.read() == b""
+        writer.close()
+        for _, writer in held:
+            writer.close()
+        async with aiohttp.ClientSession() as http:
+            while True:
+                with suppress(aiohttp.ClientError):
+                    assert (await http.get(door + "/v1/models")).status == 200
+                    break
 
 
 async def test_200_requests_at_once_all_pass(target: tuple[Target, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -109,6 +110,18 @@ async def test_out_of_memory_is_told_even_when_a_shell_hides_it(tmp_path: Path) 
             done = await place.provider.exec(handle, command, timeout_s=60)
             assert (done.outcome, done.error_type) == (ExecOutcome.OUT_OF_MEMORY, "oom"), command
         assert (await place.provider.exec(handle, "exit 5")).outcome is ExecOutcome.EXITED
+
+
+async def test_command_that_the_hosts_want_of_memory_killed_is_lost_and_never_the_boxes_fault(tmp_path: Path) -> None:
+    async with local_place(tmp_path) as place:
+        handle = await place.create(resources=SandboxResources(memory_mib=4096))
+        # All boxes together have less than this one may have, as on a host that is full of others.
+        for base in json.loads((place.state_dir / "supervisor.json").read_text())["cgroups"]:
+            for name in ("memory.max", "memory.limit_in_bytes"):
+                if Path(base, name).exists():
+                    Path(base, name).write_text(str(64 * 1024 * 1024))
+        done = await place.provider.exec(handle, "python3 -c 'x = bytearray(200_000_000)'; exit 5", timeout_s=60)
+        assert done.outcome is ExecOutcome.LOST
 
 
 async def test_files_in_memory_leave_room_to_delete_them(tmp_path: Path) -> None:

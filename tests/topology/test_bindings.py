@@ -128,6 +128,11 @@ def test_outer_box_is_both_specs_together() -> None:
     [
         ({"image": "a"}, {"image": "b"}, "image"),
         ({"resources": SandboxResources(cpu=1)}, {"resources": SandboxResources(cpu=2)}, "resources.cpu"),
+        (
+            {"resources": SandboxResources(unlimited=("pids",))},
+            {"resources": SandboxResources(pids=9)},
+            "resources.pids",
+        ),
         ({"files": {"/a": "1"}}, {"files": {"/a": "2"}}, "files./a"),
         ({"mounts": (Mount("/x", "/m"),)}, {"mounts": (Mount("/y", "/m"),)}, "mounts of /m"),
         ({"env": {"A": "1"}}, {"env": {"A": "2"}}, "A='1'"),

@@ -89,7 +89,36 @@ class LimitChecks(Checks):
     async def test_disk_limit_holds(self, provider: SandboxProvider, start: StartBox) -> None:
         self.needs(provider, "disk_limit")
         box = await start(resources=SandboxResources(disk_gib=0.05))
-        assert not (await box.exec("head -c 200000000 /dev/zero > /var/big", timeout_s=PATIENCE_S)).ok
+        written = await box.exec("head -c 200000000 /dev/zero > /var/big", timeout_s=PATIENCE_S)
+
+        async def ended() -> bool:
+            return await box.status() is not SandboxStatus.RUNNING
+
+        if written.ok:
+            await eventually(ended, "a box that wrote more than its disk limit ends")
+
+    async def test_box_without_limits_in_its_spec_has_the_providers(
+        self, provider: SandboxProvider, start: StartBox
+    ) -> None:
+        limits = provider.capabilities.default_limits
+        if provider.capabilities.pids_limit:
+            assert limits.pids is not None or "pids" in limits.unlimited
+        if limits.pids is None:
+            return
+        box = await start()
+        count = (
+            "import threading, time\n"
+            "started = 0\n"
+            "try:\n"
+            f"    while started < {limits.pids + 10}:\n"
+            "        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+            "        started += 1\n"
+            "except (RuntimeError, MemoryError): pass\n"
+            "print(started, flush=True)\n"
+            "import os; os._exit(0)"
+        )
+        started = await python(box, count)
+        assert limits.pids - 20 <= started < limits.pids
 
     @staticmethod
     async def _survives_or_says_so(box: AsyncSandbox) -> None:

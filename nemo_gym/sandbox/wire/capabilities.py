@@ -8,11 +8,12 @@ from typing import Self
 
 from pydantic import Field
 
-from nemo_gym.sandbox.base import NetworkPolicy
+from nemo_gym.sandbox.base import NetworkPolicy, SandboxResources
 from nemo_gym.sandbox.capabilities import SandboxCapabilities
 from nemo_gym.sandbox.wire.fields import MAX_STDIN_BYTES, MAX_TTL_S, WireModel
+from nemo_gym.session import ResourcesModel
 
-_NOT_FLAGS = ("network_policies", "reasons")
+_NOT_FLAGS = ("network_policies", "reasons", "default_limits")
 _ABILITIES = tuple(field.name for field in dataclasses.fields(SandboxCapabilities) if field.name not in _NOT_FLAGS)
 
 
@@ -36,6 +37,8 @@ class CapabilitiesView(WireModel):
     abilities: dict[str, bool]
     """Every other field of `SandboxCapabilities` by name; a reader ignores those it does not know."""
     reasons: dict[str, str] = Field(default_factory=dict)
+    default_limits: ResourcesModel = Field(default_factory=ResourcesModel)
+    """Of the backend's boxes whose spec leaves them open."""
     door_statistics: bool = False
     limits: BrokerLimits
 
@@ -48,6 +51,7 @@ class CapabilitiesView(WireModel):
             network_policies=tuple(sorted(capabilities.network_policies)),
             abilities={name: bool(getattr(capabilities, name)) for name in _ABILITIES},
             reasons=dict(capabilities.reasons),
+            default_limits=ResourcesModel(**dataclasses.asdict(capabilities.default_limits)),
             door_statistics=door_statistics,
             limits=limits,
         )
@@ -67,4 +71,9 @@ class CapabilitiesView(WireModel):
             reasons.pop(name, None)
             if why_not is not None:
                 reasons[name] = why_not
-        return SandboxCapabilities(network_policies=frozenset(self.network_policies), reasons=reasons, **abilities)
+        return SandboxCapabilities(
+            network_policies=frozenset(self.network_policies),
+            reasons=reasons,
+            default_limits=SandboxResources(**self.default_limits.model_dump()),
+            **abilities,
+        )

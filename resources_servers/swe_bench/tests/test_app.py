@@ -12,16 +12,16 @@ import psutil
 import pytest
 
 from nemo_gym.credentials import Role
-from nemo_gym.errors import NemoGymError
-from nemo_gym.sandbox.base import SandboxProvider
+from nemo_gym.errors import NemoGymError, VerifierError
+from nemo_gym.sandbox.base import ExecOutcome, SandboxProvider, SandboxSpec
 from nemo_gym.sandbox.registry import create_provider
 from nemo_gym.server_utils import ServerClient
 from nemo_gym.session import Artifact, RolloutIdentity, Topology
 from nemo_gym.verdict import FailureKind
 from resources_servers.swe_bench import grading
 from resources_servers.swe_bench.app import SweBenchServer
-from resources_servers.swe_bench.config import SweBenchConfig
-from resources_servers.swe_bench.eval_box import EvalSite, instrumented, split_script
+from resources_servers.swe_bench.config import BoxResources, SweBenchConfig
+from resources_servers.swe_bench.eval_box import EvalSite, exec_in, instrumented, split_script
 from resources_servers.swe_bench.images import resolve_image
 from resources_servers.swe_bench.prepare import Options, prepare
 from resources_servers.swe_bench.row import SweBenchRow, read_rows
@@ -160,6 +160,28 @@ async def test_no_verdict_is_given_when_the_gold_patch_does_not_pass_in_time_eit
     with pytest.raises(NemoGymError) as raised:
         await judge(site, SweBenchRow.from_mapping(row), Artifact.of("patch", "git_diff", HANG), None)
     assert raised.value.details["kind"] is FailureKind.CONTROL_RUN_FAILED
+
+
+@pytest.mark.parametrize(
+    ("resources", "kind"), [({}, None), ({"unlimited": ["memory_mib"]}, FailureKind.HOST_OUT_OF_MEMORY)]
+)
+async def test_running_out_of_memory_counts_against_the_patch_where_the_provider_limits_the_box(
+    resources: dict[str, Any], kind: FailureKind | None
+) -> None:
+    provider = create_provider({"local": {"default_resources": {"memory_mib": 96}}})
+    site = EvalSite(provider, "host", resources=BoxResources(**resources).to_resources())
+    box = await provider.create(SandboxSpec(ttl_s=60, workdir="/testbed"))
+    try:
+        running = exec_in(site, box, ["python3", "-c", "x = bytearray(300_000_000)"], timeout_s=60)
+        if kind is None:
+            assert (await running).outcome is ExecOutcome.OUT_OF_MEMORY
+        else:
+            with pytest.raises(VerifierError) as raised:
+                await running
+            assert raised.value.details["kind"] is kind
+    finally:
+        await provider.close(box)
+        await provider.aclose()
 
 
 def test_script_returns_the_test_commands_exit_code_when_it_is_instrumented(row: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ import pytest
 from nemo_gym.errors import SandboxCreateError, SandboxCreateVerificationError
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import (
+    DEFAULT_MEMORY_MIB,
     ExecOutcome,
     ExecOutput,
     ExecRequest,
@@ -91,20 +92,21 @@ async def test_entry_point_that_ends_at_once_is_a_create_that_failed(start: Star
         await start(spec={"entrypoint": ["/bin/false"], "ready_timeout_s": 10})
 
 
-async def test_box_without_limits_has_none(start: Start, docker_engine: str) -> None:
+async def test_box_has_the_specs_limits_the_suites_or_none(start: Start, docker_engine: str) -> None:
     # The SDK's own create gives every box one core and two gigabytes.
-    _, free = await start()
+    _, free = await start(spec={"resources": SandboxResources(unlimited=("memory_mib",))})
+    _, default = await start()
     _, bound = await start(spec={"resources": SandboxResources(cpu=0.5, memory_mib=256)})
     client = docker.DockerClient(base_url=docker_engine)
     try:
         limits = [
             (host["NanoCpus"], host["Memory"])
-            for box in (free, bound)
+            for box in (free, default, bound)
             if (host := client.containers.get(f"sandbox-{box.sandbox_id}").attrs["HostConfig"])
         ]
     finally:
         client.close()
-    assert limits == [(0, 0), (500_000_000, 256 * 1024 * 1024)]
+    assert limits == [(0, 0), (0, DEFAULT_MEMORY_MIB * 1024**2), (500_000_000, 256 * 1024 * 1024)]
 
 
 async def test_ports_of_a_box_are_published_on_loopback_alone(start: Start, docker_engine: str) -> None:

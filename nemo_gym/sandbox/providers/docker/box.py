@@ -27,6 +27,7 @@ class DockerBox:
     """The host's number of the box's first process; 0 when the engine's processes are not visible here."""
     control: BoxControl | None
     """``None`` where the host does not show the box's processes."""
+    has_memory_limit: bool
     running: dict[str, DockerExec] = field(default_factory=dict)
     doors: dict[str, DoorServer] = field(default_factory=dict)
 
@@ -40,6 +41,7 @@ class DockerBox:
             env=spec_env(found["Config"].get("Labels") or {}),
             init_pid=pid,
             control=BoxControl.find(pid, found["Id"]) if pid else None,
+            has_memory_limit=bool((found.get("HostConfig") or {}).get("Memory")),
         )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from nemo_gym.configuration.suggest import nearest, reject_unknown_keys
 from nemo_gym.errors import ConfigError
+from nemo_gym.sandbox.base import SandboxResources
 
 PullPolicy = Literal["never", "missing", "always"]
 
@@ -36,14 +37,15 @@ class DockerConfig:
     """Linux capabilities added to every box; all others are dropped."""
     build_capabilities: Sequence[str] = BUILD_CAPABILITIES
     """Linux capabilities added to boxes with ``network: open``, which install packages."""
-    default_pids: int = 4096
-    """Processes and threads of a box whose spec sets no limit, so that a fork bomb stays in its box."""
+    default_resources: SandboxResources = field(default_factory=SandboxResources)
+    """Limits of boxes whose spec leaves them open; what is open here too is the suite's default."""
     runtime: str | None = None
     """The engine's name of a container runtime (for example ``runsc``); ``None`` is the engine's default."""
     seccomp: Literal["suite", "engine"] = "suite"
     """The system call profile: this suite's, where the engine can take it, or the engine's own."""
     watchdog: bool = True
-    """Start the process that removes boxes whose lease ended. Only turn it off where something else does that."""
+    """Start the process that removes boxes whose lease ended, and ends those that write too much. Only turn it off
+    where something else does that."""
 
     def __post_init__(self) -> None:
         if self.pull not in get_args(PullPolicy):
@@ -57,10 +59,10 @@ class DockerConfig:
             raise ConfigError(
                 f"docker sandbox: base_url must begin with unix://, tcp://, http:// or https://, not '{self.base_url}'"
             )
-        for field in ("pull_timeout_s", "request_timeout_s", "max_concurrent_creates", "default_pids"):
-            value = getattr(self, field)
+        for name in ("pull_timeout_s", "request_timeout_s", "max_concurrent_creates"):
+            value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-                raise ConfigError(f"docker sandbox: {field} must be a positive number, not {value!r}")
+                raise ConfigError(f"docker sandbox: {name} must be a positive number, not {value!r}")
 
     @property
     def lets_boxes_nest(self) -> bool:
@@ -72,4 +74,7 @@ class DockerConfig:
     def from_mapping(cls, values: Mapping[str, Any]) -> DockerConfig:
         """Build from configuration; an unknown key raises `ConfigError` with the nearest right name."""
         reject_unknown_keys(values, [f.name for f in dataclasses.fields(cls)], where="docker sandbox")
-        return cls(**values)
+        known = dict(values)
+        if isinstance(known.get("default_resources"), Mapping):
+            known["default_resources"] = SandboxResources.from_mapping(known["default_resources"])
+        return cls(**known)

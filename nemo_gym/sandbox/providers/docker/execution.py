@@ -171,6 +171,10 @@ class DockerExec:
         if code == 128 + signals.SIGKILL:
             # Whoever kills a box kills its commands like this too, and so does the kernel when memory runs out.
             if await self._ran_out_of_memory():
+                control = self._box.control
+                if self._box.has_memory_limit and control is not None and not control.was_full():
+                    # It was the host's memory, so its end says nothing of the command.
+                    return ExecEnd(ExecOutcome.LOST, duration_s=duration_s)
                 return ExecEnd(ExecOutcome.OUT_OF_MEMORY, signal=int(signals.SIGKILL), duration_s=duration_s)
             if not await self._box_is_alive():
                 return ExecEnd(ExecOutcome.LOST, duration_s=duration_s)

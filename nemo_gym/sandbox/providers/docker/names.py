@@ -22,6 +22,8 @@ GIVEN_LABELS = "nemo_gym.docker.labels"
 """The creator's labels, as JSON; beside them a container carries those of its image."""
 SPEC_KEY = "nemo_gym.docker.key"
 """Digest of the spec's idempotency key."""
+DISK_BYTES = "nemo_gym.docker.disk_bytes"
+"""What the box may write; the watchdog ends it when that is more."""
 IMAGE_LABELS = "nemo_gym.docker.image_labels"
 """On a committed image: the caller's labels, as JSON."""
 EXEC_MARK = "NEMO_GYM_EXEC_ID"
@@ -68,13 +70,20 @@ def image_reference(image: str) -> str:
 
 
 def container_labels(
-    metadata: Mapping[str, str], *, expires_at: float, env: Mapping[str, str], idempotency_key: str | None
+    metadata: Mapping[str, str],
+    *,
+    expires_at: float,
+    env: Mapping[str, str],
+    idempotency_key: str | None,
+    disk_bytes: int | None = None,
 ) -> dict[str, str]:
     labels = {str(key): str(value) for key, value in metadata.items()}
     labels[GIVEN_LABELS] = json.dumps(labels)
     labels |= {MANAGED: "true", EXPIRES_AT: repr(expires_at), SPEC_ENV: json.dumps(dict(env))}
     if idempotency_key:
         labels[SPEC_KEY] = key_digest(idempotency_key)
+    # Always there: a committed image hands its container's labels on to the boxes made of it.
+    labels[DISK_BYTES] = "" if disk_bytes is None else str(disk_bytes)
     return labels
 
 

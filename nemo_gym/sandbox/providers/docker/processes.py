@@ -21,6 +21,8 @@ from nemo_gym.sandbox.providers.docker.names import EXEC_MARK
 _PROC = Path("/proc")
 _KILL_PATIENCE_S = 10.0
 _PF_EXITING = 0x4
+_FULL_WITHIN_BYTES = 4 * 1024 * 1024
+"""The kernel charges memory in batches, so what does not fit may leave some of it free."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +77,18 @@ class BoxControl:
 
     def oom_kills(self) -> int | None:
         """Processes of this box the kernel killed for memory so far; ``None`` when that is unknown or it is gone."""
+        return None if self.memory_events is None else _counter(self.memory_events, "oom_kill")
+
+    def was_full(self) -> bool:
+        """Whether the box has ever reached its memory limit. Where not, it was the host that ran out."""
         if self.memory_events is None:
-            return None
-        try:
-            for line in self.memory_events.read_text().splitlines():
-                key, _, value = line.partition(" ")
-                if key == "oom_kill":
-                    return int(value)
-        except (OSError, ValueError):
-            pass
-        return None
+            return False
+        if self.memory_events.name == "memory.events":
+            return bool(_counter(self.memory_events, "oom"))
+        # Not its failcnt, which Linux 6.18 does not count where memory and swap have one limit.
+        limit = _counter(self.memory_events.with_name("memory.limit_in_bytes")) or 0
+        peak = _counter(self.memory_events.with_name("memory.max_usage_in_bytes")) or 0
+        return peak > limit - _FULL_WITHIN_BYTES
 
     def pids(self) -> list[int]:
         """Every process of the box, its nested control groups included."""
@@ -100,6 +104,16 @@ class BoxControl:
         command below it is the box's life. An exec begins in a session of its own and cannot enter this one."""
         found = (read_process(pid) for pid in self.pids() if pid != self.init_pid)
         return [process for process in found if process is not None and process.session != self.init_pid]
+
+
+def _counter(file: Path, name: str = "") -> int | None:
+    """A counter of a control group: the one of that name, or the only one; ``None`` when it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in file.read_text().splitlines():
+            word, _, value = line.rpartition(" ")
+            if word == name:
+                return int(value)
+    return None
 
 
 def _cgroup_paths(pid: int) -> dict[str, Path]:

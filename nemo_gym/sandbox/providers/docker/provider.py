@@ -26,6 +26,7 @@ from nemo_gym.sandbox.base import (
     SandboxExecResult,
     SandboxHandle,
     SandboxInfo,
+    SandboxResources,
     SandboxSpec,
     SandboxStatus,
 )
@@ -59,6 +60,7 @@ _STATES = {
     "dead": SandboxStatus.ERROR,
 }
 _CAP_SYS_ADMIN = 1 << 21
+_MIB = 1024 * 1024
 
 
 _NO_NESTING = (
@@ -100,6 +102,7 @@ class DockerProvider:
             "memory_limit": bool(info.get("MemoryLimit")),
             "cpu_limit": bool(info.get("CpuCfsQuota")),
             "pids_limit": bool(info.get("PidsLimit", True)),
+            "disk_limit": self.config.watchdog,
             "loopback_door": doors,
             "nested_containers": self.config.lets_boxes_nest,
         }
@@ -107,8 +110,7 @@ class DockerProvider:
             "memory_limit": "the engine's kernel has no memory control group",
             "cpu_limit": "the engine's kernel has no CPU quota",
             "pids_limit": "the engine's kernel has no pids control group",
-            "disk_limit": f"the engine's storage driver '{info.get('Driver')}' has no per-container quota that can be "
-            "relied on",
+            "disk_limit": "the watchdog, which ends boxes that write too much, is switched off by watchdog: false",
             "gpu": "not offered by this provider",
             "nested_containers": _NO_NESTING,
             "endpoint": "boxes have no network that could be reached from outside; use a door",
@@ -121,17 +123,22 @@ class DockerProvider:
             snapshot=True,
             connect=True,
             reasons={name: why for name, why in reasons.items() if not found.get(name, False)},
+            default_limits=SandboxResources(),
             **found,
+        ).with_default_limits(
+            self.config.default_resources, host_memory_mib=int(info.get("MemTotal") or 0) // _MIB or None
         )
 
     # ------------------------------------------------------------------------------------------- life of a box
 
     async def create(self, spec: SandboxSpec) -> SandboxHandle:
-        creation = Creation(self._engine, self._images, self.config, spec)
         timeout_s = DEFAULT_READY_TIMEOUT_S if spec.ready_timeout_s is None else spec.ready_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                (await self._engine.call(lambda: self.capabilities)).check(spec, self.name)
+                capabilities = await self._engine.call(lambda: self.capabilities)
+                spec = spec.replace(resources=capabilities.limits(spec.resources))
+                capabilities.check(spec, self.name)
+                creation = Creation(self._engine, self._images, self.config, spec)
                 await self._engine.call(creation.check)
                 await self._engine.call(creation.prepare_image)
                 if self.config.watchdog:

@@ -1,4 +1,5 @@
-"""The process that removes boxes whose lease ended, though every process of this suite may be dead.
+"""The process that removes boxes whose lease ended, though every process of this suite may be dead, and boxes that
+wrote more than they may, as engines have no quota to rely on.
 
 One per engine and user, whoever starts it first. It is run by its path in an isolated interpreter (``python -I -S``),
 so it imports nothing but the standard library: it costs about 10 MB and starts in some 30 ms. What it knows it reads
@@ -17,13 +18,18 @@ import os
 import socket
 import ssl
 import sys
+import threading
 import time
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 MANAGED = "nemo_gym.managed"
 EXPIRES_AT = "nemo_gym.lease_expires_at"
+DISK_BYTES = "nemo_gym.docker.disk_bytes"
 POLL_S = 1.0
+DISK_POLL_S = 0.5
+DISK_IDLE_SHARE = 4
+"""Measuring takes at most a fifth of the time, however many files there are."""
 LINGER_S = 120.0
 """How long it waits for new boxes when there are none."""
 _UNREACHABLE_LIMIT_S = 3600.0
@@ -67,14 +73,18 @@ class Engine:
             return http.client.HTTPSConnection(url.hostname or "", url.port or 2376, timeout=60, context=context)
         return http.client.HTTPConnection(url.hostname or "", url.port or 2375, timeout=60)
 
-    def boxes(self) -> dict[str, tuple[str, float | None]]:
-        """Container id → name and end of lease (Unix seconds), of every container of this suite."""
+    def containers(self, options: str) -> list[dict[str, Any]]:
+        """The engine's list of this suite's containers."""
         filters = quote(json.dumps({"label": [f"{MANAGED}=true"]}))
-        status, found = self.request("GET", f"/containers/json?all=1&filters={filters}")
+        status, found = self.request("GET", f"/containers/json?{options}&filters={filters}")
         if status != 200:
             raise OSError(f"the engine answered {status}")
+        return list(found)
+
+    def boxes(self) -> dict[str, tuple[str, float | None]]:
+        """Container id → name and end of lease (Unix seconds), of every container of this suite."""
         boxes = {}
-        for container in found:
+        for container in self.containers("all=1"):
             name = ((container.get("Names") or [""])[0] or "").lstrip("/")
             boxes[str(container["Id"])] = (name, lease_end(name, container.get("Labels") or {}))
         return boxes
@@ -129,6 +139,30 @@ class Watchdog:
         return left
 
 
+def over_disk_limit(engine: Engine) -> dict[str, tuple[int, int]]:
+    """Container id → bytes written and bytes allowed, of every running box that wrote more."""
+    over = {}
+    # Measuring walks through what each box wrote, so it is not asked for where nothing is limited.
+    if any((found.get("Labels") or {}).get(DISK_BYTES) for found in engine.containers("all=0")):
+        for container in engine.containers("all=0&size=1"):
+            limit = (container.get("Labels") or {}).get(DISK_BYTES)
+            if limit and int(container.get("SizeRw") or 0) > int(limit):
+                over[str(container["Id"])] = int(container["SizeRw"]), int(limit)
+    return over
+
+
+def watch_disks(engine: Engine) -> None:
+    """Remove boxes that wrote too much, for ever. A thread of its own: leases must not wait for measuring."""
+    while True:
+        began = now_s()
+        with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
+            for container_id, (size, limit) in over_disk_limit(engine).items():
+                engine.remove(container_id)
+                said = f"removed box {container_id[:12]}: it wrote {size} bytes, its limit disk_gib allows {limit}\n"
+                sys.stderr.write(said)
+        time.sleep(max(DISK_POLL_S, DISK_IDLE_SHARE * (now_s() - began)))
+
+
 def try_lock(path: str) -> int | None:
     """A descriptor that holds the lock for as long as it is open; ``None`` when another process has it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -173,6 +207,7 @@ def main(lock_path: str, url: str, certificates: str | None = None) -> int:
     if os.fork():
         return 0
     os.setsid()
+    threading.Thread(target=watch_disks, args=(Engine(url, certificates),), daemon=True).start()
     watch(lock_path, lock, Watchdog(Engine(url, certificates)))
     return 0
 

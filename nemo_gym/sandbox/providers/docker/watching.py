@@ -13,10 +13,12 @@ from nemo_gym.sandbox.providers.docker import watchdog
 
 
 def lock_path(engine_url: str) -> Path:
-    """The file that the watchdog of an engine keeps locked."""
+    """The file that the watchdog of an engine keeps locked. One of another release may be at work beside it: it does
+    not know what ours has to do, and removes nothing that ours would not."""
     configured = os.environ.get("XDG_CACHE_HOME")
+    digest = hashlib.sha256(engine_url.encode() + b"\0" + Path(watchdog.__file__).read_bytes())
     cache = Path(configured) if configured else Path("~").expanduser() / ".cache"
-    return cache / "nemo-gym" / "watchdogs" / f"docker-{hashlib.sha256(engine_url.encode()).hexdigest()[:16]}.lock"
+    return cache / "nemo-gym" / "watchdogs" / f"docker-{digest.hexdigest()[:16]}.lock"
 
 
 def ensure_watchdog(engine_url: str) -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 LIMITS = ("memory", "pids", "cpu")
 _CPU_PERIOD_US = 100_000
 _REMOVE_DEADLINE_S = 5.0
+_FULL_WITHIN_BYTES = 4 * 1024 * 1024
+"""The kernel charges memory in batches, so what does not fit may leave some of it free."""
 _HOW_TO_DELEGATE = "run as root, or start the client with `systemd-run --user --scope -p Delegate=yes …`"
 
 
@@ -185,6 +187,7 @@ class BoxGroups:
         return CommandGroups(
             tracker=tracker / exec_id if tracker else None,
             memory=memory / exec_id if memory else None,
+            box_memory=memory,
             memory_version=self._memory_version,
             join=[*own, *(d for d in others if d not in {o.parent for o in own})],
         )
@@ -222,6 +225,8 @@ class CommandGroups:
 
     tracker: Path | None
     memory: Path | None
+    box_memory: Path | None
+    """The group of the whole box, which has the limit."""
     memory_version: int
     join: list[Path]
 
@@ -242,14 +247,17 @@ class CommandGroups:
         if self.memory is None:
             return 0
         name = "memory.events" if self.memory_version == 2 else "memory.oom_control"
-        try:
-            for line in (self.memory / name).read_text().splitlines():
-                word, _, value = line.partition(" ")
-                if word == "oom_kill":
-                    return int(value)
-        except OSError:
-            pass
-        return 0
+        return _counter(self.memory / name, "oom_kill")
+
+    def box_was_full(self) -> bool:
+        """Whether the box has ever reached its memory limit. Where not, it was the host that ran out."""
+        if self.box_memory is None:
+            return False
+        if self.memory_version == 2:
+            return _counter(self.box_memory / "memory.events", "oom") > 0
+        # Not its failcnt, which Linux 6.18 does not count where memory and swap have one limit.
+        limit = _counter(self.box_memory / "memory.limit_in_bytes")
+        return _counter(self.box_memory / "memory.max_usage_in_bytes") > limit - _FULL_WITHIN_BYTES
 
     def remove_if_empty(self) -> bool:
         """Remove the groups; ``False`` when processes are left in them."""
@@ -261,6 +269,16 @@ class CommandGroups:
             except OSError:
                 return False
         return True
+
+
+def _counter(file: Path, name: str = "") -> int:
+    """A counter of a control group: the one of that name, or the only one; 0 when the group is gone."""
+    with contextlib.suppress(OSError):
+        for line in file.read_text().splitlines():
+            word, _, value = line.rpartition(" ")
+            if word == name:
+                return int(value)
+    return 0
 
 
 def group_processes(directory: Path) -> list[int]:

@@ -149,7 +149,7 @@ class SupervisorClient:
     def ask_for_greeting(self) -> Message:
         """What the supervisor says of itself and this machine; blocking, with a connection of its own."""
         with self._start_and_connect() as sock:
-            sock.send(b"P" + json.dumps({"op": "hello", "id": 0, "probe": True}).encode())
+            sock.send(b"P" + json.dumps({"op": "hello", "id": 0}).encode())
             packet = sock.recv(1 << 20)
         if not packet:
             raise SandboxLostError(f"{self._name} is gone", retryable=True)

@@ -49,7 +49,7 @@ class SupervisedOptions:
     default_image: str = "host"
     """Image of specs that name none."""
     default_resources: SandboxResources = field(default_factory=SandboxResources)
-    """Limits of boxes whose spec leaves them open."""
+    """Limits of boxes whose spec leaves them open; what is open here too is the suite's default."""
     hide: tuple[str, ...] = ()
     """Further paths below the host's system directories that boxes of the ``host`` image must not see."""
     linger_s: float = 10.0

@@ -37,7 +37,7 @@ from nemo_gym.sandbox.providers.local.client import SupervisorClient
 from nemo_gym.sandbox.providers.local.images import ImageError, ImageStore
 from nemo_gym.sandbox.providers.local.options import LocalOptions, SupervisedOptions
 from nemo_gym.sandbox.providers.local.process import LocalProcess
-from nemo_gym.sandbox.providers.local.requests import BASE_ENV, argv, create_request, filled, stdin_file
+from nemo_gym.sandbox.providers.local.requests import BASE_ENV, argv, create_request, stdin_file
 from nemo_gym.sandbox.providers.local.streams import read_stream, write_stream
 from nemo_gym.sandbox.streaming_provider import StreamingProvider
 from nemo_gym.sandbox.transfer import absolute
@@ -99,10 +99,6 @@ class LocalProvider(StreamingProvider):
             )
             return SandboxCapabilities(reasons={**reasons, **dict.fromkeys(names, reason)})
         limits = greeting["limits"]
-        if greeting["no_disk_limit"] is not None:
-            reasons["disk_limit"] = (
-                f"a box's disk is a file on a loop device, which cannot be had: {greeting['no_disk_limit']}"
-            )
         if not greeting["max_uid"]:
             reasons["exec_user"] = "boxes of an ordinary user have user 0 alone; run as root for others"
         reasons |= {_LIMIT_NAMES[name]: reason for name, reason in greeting["reasons"].items()}
@@ -114,9 +110,9 @@ class LocalProvider(StreamingProvider):
             memory_limit="memory" in limits,
             cpu_limit="cpu" in limits,
             pids_limit="pids" in limits,
-            disk_limit=greeting["no_disk_limit"] is None,
+            disk_limit=True,
             reasons=reasons,
-        )
+        ).with_default_limits(self.options.default_resources, host_memory_mib=greeting["memory_mib"])
 
     @property
     def supervisor_dir(self) -> Path:
@@ -126,8 +122,7 @@ class LocalProvider(StreamingProvider):
     # -------------------------------------------------------------------------------------------------- life
 
     async def create(self, spec: SandboxSpec) -> SandboxHandle:
-        spec = dataclasses.replace(spec, resources=filled(spec.resources, self.options.default_resources))
-        await self._check(spec)
+        spec = await self._checked(spec)
         request = create_request(await self._with_image(spec), self.options)
         box_id: str = request["spec"]["box"]
         client = self._client()
@@ -373,7 +368,8 @@ class LocalProvider(StreamingProvider):
         """The spec with an image that the supervisor knows."""
         return spec
 
-    async def _check(self, spec: SandboxSpec) -> None:
+    async def _checked(self, spec: SandboxSpec) -> SandboxSpec:
+        """The spec with all its limits, if it can be served."""
         capabilities = await asyncio.to_thread(lambda: self.capabilities)
         if not capabilities.network_policies:
             raise SandboxCreateError(capabilities.reasons["network_none"], provider=self.name)
@@ -382,7 +378,9 @@ class LocalProvider(StreamingProvider):
                 f"sandbox provider '{self.name}' has no provider_options; the spec gives "
                 + ", ".join(spec.provider_options)
             )
+        spec = spec.replace(resources=capabilities.limits(spec.resources))
         capabilities.check(spec, self.name)
+        return spec
 
 
 def _box_of(handle: SandboxHandle) -> _LocalBox:

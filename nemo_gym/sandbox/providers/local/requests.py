@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_gym.errors import ConfigError, SandboxCreateError, SandboxError
-from nemo_gym.sandbox.base import DEFAULT_TTL_S, NetworkPolicy, SandboxResources, SandboxSpec
+from nemo_gym.sandbox.base import DEFAULT_TTL_S, NetworkPolicy, SandboxSpec
 from nemo_gym.sandbox.providers.local.options import SupervisedOptions, hidden_paths
 from nemo_gym.sandbox.providers.local.protocol import Message, memory_file
 from nemo_gym.sandbox.transfer import absolute
@@ -66,11 +65,6 @@ def create_request(spec: SandboxSpec, options: SupervisedOptions) -> Message:
             "entrypoint": entrypoint,
         },
     }
-
-
-def filled(wanted: SandboxResources, defaults: SandboxResources) -> SandboxResources:
-    values = {f.name: getattr(defaults, f.name) for f in dataclasses.fields(wanted) if getattr(wanted, f.name) is None}
-    return dataclasses.replace(wanted, **values)
 
 
 def argv(command: str | Sequence[str]) -> list[str]:

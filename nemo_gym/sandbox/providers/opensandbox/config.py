@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from nemo_gym.configuration.suggest import nearest, reject_unknown_keys
 from nemo_gym.errors import ConfigError
+from nemo_gym.sandbox.base import SandboxResources
 
 LIMITS = ("cpu", "memory")
 ARCHITECTURES = ("amd64", "arm64")
@@ -31,6 +32,8 @@ class OpenSandboxConfig:
     engine: str | None = None
     """The Docker Engine behind the server, where this process can reach it (``unix:///path``, ``tcp://host:port``):
     boxes become images there, those of the docker provider's names and labels, and ``host`` is one."""
+    default_resources: SandboxResources = field(default_factory=SandboxResources)
+    """Limits of boxes whose spec leaves them open; what is open here too is the suite's default."""
     limits: Sequence[str] = LIMITS
     """Which of ``cpu`` and ``memory`` the server's boxes really have enforced. Nobody can ask the server for it."""
     egress_policy: bool = False
@@ -75,4 +78,7 @@ class OpenSandboxConfig:
     def from_mapping(cls, values: Mapping[str, Any]) -> OpenSandboxConfig:
         """Build from configuration; an unknown key raises `ConfigError` with the nearest right name."""
         reject_unknown_keys(values, [f.name for f in dataclasses.fields(cls)], where="opensandbox sandbox")
-        return cls(**values)
+        known = dict(values)
+        if isinstance(known.get("default_resources"), Mapping):
+            known["default_resources"] = SandboxResources.from_mapping(known["default_resources"])
+        return cls(**known)

@@ -21,6 +21,7 @@ from nemo_gym.sandbox.base import (
     NetworkPolicy,
     SandboxHandle,
     SandboxInfo,
+    SandboxResources,
     SandboxSpec,
     SandboxStatus,
 )
@@ -108,12 +109,14 @@ class OpenSandboxProvider(StreamingProvider):
             loopback_door=True,
             connect=True,
             reasons={name: why for name, why in reasons.items() if not found.get(name, False)},
+            default_limits=SandboxResources(),
             **found,
-        )
+        ).with_default_limits(config.default_resources, host_memory_mib=None)
 
     # ------------------------------------------------------------------------------------------- life of a box
 
     async def create(self, spec: SandboxSpec) -> SandboxHandle:
+        spec = spec.replace(resources=self.capabilities.limits(spec.resources))
         self.capabilities.check(spec, self.name)
         creation = Creation(self._connection, self._images, spec)
         creation.check()

@@ -52,8 +52,10 @@ class Box:
         upper: Path,
         parts: list[str],
         max_uid: int,
+        first_id: int | None,
     ) -> None:
         self.box_id = box_id
+        self.first_id = first_id
         self.directory = directory
         self.manifest = manifest
         self.labels = dict(labels)
@@ -66,6 +68,8 @@ class Box:
         self.created_at = time.time()
         self.commands: dict[str, RunningCommand] = {}
         self.termination_reason: str | None = None
+        self.watched_disk_bytes: int | None = None
+        """What it may write, where no disk of its own bounds that."""
         self._built = built
         self._layer_locks = layer_locks
         self._open_network = open_network
@@ -137,6 +141,7 @@ class Box:
                     stderr=descriptors[2],
                     namespaces=_NAMESPACES | (0 if self._open_network else linux.CLONE_NEWNET),
                     max_uid=self._max_uid,
+                    first_id=self.first_id,
                     watched=groups.tracker is None,
                 ),
                 self.init_fd,

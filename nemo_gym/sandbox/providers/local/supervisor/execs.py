@@ -150,7 +150,11 @@ class RunningCommand:
         if self._timed_out:
             end.update(outcome="timed_out", return_code=None)
         elif oom_kills and end.get("return_code") != 0:
-            end.update(outcome="out_of_memory")
+            if self.groups is not None and self.groups.box_was_full():
+                end.update(outcome="out_of_memory")
+            else:
+                # Nothing in the box need have caused that, so its end says nothing of the command.
+                end.update(outcome="lost", reason="the host ran out of memory")
         self.ended.set()
         self._on_end(end)
 

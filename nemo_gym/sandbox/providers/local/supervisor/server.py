@@ -20,7 +20,7 @@ from nemo_gym.sandbox.providers.local import host_image
 from nemo_gym.sandbox.providers.local.cgroups import Cgroups
 from nemo_gym.sandbox.providers.local.images import ImageError, ImageManifest, ImageStore
 from nemo_gym.sandbox.providers.local.protocol import PROTOCOL_VERSION, Connection, Message, close_all
-from nemo_gym.sandbox.providers.local.supervisor import children, construction, disk, files
+from nemo_gym.sandbox.providers.local.supervisor import children, construction, disk, files, user_ids
 from nemo_gym.sandbox.providers.local.supervisor.boxes import Box, remove_files
 from nemo_gym.sandbox.providers.local.supervisor.execs import StartError
 
@@ -28,6 +28,9 @@ Builder = Callable[[construction.BoxPlan], Awaitable[construction.BuiltBox]]
 
 _REMEMBERED_DEAD = 4096
 _MAX_IDS = 65536
+_DISK_PAUSE_S = 0.5
+_DISK_IDLE_SHARE = 4
+"""Measuring takes at most a fifth of the time, however many files there are."""
 
 
 class RequestError(Exception):
@@ -51,7 +54,14 @@ class Supervisor:
     """All boxes of one state directory."""
 
     def __init__(
-        self, state_dir: Path, cgroups: Cgroups, *, user_overlays: bool, linger_s: float, build: Builder
+        self,
+        state_dir: Path,
+        cgroups: Cgroups,
+        *,
+        user_overlays: bool,
+        linger_s: float,
+        build: Builder,
+        moves_ids: bool,
     ) -> None:
         self._state_dir = state_dir
         self._boxes_dir = state_dir / "boxes"
@@ -60,6 +70,7 @@ class Supervisor:
         self._xattrs = "user" if user_overlays else "trusted"
         self._linger_s = linger_s
         self._make = build
+        self._moves_ids = moves_ids
         self._boxes: dict[str, Box] = {}
         self._creating: dict[str, asyncio.Task[Box]] = {}
         self._by_key: dict[str, str] = {}
@@ -69,6 +80,8 @@ class Supervisor:
         self._skeleton: asyncio.Task[Path] | None = None
         self._linger: asyncio.TimerHandle | None = None
         self._disk: asyncio.Task[str | None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._ids = user_ids.IdRanges()
         self.finished = asyncio.Event()
         self._max_uid = _highest_id()
 
@@ -151,11 +164,9 @@ class Supervisor:
 
     # -------------------------------------------------------------------------------------------- operations
 
-    async def _hello(self, _c: Client, message: Message, *_: Any) -> Message:
-        if message.get("probe") and self._disk is None:
-            self._disk = asyncio.create_task(disk.why_not(self._boxes_dir))
+    async def _hello(self, *_: Any) -> Message:
         return {
-            "no_disk_limit": await self._disk if self._disk is not None else None,
+            "memory_mib": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 1024**2,
             "protocol": PROTOCOL_VERSION,
             "pid": os.getpid(),
             "limits": sorted(self._cgroups.enforced),
@@ -197,6 +208,7 @@ class Supervisor:
         directory = self._boxes_dir / box_id
         locks: list[int] = []
         groups = None
+        first_id = None
         try:
             with store.locked(exclusive=False):
                 manifest = store.resolve(spec["image"], self._xattrs)
@@ -211,6 +223,12 @@ class Supervisor:
                 box_id, memory_mib=limits.get("memory_mib"), pids=limits.get("pids"), cpu=limits.get("cpu")
             )
             memory = limits.get("memory_mib")
+            disk_bytes = limits.get("disk_bytes")
+            has_disk = disk_bytes is not None and await self._makes_disks()
+            lowers = [lower for overlay in overlays for lower in overlay.lowers if lower.startswith("/")]
+            if self._moves_ids and await self._ids.can_move([str(self._boxes_dir), str(store.layers), *lowers]):
+                first_id = self._ids.take()
+            max_uid = self._max_uid if first_id is None else user_ids.COUNT - 1
             plan = construction.BoxPlan(
                 directory=directory,
                 layers=store.layers,
@@ -221,9 +239,11 @@ class Supervisor:
                 mounts=[(m[0], m[1]) for m in spec["mounts"]],
                 hidden=[h for h in spec["hidden"] if manifest.host_base and os.path.lexists(h)],
                 memory_bytes=memory * 1024 * 1024 if memory else None,
-                disk_bytes=limits.get("disk_bytes"),
+                disk_bytes=disk_bytes if has_disk else None,
                 user_overlays=self._user_overlays,
                 identity=f"0 0 {self._max_uid + 1}",
+                first_id=first_id,
+                stage=user_ids.stage_for(directory),
                 network_files=_network_files() if spec["open_network"] else {},
             )
             built = await self._make(plan)
@@ -238,9 +258,11 @@ class Supervisor:
                 labels=spec["labels"],
                 upper=plan.writable / "upper",
                 parts=[overlay.part for overlay in overlays],
-                max_uid=self._max_uid,
+                max_uid=max_uid,
+                first_id=first_id,
             )
         except BaseException as error:
+            self._ids.give_back(first_id)
             if groups is not None:
                 groups.remove()
             close_all(locks)
@@ -255,6 +277,10 @@ class Supervisor:
         self._boxes[box_id] = box
         box.renew(spec["ttl_s"], lambda expired: self._spawn(self._destroy(expired, "its lease ended")))
         self._spawn(self._bury(box))
+        if disk_bytes is not None and not has_disk:
+            box.watched_disk_bytes = disk_bytes
+            if self._watching is None or self._watching.done():
+                self._watching = asyncio.create_task(self._watch_disks())
         if spec["files"] or spec["workdir"]:
             problem = await files.write_files(box.init_fd, spec["files"], spec["workdir"])
             if problem is not None:
@@ -264,6 +290,24 @@ class Supervisor:
         if spec.get("entrypoint"):
             await self._start_entrypoint(box, spec["entrypoint"])
         return box
+
+    async def _makes_disks(self) -> bool:
+        """Whether boxes can have disks of a size, found out by making one when it is first wanted."""
+        if self._disk is None:
+            self._disk = asyncio.create_task(disk.why_not(self._boxes_dir))
+        return await asyncio.shield(self._disk) is None
+
+    async def _watch_disks(self) -> None:
+        """Measure what boxes without such disks have written, again and again, and end those with too much."""
+        while watched := [box for box in self._boxes.values() if box.watched_disk_bytes is not None]:
+            began = time.monotonic()
+            sizes = await disk.measure([str(box.upper) for box in watched])
+            for box in watched:
+                limit = box.watched_disk_bytes or 0
+                if sizes.get(str(box.upper), 0) > limit:
+                    said = f"it wrote more than the {limit / 1024**3:g} GiB that its limit disk_gib allows"
+                    self._spawn(self._destroy(box, said))
+            await asyncio.sleep(max(_DISK_PAUSE_S, _DISK_IDLE_SHARE * (time.monotonic() - began)))
 
     async def _lowers(self, store: ImageStore, manifest: ImageManifest, part: str) -> list[str]:
         layers = reversed(manifest.layers)
@@ -315,6 +359,7 @@ class Supervisor:
         await box.destroy(reason)
         if self._boxes.pop(box.box_id, None) is None:
             return
+        self._ids.give_back(box.first_id)
         for key in [key for key, box_id in self._by_key.items() if box_id == box.box_id]:
             del self._by_key[key]
         self._dead[box.box_id] = box.termination_reason or reason

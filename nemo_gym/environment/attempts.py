@@ -171,13 +171,19 @@ class AttemptStore:
                 f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was closed",
                 rollout_id=rollout.rollout_id,
             )
-        if known.seed is not None and known.seed.digest != digest:
+        self.require_row(rollout, digest)
+        return known.seed
+
+    def require_row(self, rollout: RolloutIdentity, digest: str) -> None:
+        """Raise `ContractError` when this attempt is open here with another row. An attempt that is closed, or that an
+        earlier process seeded, is not known by its row any more."""
+        known = self._of(rollout)
+        if known.attempt == rollout.attempt and known.seed is not None and known.seed.digest != digest:
             raise ContractError(
                 f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was seeded with another row; a new row"
                 " needs a new rollout id",
                 rollout_id=rollout.rollout_id,
             )
-        return known.seed
 
     def enter(self, rollout: RolloutIdentity) -> RolloutIdentity | None:
         """Make this the current attempt and fence older ones; returns the attempt that was open until now."""

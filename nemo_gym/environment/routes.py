@@ -311,6 +311,7 @@ class EnvironmentRoutes:
         if not isinstance(response, dict):
             raise InvalidBodyError("/verify needs 'response': the Responses object of this attempt")
         self._check_control(request, caller, rollout)
+        self.attempts.require_row(rollout, row_digest(asked.seeded_row))
         if caller is not None and caller.role is Role.OPERATOR:
             reply: Mapping[str, Any] = await self._again(request, asked, response)
         else:

@@ -92,6 +92,14 @@ async def test_seed_is_refused_when_the_same_attempt_names_another_row(phrase: S
     assert (status, problem["code"]) == (409, "contract")
 
 
+async def test_verify_is_refused_when_its_row_is_not_the_one_that_was_seeded(phrase: Stack) -> None:
+    control = (await seed(phrase))["control_token"]
+    status, problem = await verify(phrase, "hello", control, row={**ROW, "phrase": "hello"})
+    assert (status, problem["code"]) == (409, "contract") and "another row" in problem["detail"]
+    status, verdict = await verify(phrase, "hello", control)
+    assert (status, verdict["reward"], environment(phrase).graded) == (200, 0.0, 1)
+
+
 async def test_older_attempt_is_refused_everywhere_when_a_newer_one_was_seeded(counter: Stack) -> None:
     client = counter.client()
     row = {"responses_create_params": {"input": "count"}, "expected": 1}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from uuid import uuid4
 
 import structlog
-from fastapi import Body, FastAPI
+from fastapi import Body
 from pydantic import PrivateAttr, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
@@ -32,6 +32,7 @@ from nemo_gym.rollout_correlation import (
     rollout_context,
     rollout_path_prefix,
 )
+from nemo_gym.serving.application import Application
 from nemo_gym.serving.client import expect_json, inference_context
 from nemo_gym.serving.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError
 from nemo_gym.serving.middleware import TOKEN_CAPTURE, require_role
@@ -145,7 +146,7 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
 
     # -- wiring --------------------------------------------------------------------------------------------------
 
-    def setup_webserver(self) -> FastAPI:
+    def contract_app(self) -> Application:
         app = self.base_app()
         app.router.routes.append(Route("/act", self._act_route, methods=["POST"]))
         app.router.routes.append(Route("/box_needs", self._box_needs_route, methods=["GET"]))

@@ -115,6 +115,8 @@ class BaseRunServerInstanceConfig(BaseRunServerConfig):
     """A started server; ``name`` is its instance name, unique in the run."""
 
     name: str
+    max_body_bytes: int = Field(1 << 30, gt=0)
+    """Of one request; a larger one is answered with 413."""
 
 
 class AggregateMetricsRequest(BaseModel):

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Scope
 
 from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest
 from nemo_gym.credentials import (
@@ -139,9 +140,9 @@ class EnvironmentRoutes:
 
             self._mcp = McpEndpoint(self._server, self.attempts, app)
 
-    def authenticates_itself(self, path: str) -> bool:
-        """Whether the route of ``path`` checks tokens of another kind than callers' credentials."""
-        return path == MCP_PATH and self._server.exposes_mcp()
+    def authenticates_itself(self, scope: Scope) -> bool:
+        """Whether the route of a request checks tokens of another kind than callers' credentials."""
+        return bool(scope["path"] == MCP_PATH) and self._server.exposes_mcp()
 
     def guard(self, path: str, session: Mapping[str, Any]) -> None:
         """Refuse a tool call whose attempt is over. The base routes judge for themselves."""

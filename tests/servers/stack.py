@@ -25,7 +25,7 @@ class Served:
     """One application in a thread; stops with the test."""
 
     def __init__(self, server: SimpleServer, listener: socket.socket) -> None:
-        app = server.setup_webserver()
+        app = server.application()
         config = uvicorn.Config(
             app, log_level="error", timeout_graceful_shutdown=60, lifespan="on", http=WatchedHttpProtocol
         )

@@ -262,7 +262,13 @@ class SimpleServer(BaseServer):
         launch = current_launch()
         server = cls.from_launch(launch)
         try:
-            serve(server.application(), server.config, launch, on_stop=server.stopping)
+            serve(
+                server.application(),
+                server.config,
+                launch,
+                slow_request_timeout_s=server.config.slow_request_timeout_s,
+                on_stop=server.stopping,
+            )
         except SystemExit:
             if server._startup_error is not None:
                 # The web server only knows that there was one; whoever started this process shows what it says.

@@ -44,9 +44,12 @@ async def verify(
     server: str = "phrase",
     row: dict[str, Any] = ROW,
     role: Role = Role.PIPELINE,
+    reverify: bool | None = None,
     **identity: Any,
 ) -> tuple[int, Any]:
-    session = {"rollout": rollout(**identity).model_dump()}
+    session: dict[str, Any] = {"rollout": rollout(**identity).model_dump()}
+    if reverify if reverify is not None else role is Role.OPERATOR:
+        session["reverify"] = True
     body = {**row, "response": response(text), "_ng_session": session}
     return await call(stack, server, "/verify", body, control=control, role=role)
 
@@ -209,6 +212,19 @@ async def test_operator_verifies_again_without_touching_the_first_verdict(phrase
     _, stored = await call(phrase, "phrase", "/verdict", {"rollout": rollout().model_dump()})
     assert (status, again["reward"], again["reverified"]) == (200, 1.0, True)
     assert stored["reward"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("role", "reverify"), [(Role.OPERATOR, False), (Role.PIPELINE, True), (Role.AGENT, True), (Role.ENVIRONMENT, True)]
+)
+async def test_only_an_operator_verifies_again_and_nothing_else(phrase: Stack, role: Role, reverify: bool) -> None:
+    control = (await seed(phrase))["control_token"]
+    stored = {"row": ROW, "rollout": rollout().model_dump()}
+    _, kept = await call(phrase, "phrase", "/rows", stored)
+    session = {"rollout": rollout().model_dump(), "reverify": reverify, "row_ref": kept["row_ref"]}
+    body = {**ROW, "response": response("swordfish"), "_ng_session": session}
+    status, problem = await call(phrase, "phrase", "/verify", body, role=role, control=control)
+    assert (status, problem["code"], environment(phrase).graded) == (403, "role", 0)
 
 
 async def test_solution_is_given_to_a_pipeline_in_validation_mode_only(phrase: Stack) -> None:

@@ -195,8 +195,8 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
     def reverify_mode(self) -> ReverifyMode:
         """What the class or its configuration's class says; environments with ``grade`` are stateless otherwise."""
         for said in (self.REVERIFY_MODE, self.config.REVERIFY_MODE):
-            if said is not ReverifyMode.UNKNOWN:
-                return said
+            if (mode := ReverifyMode(said)) is not ReverifyMode.UNKNOWN:  # a plugin may state it as text
+                return mode
         return ReverifyMode.STATELESS if self.overrides("grade") else ReverifyMode.UNKNOWN
 
     async def get_reverify_mode(self) -> ReverifyMode:

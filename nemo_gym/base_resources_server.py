@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import structlog
-from fastapi import FastAPI
 from pydantic import PrivateAttr
 from starlette.requests import Request
 
@@ -25,6 +24,7 @@ from nemo_gym.environment.plugin_call import PluginCall, plain
 from nemo_gym.environment.routes import EnvironmentRoutes
 from nemo_gym.environment.rows import RESPONSE_KEY, public_row
 from nemo_gym.reward_profile import AggregateMetricsMixin, compute_aggregate_metrics
+from nemo_gym.serving.application import Application
 from nemo_gym.serving.server import BaseServer, SimpleServer
 from nemo_gym.session import Artifact, RolloutIdentity, SessionDescriptor
 from nemo_gym.verdict import Verdict
@@ -195,8 +195,8 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
     def reverify_mode(self) -> ReverifyMode:
         """What the class or its configuration's class says; environments with ``grade`` are stateless otherwise."""
         for said in (self.REVERIFY_MODE, self.config.REVERIFY_MODE):
-            if said is not ReverifyMode.UNKNOWN:
-                return said
+            if (mode := ReverifyMode(said)) is not ReverifyMode.UNKNOWN:  # a plugin may state it as text
+                return mode
         return ReverifyMode.STATELESS if self.overrides("grade") else ReverifyMode.UNKNOWN
 
     async def get_reverify_mode(self) -> ReverifyMode:
@@ -215,7 +215,7 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
         """Whether a subclass implements ``hook`` itself."""
         return getattr(cls, hook) is not getattr(SimpleResourcesServer, hook)
 
-    def setup_webserver(self) -> FastAPI:
+    def contract_app(self) -> Application:
         environment = self._environment = EnvironmentRoutes(self, self._attempt_store())
         app = self.base_app(session_guard=environment.guard, authenticates_itself=environment.authenticates_itself)
         environment.install(app)

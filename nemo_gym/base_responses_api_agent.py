@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from uuid import uuid4
 
 import structlog
-from fastapi import Body, FastAPI
+from aiohttp import ClientResponse
+from fastapi import Body
 from pydantic import PrivateAttr, ValidationError
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -24,14 +26,18 @@ from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest, Bas
 from nemo_gym.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.environment.plugin_call import PluginCall, plain
 from nemo_gym.environment.rows import PARAMS_KEY, RESPONSE_KEY, SESSION_KEY, public_params
-from nemo_gym.errors import ConfigError, ContractError, InvalidBodyError
+from nemo_gym.errors import ConfigError, ContractError, InvalidBodyError, ServerError
 from nemo_gym.reward_profile import AggregateMetricsMixin, compute_aggregate_metrics
 from nemo_gym.rollout_correlation import (
+    ATTEMPT_INDEX_KEY,
+    ROLLOUT_INDEX_KEY,
+    TASK_INDEX_KEY,
     apply_rollout_prefix,
     maybe_rollout_id_from_run_body,
     rollout_context,
     rollout_path_prefix,
 )
+from nemo_gym.serving.application import Application
 from nemo_gym.serving.client import expect_json, inference_context
 from nemo_gym.serving.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError
 from nemo_gym.serving.middleware import TOKEN_CAPTURE, require_role
@@ -47,6 +53,7 @@ from nemo_gym.session import (
     SessionDescriptor,
     Topology,
 )
+from nemo_gym.topology.teardown import CLOSE_TIMEOUT_S, shielded
 
 if TYPE_CHECKING:
     from nemo_gym.environment.wire import BaseRunRequest, BaseVerifyResponse
@@ -129,7 +136,7 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
         if environment is None or self.overrides("compute_metrics") or self.overrides("get_key_metrics"):
             return compute_aggregate_metrics(body.verify_responses, self.compute_metrics, self.get_key_metrics)
         reply = await self.server_client.post(environment, "/aggregate_metrics", json=body, idempotent=True)
-        return AggregateMetrics.model_validate(await expect_json(reply, environment))
+        return AggregateMetrics.model_validate(await _told(reply, environment))
 
     @classmethod
     def overrides(cls, hook: str) -> bool:
@@ -145,7 +152,7 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
 
     # -- wiring --------------------------------------------------------------------------------------------------
 
-    def setup_webserver(self) -> FastAPI:
+    def contract_app(self) -> Application:
         app = self.base_app()
         app.router.routes.append(Route("/act", self._act_route, methods=["POST"]))
         app.router.routes.append(Route("/box_needs", self._box_needs_route, methods=["GET"]))
@@ -153,7 +160,9 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
         if self.overrides("responses"):
             app.post("/v1/responses")(self.responses)
         if self.overrides("run"):
-            app.add_middleware(RowRefMiddleware, environment=self._server_name("resources_server"))
+            # The innermost layer: it reads bodies, which the layers around let in and bound.
+            inner = Middleware(RowRefMiddleware, environment=self._server_name("resources_server"))
+            app.user_middleware.append(inner)
             app.post("/run")(self.run)
         else:
             app.router.routes.append(Route("/run", self._run_route, methods=["POST"]))
@@ -229,15 +238,29 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
     # -- /run, from the pieces -----------------------------------------------------------------------------------
 
     async def _run_route(self, request: Request) -> Response:
-        """One rollout for a caller outside of the pipeline: seed, act, verify."""
+        """One rollout for a caller outside of the pipeline: seed, act, verify, close.
+
+        The caller has left the row with the environment (``/rows``) and sends what that answered: this server sees
+        the row's public part, and the reference is its right to seed, verify and close this one attempt.
+        """
         require_role(request, Role.PIPELINE, Role.OPERATOR)
         row = await parse_json_object(request)
         environment = self._server_name("resources_server")
         if environment is None:
             raise ConfigError(f"agent '{self.config.name}' names no 'resources_server'", key="resources_server")
+        if not isinstance(row.get(PARAMS_KEY) or {}, dict):
+            raise InvalidBodyError(f"/run: '{PARAMS_KEY}' is a JSON object")
         session = row.pop(SESSION_KEY, None) or {}
+        if not isinstance(session, dict):
+            raise InvalidBodyError(f"/run: '{SESSION_KEY}' is a JSON object")
+        ref = session.get("row_ref")
+        if self.secured and not isinstance(ref, str):
+            raise InvalidBodyError(
+                f"/run needs '{SESSION_KEY}.row_ref': POST {{'row': …, 'rollout': …}} to /rows of '{environment}', and"
+                f" send its 'public_row' here with '{SESSION_KEY}': {{'rollout': …, 'row_ref': …}}"
+            )
         rollout = _rollout(session["rollout"]) if "rollout" in session else _named(row)
-        session = {"rollout": rollout.model_dump(), **({"row_ref": r} if (r := session.get("row_ref")) else {})}
+        session = {"rollout": rollout.model_dump(), **({"row_ref": ref} if ref else {})}
 
         async def work() -> dict[str, Any]:
             with rollout_context(rollout.rollout_id):
@@ -256,11 +279,30 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
         rollout: RolloutIdentity,
         cookies: dict[str, str],
     ) -> dict[str, Any]:
+        try:
+            return await self._seeded_rollout(environment, row, session, rollout, cookies)
+        finally:
+            # Also where the seed's answer never came: what it opened is closed, and a late seed is refused.
+            closing = self._close(environment, session)
+            await shielded(closing, CLOSE_TIMEOUT_S, what=f"attempt of {rollout.rollout_id}")
+
+    async def _close(self, environment: str, session: dict[str, Any]) -> None:
+        closed = await self.server_client.post(environment, "/close", json=session, idempotent=True)
+        await expect_json(closed, environment)
+
+    async def _seeded_rollout(
+        self,
+        environment: str,
+        row: dict[str, Any],
+        session: dict[str, Any],
+        rollout: RolloutIdentity,
+        cookies: dict[str, str],
+    ) -> dict[str, Any]:
         client = self.server_client
         seeded = await client.post(
             environment, "/seed_session", json={**row, SESSION_KEY: session}, cookies=cookies, idempotent=True
         )
-        descriptor = (await expect_json(seeded, environment)).get("descriptor")
+        descriptor = (await _told(seeded, environment)).get("descriptor")
         cookies = {**cookies, **{name: morsel.value for name, morsel in seeded.cookies.items()}}
         async with _ModelSession(self, rollout) as inference:
             asked = ActRequest(
@@ -279,7 +321,7 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
         }
         body = {**row, RESPONSE_KEY: answer.response, SESSION_KEY: work}
         verified = await client.post(environment, "/verify", json=body, cookies=cookies, idempotent=True)
-        return await expect_json(verified, environment)
+        return await _told(verified, environment)
 
     # -- names that NeMo Gym agents use --------------------------------------------------------------------------
 
@@ -355,6 +397,10 @@ class _ModelSession:
         if self._opened is None or self._model is None:
             return
         action = "finalize" if kind is None else "abort"
+        await shielded(self._end(action), CLOSE_TIMEOUT_S, what=f"model session of {self._rollout.rollout_id}")
+
+    async def _end(self, action: str) -> None:
+        assert self._opened is not None and self._model is not None
         reply = await self._client.post(
             self._model,
             f"/sessions/{self._opened['session_id']}/{action}",
@@ -362,7 +408,17 @@ class _ModelSession:
             json={},
             idempotent=True,
         )
-        await reply.read()
+        await expect_json(reply, self._model)
+
+
+async def _told(reply: ClientResponse, server: str) -> dict[str, Any]:
+    """`expect_json` of a body that is our own caller's: what the peer finds wrong with it is the caller's to mend."""
+    try:
+        return await expect_json(reply, server)
+    except ServerError as error:
+        if error.details.get("peer_status") in (400, 413, 422):
+            raise InvalidBodyError(error.message, **error.details) from error
+        raise
 
 
 def _rollout(value: Any) -> RolloutIdentity:
@@ -375,13 +431,13 @@ def _rollout(value: Any) -> RolloutIdentity:
 
 def _named(row: Mapping[str, Any]) -> RolloutIdentity:
     """The identity of a row that a NeMo Gym caller numbered, or a new one."""
-    index = row.get("_ng_attempt_index") or 0
-    try:
-        attempt = int(index) + 1
-    except (TypeError, ValueError):
-        raise InvalidBodyError(f"'_ng_attempt_index' is a whole number from 0 on, not {index!r:.80}") from None
-    numbered = maybe_rollout_id_from_run_body({key: v for key, v in row.items() if key != "_ng_attempt_index"})
-    task = str(row.get("_ng_task_index", numbered or "unnamed"))
+    numbers = {key: row[key] for key in (ATTEMPT_INDEX_KEY, TASK_INDEX_KEY, ROLLOUT_INDEX_KEY) if key in row}
+    for key, number in numbers.items():
+        if not isinstance(number, int) or not 0 <= number < 1 << 31:
+            raise InvalidBodyError(f"/run: '{key}' is a whole number from 0 on, not {number!r:.80}")
+    attempt = numbers.pop(ATTEMPT_INDEX_KEY, 0) + 1
+    numbered = maybe_rollout_id_from_run_body(numbers)
+    task = str(numbers.get(TASK_INDEX_KEY, numbered or "unnamed"))
     return _rollout(
         {
             "rollout_id": numbered or uuid4().hex,

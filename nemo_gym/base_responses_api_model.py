@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import aiohttp
 import orjson
 import structlog
-from fastapi import Body, FastAPI
+from fastapi import Body
 from pydantic import Field, PrivateAttr
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Scope
 
 from nemo_gym.config_types import BaseRunServerInstanceConfig
 from nemo_gym.credentials import CONTROL_TOKEN_HEADER, CREDENTIAL_HEADER, Role
@@ -38,7 +40,8 @@ from nemo_gym.gateway.sessions import (
     token_in,
 )
 from nemo_gym.gateway.usage import StreamedUsage, Usage
-from nemo_gym.serving.body_limit import BodyLimitMiddleware, check_messages
+from nemo_gym.serving.application import Application
+from nemo_gym.serving.body_limit import check_messages
 from nemo_gym.serving.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
 from nemo_gym.serving.middleware import caller_of, require_role
 from nemo_gym.serving.problems import JsonResponse, parse_json_object, shape_errors
@@ -62,6 +65,7 @@ __all__ = [
 ]
 
 EVENT_STREAM = "text/event-stream"
+INFERENCE_PATHS = frozenset({*PATHS, "/v1/models"})
 log = structlog.get_logger(__name__)
 
 
@@ -165,15 +169,28 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
         """Whether a path is open to a session's inference token."""
         return path.startswith("/v1/")
 
+    def checks_token(self, path: str) -> bool:
+        """Whether the route of ``path`` checks an inference token itself."""
+        return path in INFERENCE_PATHS
+
+    def _needs_no_credential(self, scope: Scope) -> bool:
+        """Raises for a token that is not good on a path whose route, a plugin's own, checks none."""
+        path = scope["path"]
+        if self.checks_token(path):
+            return True
+        token = token_in(Headers(scope=scope)) if self.is_inference(path) else None
+        if token is not None:
+            self.gateway_sessions.authorize(token)
+        return token is not None
+
     @property
     def gateway_sessions(self) -> GatewaySessions:
         if self._sessions is None:
             self._sessions = self.make_sessions()
         return self._sessions
 
-    def setup_webserver(self) -> FastAPI:
-        app = self.base_app(authenticates_itself=self.is_inference)
-        app.add_middleware(BodyLimitMiddleware, max_bytes=self.config.max_body_bytes)
+    def contract_app(self) -> Application:
+        app = self.base_app(authenticates_itself=self._needs_no_credential)
         shape_errors(app, inference_refusal)
         routes = app.router.routes
         routes.append(Route("/sessions", self._open_route, methods=["POST"]))

@@ -115,6 +115,11 @@ class BaseRunServerInstanceConfig(BaseRunServerConfig):
     """A started server; ``name`` is its instance name, unique in the run."""
 
     name: str
+    max_body_bytes: int = Field(1 << 30, gt=0)
+    """Of one request; a larger one is answered with 413."""
+    slow_request_timeout_s: float = Field(60.0, gt=0)
+    """A connection is closed when its request stands still for so long: the head is not complete, or less than 1 KiB
+    of a body came that this server would have read."""
 
 
 class AggregateMetricsRequest(BaseModel):

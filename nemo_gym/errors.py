@@ -73,6 +73,19 @@ class InvalidBodyError(NemoGymError, ValueError):
     status = 422
 
 
+_UNWRITABLE = {
+    "Recursion limit reached": "is nested too deeply; 200 levels can be passed on",
+    "Integer exceeds 64-bit range": "holds an integer beyond 64 bits; send it as text",
+}
+
+
+def not_json(error: TypeError) -> TypeError | InvalidBodyError:
+    """What to raise for orjson's ``error``: data that somebody sent and that cannot be passed on is a wrong body;
+    anything else is a mistake of the program."""
+    said = _UNWRITABLE.get(str(error))
+    return error if said is None else InvalidBodyError(f"a value {said}")
+
+
 class ContractError(NemoGymError):
     """A request that the session contract forbids."""
 

@@ -13,6 +13,7 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest
+from nemo_gym.errors import InvalidBodyError
 from nemo_gym.rollout_correlation import ATTEMPT_INDEX_KEY, ROLLOUT_INDEX_KEY, TASK_INDEX_KEY
 
 __all__ = [
@@ -46,7 +47,9 @@ def is_valid_sample(result: Mapping[str, Any]) -> bool:
 
 def numeric_fields(result: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a result (booleans as 0 and 1), with its response's token usage."""
-    usage = (result.get("response") or {}).get("usage") or {}
+    response = result.get("response")
+    usage = response.get("usage") if isinstance(response, Mapping) else None
+    usage = usage if isinstance(usage, Mapping) else {}
     return {
         key: int(value) if isinstance(value, bool) else value
         for key, value in {**result, **usage}.items()
@@ -61,17 +64,28 @@ def _statistics(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
         for key, value in sample.items():
             columns[key].append(value)
     return {
-        f"{name}/{key}": value
-        for name, of in (
-            ("mean", fmean),
-            ("max", max),
-            ("min", min),
-            ("median", median),
-            ("std", lambda values: stdev(values) if len(values) > 1 else 0.0),
-        )
+        f"{name}/{key}": _finite(of, values, key)
+        for name, of in _STATISTICS.items()
         for key, values in columns.items()
-        for value in (of(values),)
     }
+
+
+_STATISTICS: dict[str, Callable[[list[float]], float]] = {
+    "mean": fmean,
+    "max": max,
+    "min": min,
+    "median": median,
+    "std": lambda values: stdev(values) if len(values) > 1 else 0.0,
+}
+
+
+def _finite(of: Callable[[list[float]], float], values: list[float], key: str) -> float:
+    try:
+        if math.isfinite(value := of(values)):
+            return value
+    except OverflowError:
+        pass
+    raise InvalidBodyError(f"'verify_responses': the numbers of '{key}' are too large to be summed up", field=key)
 
 
 def pass_at_k(values: Sequence[float], k: int) -> float:
@@ -244,12 +258,18 @@ def compute_aggregate_metrics(
     compute_metrics_fn: Callable[[Tasks], dict[str, Any]] | None = None,
     get_key_metrics_fn: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> AggregateMetrics:
-    """Metrics per task and over all, from the results of one agent."""
+    """Metrics per task and over all, from the results of one agent. Raises `InvalidBodyError` naming the field for
+    results that have none."""
     if not verify_responses:
         return AggregateMetrics()
     by_task: dict[int, list[Result]] = defaultdict(list)
     for result in verify_responses:
-        by_task[result.get(TASK_INDEX_KEY, 0)].append(result)
+        if not isinstance(result, dict):
+            raise InvalidBodyError(f"'verify_responses' is a list of result rows, and holds a {type(result).__name__}")
+        index = result.get(TASK_INDEX_KEY, 0)
+        if not isinstance(index, int):
+            raise InvalidBodyError(f"'verify_responses': '{TASK_INDEX_KEY}' is a number, not {type(index).__name__}")
+        by_task[index].append(result)
     groups = {index: _group(index, by_task[index]) for index in sorted(by_task)}
     valid = [result for result in verify_responses if is_valid_sample(result)]
     metrics: dict[str, Any] = dict(_statistics([numeric_fields(result) for result in valid]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_gym.cli import command
@@ -87,13 +88,15 @@ async def collect(stack: StackEntry, values: Mapping[str, Any]) -> int:
     from nemo_gym.rollouts.collection import run_collection
     from nemo_gym.rollouts.config import RolloutRunConfig
     from nemo_gym.serving.client import close_global_aiohttp_client
-    from nemo_gym.serving.stack import pipeline_client
+    from nemo_gym.serving.stack import CONFIG_FILE, pipeline_client
 
     config = RolloutRunConfig.parse(values)
     # A file has no width; tables cut to 80 columns would be of little use in it.
     console = Console(width=None if sys.stdout.isatty() else 140)
     try:
-        result = await run_collection(pipeline_client(stack), config, console=console)
+        result = await run_collection(
+            pipeline_client(stack), config, console=console, configuration=Path(stack.run_dir, CONFIG_FILE)
+        )
     finally:
         await close_global_aiohttp_client()
     return command.EXIT_OK if result.exit_code == 0 else command.EXIT_FAILED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_gym.cli import command
@@ -31,17 +31,25 @@ def run_command(argv: Sequence[str]) -> int:
         "Start the servers of a composition and keep them running. With input= and output=, run the rollouts and"
         " exit.",
     ).parse_args(argv)
+    return with_stack(lambda: _compose(arguments.settings))
+
+
+def with_stack(
+    compose: Callable[[], tuple[Composition, Topology | None]],
+    work: Callable[[Supervisor], Awaitable[int]] | None = None,
+) -> int:
+    """Start what ``compose`` returns, do ``work`` and stop; without one, what the composition says."""
     from nemo_gym.configuration.secrets import public_environment
     from nemo_gym.serving import nursery
 
     process = nursery.spawn(public_environment(os.environ))
     is_handed_over = False
     try:
-        composition, topology = _compose(arguments.settings)
+        composition, topology = compose()
         import uvloop
 
         is_handed_over = True
-        return uvloop.run(_Run(composition, topology, process).run())
+        return uvloop.run(_Run(composition, topology, process, work).run())
     finally:
         if not is_handed_over:
             from nemo_gym.serving.supervisor import stop_nursery
@@ -69,16 +77,21 @@ def _compose(words: Sequence[str]) -> tuple[Composition, Topology | None]:
     return composition, topology
 
 
-def say(text: str) -> None:
-    print(f"{NAME}: {text}", file=sys.stderr, flush=True)
+def say(text: str, name: str = NAME) -> None:
+    print(f"{name}: {text}", file=sys.stderr, flush=True)
 
 
 class _Run:
     """One invocation: the stack, what it does, and how signals end it."""
 
     def __init__(
-        self, composition: Composition, topology: Topology | None, process: tuple[int, socket.socket]
+        self,
+        composition: Composition,
+        topology: Topology | None,
+        process: tuple[int, socket.socket],
+        work: Callable[[Supervisor], Awaitable[int]] | None,
     ) -> None:
+        self.given_work = work
         self.composition = composition
         self.topology = topology
         self.process = process
@@ -106,12 +119,13 @@ class _Run:
             async with running_stack(self.composition, self.process, say) as supervisor:
                 self.supervisor = supervisor
                 await checked
-                self._print_table(supervisor)
+                if self.given_work is None:
+                    self._print_table(supervisor)
                 return await self._work(supervisor)
         except asyncio.CancelledError:
             if not self.signals:
                 raise
-            return command.EXIT_INTERRUPTED if self._has_run else command.EXIT_OK
+            return command.EXIT_INTERRUPTED if self._has_run or self.given_work else command.EXIT_OK
         finally:
             # Where the stack was never set up, nobody else has ended it.
             stop_nursery(self.process[0])
@@ -125,7 +139,7 @@ class _Run:
         """The rollouts, or nothing until the end; whichever ends first, the work or the stack."""
         import asyncio
 
-        work: asyncio.Task[int] = asyncio.create_task(self._collect(supervisor) if self._has_run else _forever())
+        work: asyncio.Task[int] = asyncio.create_task(self._chosen_work(supervisor))
         try:
             either: set[asyncio.Future[Any]] = {work, supervisor.failure}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -136,6 +150,11 @@ class _Run:
             if not work.done():
                 work.cancel()
                 await asyncio.wait({work})
+
+    async def _chosen_work(self, supervisor: Supervisor) -> int:
+        if self.given_work is not None:
+            return await self.given_work(supervisor)
+        return await (self._collect(supervisor) if self._has_run else _forever())
 
     async def _collect(self, supervisor: Supervisor) -> int:
         from nemo_gym.cli.collect_rollouts import collect

@@ -187,13 +187,14 @@ class AttemptStore:
             return _seed(db, key, rollout.attempt)
 
         seed = await self._ask(operation)
-        if seed is not None and seed.digest != digest:
-            raise ContractError(
-                f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was seeded with another row; a new row"
-                " needs a new rollout id",
-                rollout_id=rollout.rollout_id,
-            )
+        _check_row(rollout, seed, digest)
         return seed
+
+    async def require_row(self, rollout: RolloutIdentity, digest: str) -> None:
+        """Raise `ContractError` when this attempt is open here with another row. An attempt that is closed, or that an
+        earlier process seeded, is not known by its row any more."""
+        key = _key(rollout)
+        _check_row(rollout, await self._ask(lambda db: _seed(db, key, rollout.attempt)), digest)
 
     async def enter(self, rollout: RolloutIdentity) -> RolloutIdentity | None:
         """Make this the current attempt and fence older ones; returns the attempt that was open until now."""
@@ -293,6 +294,15 @@ def _key(rollout: RolloutIdentity) -> tuple[str, str]:
 
 def _json(value: Mapping[str, Any]) -> bytes:
     return orjson.dumps(dict(value), option=orjson.OPT_NON_STR_KEYS)
+
+
+def _check_row(rollout: RolloutIdentity, seed: Seed | None, digest: str) -> None:
+    if seed is not None and seed.digest != digest:
+        raise ContractError(
+            f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was seeded with another row; a new row"
+            " needs a new rollout id",
+            rollout_id=rollout.rollout_id,
+        )
 
 
 def _check_current(rollout: RolloutIdentity, known: _Known) -> None:

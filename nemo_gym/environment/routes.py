@@ -1,7 +1,7 @@
 """The routes of every environment, and the rules they enforce whatever a plugin does.
 
 Who may ask what: a pipeline seeds, verifies and closes with the attempt's control token; an operator may verify again;
-an agent reaches seed and verify only with the row reference that a pipeline made for its attempt, and never sees more
+an agent reaches seed, verify and close only with the row reference that was made for its attempt, and never sees more
 than the public part of a row or a verdict. A server without credentials (a plugin in its own tests) behaves like
 NeMo Gym's.
 """
@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Scope
 
 from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest
 from nemo_gym.credentials import (
@@ -48,7 +49,7 @@ from nemo_gym.errors import ConfigError, ContractError, InvalidBodyError, RowErr
 from nemo_gym.serving.middleware import caller_of, require_role
 from nemo_gym.serving.problems import JsonResponse, parse_json_object
 from nemo_gym.serving.sessions import LazySession
-from nemo_gym.session import Artifact, BoxNeeds, RolloutIdentity, SessionDescriptor, Topology
+from nemo_gym.session import AgentOutcome, Artifact, BoxNeeds, RolloutIdentity, SessionDescriptor, Topology
 
 if TYPE_CHECKING:
     from nemo_gym.base_resources_server import SimpleResourcesServer
@@ -87,8 +88,10 @@ class SessionEnvelope(BaseModel):
     row_ref: str | None = Field(None, repr=False)
     validation: Literal["gold", "nothing"] | None = None
     artifacts: list[Artifact] = Field(default_factory=list)
-    outcome: str | None = None
+    outcome: AgentOutcome | None = None
     outcome_detail: str | None = None
+    reverify: bool = False
+    """Grade this work once more, whatever was said of it before: an operator's, whose every verify says so."""
     box_needs: BoxNeeds | None = None
     """What the agent needs in its box; given by a pipeline that will beat (`/heartbeat`) and ask for the harvest."""
 
@@ -139,9 +142,9 @@ class EnvironmentRoutes:
 
             self._mcp = McpEndpoint(self._server, self.attempts, app)
 
-    def authenticates_itself(self, path: str) -> bool:
-        """Whether the route of ``path`` checks tokens of another kind than callers' credentials."""
-        return path == MCP_PATH and self._server.exposes_mcp()
+    def authenticates_itself(self, scope: Scope) -> bool:
+        """Whether the route of a request checks tokens of another kind than callers' credentials."""
+        return bool(scope["path"] == MCP_PATH) and self._server.exposes_mcp()
 
     async def guard(self, path: str, session: Mapping[str, Any]) -> None:
         """Refuse a tool call whose attempt is over. The base routes judge for themselves."""
@@ -314,8 +317,14 @@ class EnvironmentRoutes:
         rollout, response = envelope.rollout, asked.row.pop(RESPONSE_KEY, None)
         if not isinstance(response, dict):
             raise InvalidBodyError("/verify needs 'response': the Responses object of this attempt")
+        if caller is not None and (caller.role is Role.OPERATOR) is not envelope.reverify:
+            raise RoleError(
+                f"'{SESSION_KEY}.reverify' is for operators, and an operator may verify with nothing else",
+                route="/verify",
+            )
         self._check_control(request, caller, rollout)
-        if caller is not None and caller.role is Role.OPERATOR:
+        await self.attempts.require_row(rollout, row_digest(asked.seeded_row))
+        if envelope.reverify:
             reply: Mapping[str, Any] = await self._again(request, asked, response)
         else:
             digest = work_digest(response, envelope.artifacts)
@@ -364,8 +373,17 @@ class EnvironmentRoutes:
     # -- the rest ------------------------------------------------------------------------------------------------
 
     async def close(self, request: Request) -> Response:
-        asked = await self._ask_rollout(request, Role.PIPELINE, Role.OPERATOR)
-        self._check_control(request, caller_of(request), asked)
+        caller = require_role(request, Role.PIPELINE, Role.AGENT)
+        body = await parse_json_object(request)
+        if caller is not None and caller.role is Role.AGENT:
+            # The end of a `/run`, which nobody else closes.
+            if not isinstance(ref := body.get("row_ref"), str):
+                raise RoleError("/close: an agent needs the row reference of its attempt", route="/close")
+            asked = _rollout(body.get("rollout"))
+            self._stored(ref, asked)
+        else:
+            asked = _rollout(body.get("rollout"))
+            self._check_control(request, caller, asked)
         closed = await self.attempts.close(asked)
         self.rows.forget(asked)
         if closed:
@@ -377,7 +395,7 @@ class EnvironmentRoutes:
         await self._server.close_session(rollout)
 
     async def add_row(self, request: Request) -> Response:
-        require_role(request, Role.PIPELINE)
+        require_role(request, Role.PIPELINE, Role.OPERATOR)
         body = await parse_json_object(request)
         row, access = body.get("row"), body.get("access", RowAccess.PUBLIC)
         if not isinstance(row, dict):

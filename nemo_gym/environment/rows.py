@@ -69,6 +69,8 @@ def public_verdict(reply: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def row_digest(row: Mapping[str, Any]) -> str:
+    """What identifies a task's row. The response is no part of it: a verify's body has one, its seed's had none."""
+    row = {key: value for key, value in row.items() if key != RESPONSE_KEY}
     return hashlib.sha256(orjson.dumps(row, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)).hexdigest()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,8 +33,8 @@ class Route:
     """``public``, ``validation`` (only with run key ``validation``) or ``full``."""
     opaque_run: bool = False
     """The agent overrides NeMo Gym's ``run()``: RUN and EVAL are its one call."""
-    box_needs: bytes | None = None
-    """What the agent needs in its box, as JSON, where the environment makes the boxes."""
+    box_needs: Mapping[str, Any] | None = None
+    """What the agent needs in its box, where the environment makes the boxes."""
     skipped_reward: float | None = None
     """The agent is configured with ``skip_verification``: its rollouts get this reward, labelled so."""
 
@@ -100,17 +99,17 @@ class Attempt:
 
     job: Job
     route: Route
-    rollout: bytes
-    """The `RolloutIdentity` as JSON."""
+    rollout: Mapping[str, Any]
+    """The `RolloutIdentity` as plain data."""
     control_token: str | None = field(default=None, repr=False)
     seed_refused: bool = False
     """The environment answered the seed with an error: nothing is open there."""
     cookies: Mapping[str, str] = field(default_factory=dict, repr=False)
-    descriptor: bytes = b""
-    public_params: bytes | None = None
-    validation: bytes | None = field(default=None, repr=False)
+    descriptor: Mapping[str, Any] = field(default_factory=dict)
+    public_params: Mapping[str, Any] | None = None
+    validation: Any = field(default=None, repr=False)
     row_ref: str | None = field(default=None, repr=False)
-    public_row: bytes | None = None
+    public_row: Mapping[str, Any] | None = None
     """What an agent with its own ``run()`` gets of the row."""
     heartbeat: asyncio.Task[None] | None = None
     """Keeps the environment's box for this attempt alive, until it is harvested or the attempt is closed."""
@@ -141,12 +140,11 @@ class Attempt:
             "attempt": job.attempt,
             "run_id": spec.run_id,
         }
-        return cls(job, route, orjson.dumps(rollout))
+        return cls(job, route, rollout)
 
-    def row_with(self, *members: bytes) -> bytes:
-        """The row, its rollout index, and more members (``"key":value``), as JSON, without reading the row again."""
-        index = b'"%s":%d' % (ROLLOUT_INDEX_KEY.encode(), self.job.spec.sample_index)
-        return b",".join((self.job.spec.row[:-1], index, *members)) + b"}"
+    def row_with(self, **members: Any) -> dict[str, Any]:
+        """The row, its rollout index, and more members."""
+        return {**orjson.loads(self.job.spec.row), ROLLOUT_INDEX_KEY: self.job.spec.sample_index, **members}
 
     async def close(self, timeout_s: float) -> None:
         """Release everything, also while being cancelled; a release that fails or hangs is logged, and its lease ends
@@ -174,10 +172,9 @@ class Attempt:
             self.closers.clear()
 
 
-@functools.lru_cache(maxsize=1024)
-def public_params_of(row: bytes) -> bytes:
-    """A row's ``responses_create_params`` without ``metadata``, as JSON: what an agent may see when the environment
-    says nothing else. Cached, for the samples of a task share their row."""
-    params = orjson.loads(row).get("responses_create_params") or {}
+def public_params_of(row: bytes) -> dict[str, Any]:
+    """A row's ``responses_create_params`` without ``metadata``: what an agent may see when the environment says
+    nothing else."""
+    params: dict[str, Any] = orjson.loads(row).get("responses_create_params") or {}
     params.pop("metadata", None)
-    return orjson.dumps(params)
+    return params

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from nemo_gym.rollouts.routing import checked_route, chosen_topology
 from nemo_gym.rollouts.rows import MaterializedInputs, job_specs, materialize
 from nemo_gym.rollouts.stages import http_stages
 from nemo_gym.rollouts.store import SqliteJobStore
+from nemo_gym.rollouts.store.sqlite import store_error
 from nemo_gym.rollouts.table import print_agents, print_key_metrics, print_table
 from nemo_gym.rollouts.tally import RolloutSummary, Tally
 from nemo_gym.serving.client import ServerClient
@@ -60,7 +62,15 @@ class CollectionResult:
 class Collection:
     """One run's lock, files, store and pipeline, in the order in which they are opened and closed."""
 
-    def __init__(self, client: ServerClient, config: RolloutRunConfig, *, console: Console | None) -> None:
+    def __init__(
+        self,
+        client: ServerClient,
+        config: RolloutRunConfig,
+        *,
+        console: Console | None,
+        configuration: Path | None = None,
+    ) -> None:
+        self._configuration = configuration
         self._client = client
         self._config = config
         self._console = console
@@ -163,6 +173,7 @@ class Collection:
                     key="resume",
                 )
         run_id = str(recorded["run_id"])
+        self._keep_configuration()
         batch = []
         for spec in job_specs(inputs.path, run_id):
             batch.append(spec)
@@ -175,6 +186,15 @@ class Collection:
         if config.retry_failed:
             await store.reset(JobSelector(states=frozenset({JobState.FAILED, JobState.CANCELLED})))
         return run_id, inputs.rollouts
+
+    def _keep_configuration(self) -> None:
+        """Beside the results, so that they can be graded again when the servers' own directory is gone."""
+        if self._configuration is None or not self._configuration.exists():
+            return
+        try:
+            shutil.copyfile(self._configuration, self._files.configuration)
+        except OSError as error:
+            raise store_error(self._files.configuration, error) from error
 
     async def _tally(self, store: JobStore) -> Tally:
         tally = Tally()
@@ -264,9 +284,14 @@ class Collection:
 
 
 async def run_collection(
-    client: ServerClient, config: RolloutRunConfig | Mapping[str, Any], *, console: Console | None = None
+    client: ServerClient,
+    config: RolloutRunConfig | Mapping[str, Any],
+    *,
+    console: Console | None = None,
+    configuration: Path | None = None,
 ) -> CollectionResult:
     """Run ``config`` against the servers that ``client`` knows; ``console`` shows progress and the table.
+    ``configuration`` is a file that says what these servers are; the results keep a copy.
 
     ``client`` needs credentials for the agents, environments and models of the run, in the role ``pipeline``.
     Cancelling stops the run in order and leaves it resumable. Raises `ConfigError` and `RowError` before any task
@@ -274,7 +299,7 @@ async def run_collection(
     """
     if not isinstance(config, RolloutRunConfig):
         config = RolloutRunConfig.parse(config)
-    return await Collection(client, config, console=console).run()
+    return await Collection(client, config, console=console, configuration=configuration).run()
 
 
 async def _uninterrupted(action: Callable[[], Any]) -> None:

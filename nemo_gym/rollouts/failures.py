@@ -92,12 +92,12 @@ def of_peer(stage: StageName, error: PeerError) -> StageFailure:
     )
 
 
-def of_outcome(outcome: AgentOutcome, detail: str | None) -> StageFailure | None:
+def of_outcome(outcome: AgentOutcome, detail: Any) -> StageFailure | None:
     """The failure that an act's outcome stands for, or ``None`` when the work is to be graded."""
     kind = INFRASTRUCTURE_OUTCOMES.get(outcome)
     if kind is None:
         return None
-    return StageFailure(StageName.RUN, kind, (detail or f"the agent reported '{outcome}'")[:MAX_REASON_CHARS])
+    return StageFailure(StageName.RUN, kind, str(detail or f"the agent reported '{outcome}'")[:MAX_REASON_CHARS])
 
 
 def of_verdict(stage: StageName, row: Mapping[str, Any]) -> StageFailure | None:

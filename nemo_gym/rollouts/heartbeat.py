@@ -32,7 +32,7 @@ async def stop_heartbeat(attempt: Attempt) -> None:
 
 
 async def _beat(attempt: Attempt, peers: Peers, environment: str, every_s: float) -> None:
-    body = b'{"rollout":%s}' % attempt.rollout
+    body = {"rollout": attempt.rollout}
     while True:
         await asyncio.sleep(every_s)
         try:

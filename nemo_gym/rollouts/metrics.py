@@ -35,7 +35,7 @@ async def aggregate(
     server = route.environment or route.agent
     if rows:
         try:
-            reply = await peers.post(server, "/aggregate_metrics", orjson.dumps({"verify_responses": rows}))
+            reply = await peers.post(server, "/aggregate_metrics", {"verify_responses": rows})
             answered = reply.json()
             metrics.update({key: answered[key] for key in metrics if key in answered})
         except (PeerError, ValueError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""Requests from the pipeline to the servers of a stack: bytes out, bytes in, every error typed."""
+"""Requests from the pipeline to the servers of a stack: plain data out, bytes in, every error typed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nemo_gym.serving.client import TRIES_OF_ONE_REPLICA, ServerClient
 from nemo_gym.serving.replicas import replica_context
 
 CONNECT_PATIENCE_S = 60.0
-"""How long a server that refuses connections is waited for: it may be restarting. Such a request surely never
+"""How long a server that refuses connections is waited for: it may be restarting. Such a request surely
 never started, so nothing is repeated."""
 REPLICA_PATIENCE_S = 10.0
 """The same for one replica of several: a new attempt need not wait for it."""
@@ -64,20 +64,20 @@ class Peers:
         self,
         server: str,
         path: str,
-        body: bytes,
+        body: Mapping[str, Any],
         *,
         control_token: str | None = None,
         cookies: Mapping[str, str] | None = None,
         idempotent: bool = False,
     ) -> Reply:
-        """Send a JSON body. Raises `PeerError` for any status of 300 or more (a redirection is not followed) and for a
-        peer that cannot be reached."""
+        """Send ``body`` as JSON. Raises `PeerError` for any status of 300 or more (a redirection is not followed) and
+        for a peer that cannot be reached."""
         headers = dict(_JSON)
         if control_token is not None:
             headers[CONTROL_TOKEN_HEADER] = control_token
         if cookies:
             headers["Cookie"] = "; ".join(f"{name}={value}" for name, value in cookies.items())
-        return await self._send(server, path, "POST", data=body, headers=headers, idempotent=idempotent)
+        return await self._send(server, path, "POST", data=orjson.dumps(body), headers=headers, idempotent=idempotent)
 
     async def get(self, server: str, path: str) -> Reply:
         return await self._send(server, path, "GET")

@@ -43,6 +43,15 @@ class RunFiles:
         return self._beside("_aggregate_metrics.json")
 
     @property
+    def configuration(self) -> Path:
+        """Of the servers that the run used; secrets removed."""
+        return self._beside("_config.yaml")
+
+    @property
+    def reverified(self) -> Path:
+        return self._beside("_reverified.jsonl")
+
+    @property
     def store(self) -> Path:
         return self.store_path or self._beside("_store.sqlite")
 
@@ -57,6 +66,8 @@ class RunFiles:
             self.materialized_inputs,
             self.failures,
             self.aggregate_metrics,
+            self.configuration,
+            self.reverified,
             self.store,
             *(self.store.with_name(self.store.name + suffix) for suffix in ("-wal", "-shm")),
         ):

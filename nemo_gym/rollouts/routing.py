@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
+
+import orjson
 
 from nemo_gym.errors import ConfigError
 from nemo_gym.rollouts.attempt import Route, route_of
@@ -38,7 +42,7 @@ async def checked_route(client: ServerClient, peers: Peers, agent: str, config: 
     return replace(route, opaque_run=opaque, box_needs=None if opaque else await _box_needs(peers, route))
 
 
-async def _box_needs(peers: Peers, route: Route) -> bytes | None:
+async def _box_needs(peers: Peers, route: Route) -> Mapping[str, Any] | None:
     """What the agent needs of boxes, where its environment makes them."""
     if route.environment is None:
         return None
@@ -46,11 +50,18 @@ async def _box_needs(peers: Peers, route: Route) -> bytes | None:
         facts = (await peers.get(route.environment, "/ready")).json()
         if not isinstance(facts, dict) or not facts.get("owns_boxes"):
             return None
-        return (await peers.get(route.agent, "/box_needs")).body
+        told = await peers.get(route.agent, "/box_needs")
     except PeerError as error:
         raise ConfigError(
             f"'{error.server}' does not say how boxes are to be made: {error}", key=error.server
         ) from error
+    try:
+        needs = told.json()
+    except orjson.JSONDecodeError:
+        needs = None
+    if not isinstance(needs, dict):
+        raise ConfigError(f"agent '{route.agent}' answers /box_needs with no JSON object", key=route.agent)
+    return needs
 
 
 def chosen_topology(client: ServerClient) -> str | None:

@@ -34,7 +34,7 @@ def result_row(attempt: Attempt, verified: dict[str, Any], *, validation: str | 
     row["task_id"] = row.get("task_id", spec.task_id)
     if attempt.public_params and PARAMS_KEY not in row:
         # A dataset in its own form: what the agent was asked is the environment's wording, and trainers read it here.
-        row[PARAMS_KEY] = orjson.loads(attempt.public_params)
+        row[PARAMS_KEY] = attempt.public_params
     row["valid"] = True
     row["mask_sample"] = False
     row.setdefault("failure_kind", None)
@@ -70,8 +70,6 @@ def artifacts_digest(artifacts: list[dict[str, Any]]) -> str:
 
 
 def _topology(attempt: Attempt) -> str | None:
-    if not attempt.descriptor:
-        return None
-    placement = orjson.loads(attempt.descriptor).get("placement") or {}
+    placement = attempt.descriptor.get("placement") or {}
     topology = placement.get("topology")
     return str(topology) if topology is not None else None

@@ -106,31 +106,27 @@ class InitStage(HttpStage):
     async def _deposit_row(self, attempt: Attempt, environment: str) -> None:
         """Leave the row with the environment: an agent that seeds and verifies by itself gets a reference to it."""
         access = attempt.route.row_access
-        rollout_id = b'"%s":"%s"' % (ROLLOUT_ID_KEY.encode(), attempt.job.job_id.encode())
-        body = b'{"row":%s,"rollout":%s,"access":"%s"}' % (
-            attempt.row_with(rollout_id),
-            attempt.rollout,
-            b"full" if access == "full" else b"public",
-        )
+        row = attempt.row_with(**{ROLLOUT_ID_KEY: attempt.job.job_id})
+        body = {"row": row, "rollout": attempt.rollout, "access": "full" if access == "full" else "public"}
         reply = (await self._peers_of(attempt).post(environment, "/rows", body, idempotent=True)).json()
         attempt.row_ref = _member(reply, "row_ref", environment, "/rows", StageName.INIT)
         public = _member(reply, "public_row", environment, "/rows", StageName.INIT)
-        attempt.public_row = attempt.row_with(rollout_id) if access == "full" else orjson.dumps(public)
+        attempt.public_row = row if access == "full" else public
 
         async def close() -> None:
             # The agent's seed is repeated with the same reference: idempotent, and it returns the token that closes.
-            session = b'{"%s":%s}' % (SESSION_KEY.encode(), orjson.dumps(opaque_session(attempt)))
+            session = {SESSION_KEY: opaque_session(attempt)}
             seeded = (
                 await self._peers_of(attempt).post(environment, "/seed_session", session, idempotent=True)
             ).json()
             token = _member(seeded, "control_token", environment, "/seed_session", StageName.INIT)
-            body = b'{"rollout":%s}' % attempt.rollout
+            body = {"rollout": attempt.rollout}
             await self._peers_of(attempt).post(environment, "/close", body, control_token=token, idempotent=True)
 
         attempt.closers.append(close)
 
     async def _open_session(self, attempt: Attempt, model: str) -> None:
-        body = b'{"rollout":%s%s}' % (attempt.rollout, self._sampling(attempt))
+        body = {"rollout": attempt.rollout, **self._sampling(attempt)}
         opened = (await self._peers_of(attempt).post(model, "/sessions", body)).json()
         attempt.session = session = GatewaySession(
             session_id=_member(opened, "session_id", model, "/sessions", StageName.INIT),
@@ -144,42 +140,41 @@ class InitStage(HttpStage):
             if attempt.session is not None:  # not finalized
                 path = f"/sessions/{session.session_id}/abort"
                 await self._peers_of(attempt).post(
-                    model, path, b"{}", control_token=session.control_token, idempotent=True
+                    model, path, {}, control_token=session.control_token, idempotent=True
                 )
                 attempt.session = None
 
         attempt.closers.append(abort)
 
-    def _sampling(self, attempt: Attempt) -> bytes:
+    def _sampling(self, attempt: Attempt) -> dict[str, Any]:
         if self._config.base_seed is None:
-            return b""
-        return b',"sampling":{"seed":%d}' % (self._config.base_seed + attempt.job.spec.sample_index)
+            return {}
+        return {"sampling": {"seed": self._config.base_seed + attempt.job.spec.sample_index}}
 
     async def _seed(self, attempt: Attempt, environment: str) -> None:
         validation = self._config.validation
-        asked = b',"validation":"%s"' % validation.encode() if validation else b""
+        session: dict[str, Any] = {"rollout": attempt.rollout}
+        if validation:
+            session["validation"] = validation
         if self._topology is not None:
-            asked += b',"topology":"%s"' % self._topology.encode()
+            session["topology"] = self._topology
         if attempt.route.box_needs is not None:
-            asked += b',"box_needs":%s' % attempt.route.box_needs
-        session = b'"%s":{"rollout":%s%s}' % (SESSION_KEY.encode(), attempt.rollout, asked)
+            session["box_needs"] = attempt.route.box_needs
+        body = attempt.row_with(**{SESSION_KEY: session})
         try:
-            reply = await self._peers_of(attempt).post(
-                environment, "/seed_session", attempt.row_with(session), idempotent=True
-            )
+            reply = await self._peers_of(attempt).post(environment, "/seed_session", body, idempotent=True)
         except PeerError as error:
             attempt.seed_refused = error.status != 0
             raise
         seeded = reply.json()
-        descriptor = _member(seeded, "descriptor", environment, "/seed_session", StageName.INIT)
+        attempt.descriptor = _member(seeded, "descriptor", environment, "/seed_session", StageName.INIT)
         attempt.control_token = _member(seeded, "control_token", environment, "/seed_session", StageName.INIT)
         attempt.cookies = reply.cookies
-        attempt.descriptor = orjson.dumps(descriptor)
         if isinstance(beat_s := seeded.get("heartbeat_s"), int | float):
             start_heartbeat(attempt, self._peers_of(attempt), environment, beat_s)
         public = seeded.get("public_row")
         if isinstance(public, dict) and "responses_create_params" in public:
-            attempt.public_params = orjson.dumps(public["responses_create_params"])
+            attempt.public_params = public["responses_create_params"]
         if validation:
             if seeded.get("validation") is None:
                 raise StageError(
@@ -190,7 +185,7 @@ class InitStage(HttpStage):
                         retryable=False,
                     )
                 )
-            attempt.validation = orjson.dumps(seeded["validation"])
+            attempt.validation = seeded["validation"]
 
     async def _close_environment(self, attempt: Attempt) -> None:
         environment = attempt.route.environment
@@ -201,7 +196,7 @@ class InitStage(HttpStage):
             # A seed whose answer we never saw may have opened something. Seeding again is idempotent and returns the
             # token that closes it.
             await self._seed(attempt, environment)
-        body = b'{"rollout":%s}' % attempt.rollout
+        body = {"rollout": attempt.rollout}
         await self._peers_of(attempt).post(
             environment,
             "/close",
@@ -224,27 +219,24 @@ class RunStage(HttpStage):
             if session is not None
             else {"base_url": "", "token": "", "model": ""}
         )
-        body = b'{"responses_create_params":%s,"descriptor":%s,"inference":%s%s}' % (
-            attempt.public_params or public_params_of(attempt.job.spec.row),
-            attempt.descriptor,
-            orjson.dumps(endpoint),
-            b',"validation":%s' % attempt.validation if attempt.validation is not None else b"",
-        )
+        body = {
+            "responses_create_params": attempt.public_params or public_params_of(attempt.job.spec.row),
+            "descriptor": attempt.descriptor,
+            "inference": endpoint,
+        }
+        if attempt.validation is not None:
+            body["validation"] = attempt.validation
         reply = await self._peers_of(attempt).post(agent, "/act", body, cookies=attempt.cookies)
         act = reply.json()
         _member(act, "response", agent, "/act", StageName.RUN)
-        outcome = act.get("outcome", AgentOutcome.COMPLETED)
-        try:
-            failure = failures.of_outcome(AgentOutcome(outcome), act.get("outcome_detail"))
-        except ValueError:
-            failure = StageFailure(StageName.RUN, FailureKind.AGENT_CRASHED, f"unknown outcome {outcome!r}")
+        failure = failures.of_outcome(_outcome(act, agent), act.get("outcome_detail"))
         if failure is not None and act.get("within_reach") is not True:
             raise StageError(failure)
         attempt.act = act
         if attempt.heartbeat is None:
-            return stored_run(attempt, reply.body)
+            return stored_run(attempt, orjson.Fragment(reply.body))
         act["artifacts"] = await self._harvest(attempt)
-        return stored_run(attempt, orjson.dumps(act))
+        return stored_run(attempt, act)
 
     async def _harvest(self, attempt: Attempt) -> list[Any]:
         """What is in the environment's box. The agent has no part in it: its lease of the box ends first."""
@@ -253,7 +245,7 @@ class RunStage(HttpStage):
         reply = await self._peers_of(attempt).post(
             environment,
             "/harvest",
-            b'{"rollout":%s}' % attempt.rollout,
+            {"rollout": attempt.rollout},
             control_token=attempt.control_token,
             cookies=attempt.cookies,
             idempotent=True,
@@ -267,8 +259,8 @@ class RunStage(HttpStage):
         the agent's answer."""
         route, spec = attempt.route, attempt.job.spec
         row = attempt.public_row or attempt.row_with()
-        session = b',"%s":%s}' % (SESSION_KEY.encode(), orjson.dumps(opaque_session(attempt)))
-        reply = (await self._peers_of(attempt).post(route.agent, "/run", row[:-1] + session)).json()
+        body = {**row, SESSION_KEY: opaque_session(attempt)}
+        reply = (await self._peers_of(attempt).post(route.agent, "/run", body)).json()
         if not isinstance(reply, dict):
             reason = f"{route.agent}/run answered no JSON object"
             raise StageError(StageFailure(StageName.RUN, FailureKind.AGENT_CRASHED, reason))
@@ -283,7 +275,7 @@ class RunStage(HttpStage):
 
     async def _verdict(self, attempt: Attempt, environment: str) -> dict[str, Any]:
         try:
-            reply = await self._peers_of(attempt).post(environment, "/verdict", b'{"rollout":%s}' % attempt.rollout)
+            reply = await self._peers_of(attempt).post(environment, "/verdict", {"rollout": attempt.rollout})
         except PeerError as error:
             if error.status != 409:
                 raise
@@ -307,13 +299,9 @@ class EvalStage(HttpStage):
         # A grader that fails takes the verdict, not what the policy did until then.
         attempt.salvage = lambda: self._finalize(attempt, {})
         if attempt.verified is None and attempt.route.skipped_reward is not None:
-            row, reward = orjson.loads(attempt.row_with()), attempt.route.skipped_reward
-            attempt.verified = {
-                **row,
-                "response": attempt.act["response"],
-                "reward": reward,
-                "verification_skipped": True,
-            }
+            attempt.verified = attempt.row_with(
+                response=attempt.act["response"], reward=attempt.route.skipped_reward, verification_skipped=True
+            )
         elif attempt.verified is None:
             assert environment is not None
             attempt.verified = await self._verify(attempt, environment)
@@ -322,13 +310,12 @@ class EvalStage(HttpStage):
 
     async def _verify(self, attempt: Attempt, environment: str) -> dict[str, Any]:
         act = attempt.act
-        session = b'"%s":{"rollout":%s,"artifacts":%s,"outcome":"%s"}' % (
-            SESSION_KEY.encode(),
-            attempt.rollout,
-            orjson.dumps(act.get("artifacts") or []),
-            str(act.get("outcome", AgentOutcome.COMPLETED.value)).encode(),
-        )
-        body = attempt.row_with(b'"response":%s' % orjson.dumps(act["response"]), session)
+        session = {
+            "rollout": attempt.rollout,
+            "artifacts": act.get("artifacts") or [],
+            "outcome": act.get("outcome", AgentOutcome.COMPLETED),
+        }
+        body = attempt.row_with(**{"response": act["response"], SESSION_KEY: session})
         reply = await self._peers_of(attempt).post(
             environment,
             "/verify",
@@ -350,7 +337,7 @@ class EvalStage(HttpStage):
         session, model = attempt.session, attempt.route.model
         if session is None or model is None:
             return {}
-        path, body = f"/sessions/{session.session_id}/finalize", orjson.dumps(reward_of(verdict))
+        path, body = f"/sessions/{session.session_id}/finalize", reward_of(verdict)
         try:
             async with asyncio.timeout(self._config.close_timeout_s):
                 reply = await self._peers_of(attempt).post(
@@ -391,21 +378,22 @@ def reward_of(verified: Mapping[str, Any]) -> dict[str, Any]:
 
 def opaque_session(attempt: Attempt) -> dict[str, Any]:
     """``_ng_session`` of a call that an agent with its own ``run()`` gets."""
-    session: dict[str, Any] = {"rollout": orjson.loads(attempt.rollout)}
+    session: dict[str, Any] = {"rollout": attempt.rollout}
     if attempt.row_ref is not None:
         session["row_ref"] = attempt.row_ref
     return session
 
 
-def stored_run(attempt: Attempt, act: bytes) -> bytes:
-    """RUN's payload: what EVAL needs when another process takes the attempt up again."""
+def stored_run(attempt: Attempt, act: Any) -> bytes:
+    """RUN's payload: what EVAL needs when another process takes the attempt up again. ``act`` is the agent's answer,
+    read or as the `orjson.Fragment` of what was read."""
     kept: dict[str, Any] = {"control_token": attempt.control_token, "cookies": dict(attempt.cookies)}
     if attempt.session is not None:
         session = attempt.session
         kept["session"] = {"session_id": session.session_id, "control_token": session.control_token}
     kept["replicas"] = attempt.replicas
     kept["timings"] = attempt.timings
-    return b'{"act":%s,"held":%s}' % (act, orjson.dumps(kept))
+    return orjson.dumps({"act": act, "held": kept})
 
 
 def restore_run(attempt: Attempt, payload: bytes) -> None:
@@ -420,6 +408,18 @@ def restore_run(attempt: Attempt, payload: bytes) -> None:
     attempt.timings.update(held.get("timings") or {})
     if (session := held.get("session")) is not None:
         attempt.session = GatewaySession(session["session_id"], "", "", session["control_token"])
+
+
+def _outcome(act: Mapping[str, Any], agent: str) -> AgentOutcome:
+    """How the agent says its work ended. A word of its own is refused whatever else it says: nobody knows whether such
+    work may be graded."""
+    said = act.get("outcome", AgentOutcome.COMPLETED)
+    try:
+        return AgentOutcome(said)
+    except ValueError:
+        reason = f"{agent}/act answered the unknown outcome {said!r}"[: failures.MAX_REASON_CHARS]
+        kind = FailureKind.AGENT_CRASHED
+        raise StageError(StageFailure(StageName.RUN, kind, reason, retryable=False)) from None
 
 
 def _member(reply: Any, name: str, server: str, path: str, stage: StageName) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nemo_gym.errors import NemoGymError
+from nemo_gym.serving.problems import send_problem
 
 
 class BodyTooLargeError(NemoGymError):
@@ -103,7 +104,7 @@ def check_messages(body: Mapping[str, Any], at_most: int) -> None:
 
 
 class BodyLimitMiddleware:
-    """Raises `BodyTooLargeError` where a route reads more than ``max_bytes`` of a body, whether its length was
+    """Answers with `BodyTooLargeError` where a route reads more than ``max_bytes`` of a body, whether its length was
     announced or not. What was not read is thrown away by the web server, so the connection stays usable."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -116,18 +117,29 @@ class BodyLimitMiddleware:
             return
         announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         taken = 0
+        error: BodyTooLargeError | None = None
+        replaced = False
 
         async def bounded() -> Message:
-            nonlocal taken
-            if announced.isdigit() and int(announced) > self._max_bytes:
-                raise self._too_large()
-            message = await receive()
-            taken += len(message.get("body", b""))
-            if taken > self._max_bytes:
-                raise self._too_large()
-            return message
+            nonlocal taken, error
+            if not (announced.isdigit() and int(announced) > self._max_bytes):
+                message = await receive()
+                taken += len(message.get("body", b""))
+                if taken <= self._max_bytes:
+                    return message
+            error = self._too_large()
+            raise error
 
-        await self.app(scope, bounded, send)
+        async def worded(message: Message) -> None:
+            # A framework that was reading the body says 400 to whatever is raised meanwhile.
+            nonlocal replaced
+            if error is not None and message["type"] == "http.response.start" and message["status"] != error.status:
+                replaced = True
+                await send_problem(scope, receive, send, error)
+            elif not replaced:
+                await send(message)
+
+        await self.app(scope, bounded, worded)
 
     def _too_large(self) -> BodyTooLargeError:
         return BodyTooLargeError(

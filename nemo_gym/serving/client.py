@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.configuration.suggest import nearest
 from nemo_gym.credentials import CREDENTIAL_HEADER
-from nemo_gym.errors import ConfigError, ServerError
+from nemo_gym.errors import ConfigError, ServerError, not_json
 from nemo_gym.rollout_correlation import ROLLOUT_ID_HEADER, current_rollout_id
 from nemo_gym.serving.launch import current_launch
 from nemo_gym.serving.replicas import REPLICAS_HEADER, Chooser, current_replicas, encode_replicas
@@ -103,10 +103,14 @@ async def close_global_aiohttp_client() -> None:
 
 
 def encode_json(value: Any) -> bytes:
-    """JSON bytes of plain data and pydantic models; a model's unset fields are left out."""
+    """JSON bytes of plain data and pydantic models; a model's unset fields are left out. Raises `InvalidBodyError` for
+    data that JSON of this suite cannot hold."""
     if isinstance(value, BaseModel):
         return value.model_dump_json(exclude_unset=True).encode()
-    return orjson.dumps(value, default=_encode_other, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+    try:
+        return orjson.dumps(value, default=_encode_other, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError as error:
+        raise not_json(error) from error
 
 
 def _encode_other(value: Any) -> Any:

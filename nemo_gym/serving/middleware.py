@@ -9,7 +9,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nemo_gym.credentials import CREDENTIAL_HEADER, Caller, Role, ServerCredentials
-from nemo_gym.errors import CredentialError
+from nemo_gym.errors import NemoGymError
 from nemo_gym.rollout_correlation import (
     ROLLOUT_ID_HEADER,
     ROLLOUT_ID_PATTERN,
@@ -74,22 +74,23 @@ class RolloutMiddleware:
 class CredentialMiddleware:
     """Refuses every request without a genuine credential for this server.
 
-    ``authenticates_itself`` names paths that check another kind of token in their route (inference routes). Without
-    ``credentials`` the server is unsecured: a plugin built by hand, in its own tests.
+    ``authenticates_itself`` lets requests on without one whose route checks another kind of token (inference routes);
+    what it raises is answered. Without ``credentials`` the server is unsecured: a plugin built by hand, in its own
+    tests.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         credentials: ServerCredentials | None,
-        authenticates_itself: Callable[[str], bool] | None = None,
+        authenticates_itself: Callable[[Scope], bool] | None = None,
     ) -> None:
         self.app = app
         self._credentials = credentials
         self._authenticates_itself = authenticates_itself
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._credentials is None or scope["type"] != "http" or scope["path"] in OPEN_ROUTES:
+        if self._credentials is None or scope["type"] != "http" or _is_open(scope):
             await self.app(scope, receive, send)
             return
         credential: str | None = None
@@ -97,15 +98,21 @@ class CredentialMiddleware:
             if name == _CREDENTIAL_HEADER:
                 credential = value.decode("latin-1")
                 break
-        if credential is None and self._authenticates_itself is not None and self._authenticates_itself(scope["path"]):
-            await self.app(scope, receive, send)
-            return
         try:
-            scope[_CALLER] = self._credentials.check(credential)
-        except CredentialError as error:
+            if credential is None and self._authenticates_itself is not None and self._authenticates_itself(scope):
+                checked = None
+            else:
+                checked = self._credentials.check(credential)
+        except NemoGymError as error:
             await send_problem(scope, receive, send, error)
             return
+        if checked is not None:
+            scope[_CALLER] = checked
         await self.app(scope, receive, send)
+
+
+def _is_open(scope: Scope) -> bool:
+    return scope["path"] in OPEN_ROUTES and scope["method"] in ("GET", "HEAD")
 
 
 def caller_of(connection: HTTPConnection) -> Caller | None:

@@ -19,11 +19,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nemo_gym.errors import InvalidBodyError, NemoGymError
+from nemo_gym.errors import InvalidBodyError, NemoGymError, not_json
 from nemo_gym.serving.body_limit import check_values
 from nemo_gym.serving.disconnect import CLIENT_CLOSED_REQUEST
 
 PROBLEM_TYPE = "application/problem+json"
+_LEVELS_AROUND = 50
+"""Of nesting, kept free of the 254 that can be written."""
 log = structlog.get_logger(__name__)
 
 
@@ -33,7 +35,10 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+        try:
+            return orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+        except TypeError as error:
+            raise not_json(error) from error
 
 
 ErrorShape = Callable[[Scope, NemoGymError], Response | None]
@@ -102,7 +107,21 @@ def json_object(body: bytes, path: str, loads: Callable[[bytes], Any] = orjson.l
         raise InvalidBodyError(f"the body of {path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidBodyError(f"the body of {path} must be a JSON object, not {type(value).__name__}")
+    if loads is orjson.loads:
+        _require_shallow(value, path)
     return value
+
+
+def _require_shallow(value: dict[str, Any], path: str) -> None:
+    """Raise `InvalidBodyError` for a value that could be read but not be passed on: writing has a lower limit than
+    reading, and what holds the value counts too. Writing it costs a third of reading it."""
+    within: Any = value
+    for _ in range(_LEVELS_AROUND):
+        within = [within]
+    try:
+        orjson.dumps(within)
+    except TypeError as error:
+        raise InvalidBodyError(f"the body of {path}: {not_json(error)}") from None
 
 
 def install_problem_handlers(app: FastAPI) -> None:

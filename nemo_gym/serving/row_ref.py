@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import orjson
+from typing import Any
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nemo_gym.credentials import ROW_REF_HEADER
 from nemo_gym.environment.rows import SESSION_KEY
+from nemo_gym.errors import InvalidBodyError
 from nemo_gym.serving.client import attach_headers
+from nemo_gym.serving.problems import json_object, send_problem
 
 
 class RowRefMiddleware:
-    """Calls that an overridden ``run`` makes to its environment carry the reference as a header."""
+    """Calls that an overridden ``run`` makes to its environment carry the reference as a header. A body that cannot be
+    passed on to the environment is refused here, before the plugin tries."""
 
     def __init__(self, app: ASGIApp, environment: str | None) -> None:
         self.app = app
@@ -35,19 +39,19 @@ class RowRefMiddleware:
         async def replay() -> Message:
             return messages.pop(0) if messages else await receive()
 
-        if (ref := _row_ref(body)) is None:
+        try:
+            ref = _row_ref(json_object(bytes(body), scope["path"]))
+        except InvalidBodyError as error:
+            await send_problem(scope, receive, send, error)
+            return
+        if ref is None:
             await self.app(scope, replay, send)
             return
         with attach_headers(self._environment, {ROW_REF_HEADER: ref}):
             await self.app(scope, replay, send)
 
 
-def _row_ref(body: bytearray) -> str | None:
-    if SESSION_KEY.encode() not in body:
-        return None
-    try:
-        session = orjson.loads(body).get(SESSION_KEY)
-    except (orjson.JSONDecodeError, AttributeError):
-        return None  # the route itself refuses it
+def _row_ref(body: dict[str, Any]) -> str | None:
+    session = body.get(SESSION_KEY)
     ref = session.get("row_ref") if isinstance(session, dict) else None
     return ref if isinstance(ref, str) else None

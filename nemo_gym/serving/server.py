@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from abc import abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar, Self, cast, get_args
 
@@ -15,12 +14,14 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Scope
 
 from nemo_gym.config_types import BaseRunServerInstanceConfig
 from nemo_gym.configuration.suggest import validation_problems
 from nemo_gym.credentials import Role, ServerCredentials
 from nemo_gym.errors import ConfigError, NemoGymError
 from nemo_gym.serving.application import Application
+from nemo_gym.serving.body_limit import BodyLimitMiddleware
 from nemo_gym.serving.client import ServerClient, close_global_aiohttp_client, server_config_of
 from nemo_gym.serving.direct import DirectRoutesMiddleware
 from nemo_gym.serving.launch import ServerLaunch, current_launch
@@ -85,7 +86,8 @@ class BaseServer(BaseModel):
 
 
 class SimpleServer(BaseServer):
-    """A server with one FastAPI application. Subclasses add routes in ``setup_webserver`` after calling super."""
+    """A server with one FastAPI application. Subclasses add routes in ``setup_webserver`` after calling super, or
+    build an application of their own there: what every server has stands around it either way (``application``)."""
 
     server_client: ServerClient
 
@@ -97,9 +99,30 @@ class SimpleServer(BaseServer):
     _launch: ServerLaunch | None = PrivateAttr(default=None)
     _startup_error: NemoGymError | None = PrivateAttr(default=None)
     _local_key: bytes = PrivateAttr(default_factory=lambda: secrets.token_bytes(32))
+    _contract: Application | None = PrivateAttr(default=None)
+    _plugin_app: FastAPI | None = PrivateAttr(default=None)
 
-    @abstractmethod
-    def setup_webserver(self) -> FastAPI: ...
+    def contract_app(self) -> Application:
+        """The application with what every server of this type has; its routes are fixed."""
+        return self.base_app()
+
+    def setup_webserver(self) -> FastAPI:
+        """NeMo Gym's hook: the application to be served."""
+        return self.contract_app()
+
+    def application(self) -> FastAPI:
+        """What is served: the application of ``setup_webserver``, with what every server has around it.
+
+        An application that a plugin built itself gets the requests that none of the contract's routes answer, behind
+        the same checks.
+        """
+        app = self.setup_webserver()
+        if app is self._contract:
+            return app
+        contract = self._contract or self.contract_app()
+        contract.answer_the_rest_with(app)
+        self._plugin_app = app
+        return contract
 
     def secure(self, credentials: ServerCredentials, launch: ServerLaunch | None = None) -> None:
         """Demand credentials from now on. Called before ``setup_webserver``."""
@@ -131,9 +154,14 @@ class SimpleServer(BaseServer):
         return f"{type(self).__name__}___{self.config.name}"
 
     def base_app(
-        self, *, session_guard: SessionGuard | None = None, authenticates_itself: Any | None = None
+        self,
+        *,
+        session_guard: SessionGuard | None = None,
+        authenticates_itself: Callable[[Scope], bool] | None = None,
+        limit_bodies: bool = True,
     ) -> Application:
-        """An application with what every server has: health, readiness, credentials, problems, session cookies."""
+        """An application with what every server has: health, readiness, credentials, problems, session cookies and a
+        bound on bodies, except where the routes have bounds of their own (``limit_bodies``)."""
         app = Application(
             title=self.config.name,
             lifespan=self._lifespan,
@@ -142,12 +170,15 @@ class SimpleServer(BaseServer):
             redoc_url=None,
             telemetry=_NO_TELEMETRY,
         )
+        self._contract = app
         install_problem_handlers(app)
         codec = CookieCodec(self.derive_key("session-cookie"))
         # Added from the inside out. A plugin built by hand, in its own tests, sees its errors raised.
         app.add_middleware(DirectRoutesMiddleware, application=app)
         if self.secured or self._launch is not None:
             app.add_middleware(UnknownErrorMiddleware)
+        if limit_bodies:
+            app.add_middleware(BodyLimitMiddleware, max_bytes=self.config.max_body_bytes)
         app.add_middleware(
             SessionMiddleware, cookie_name=self.get_session_middleware_key(), codec=codec, guard=session_guard
         )
@@ -162,7 +193,8 @@ class SimpleServer(BaseServer):
         return app
 
     def setup_session_middleware(self, app: FastAPI) -> None:
-        """Kept for NeMo Gym plugins that build their own application; `base_app` has sessions already."""
+        """Kept for NeMo Gym plugins that build their own application and are served without this suite, in their own
+        tests; the sessions of `base_app` are around it otherwise."""
         if getattr(app.state, "nemo_gym_session_middleware_installed", False):
             return
         app.state.nemo_gym_session_middleware_installed = True
@@ -187,14 +219,18 @@ class SimpleServer(BaseServer):
         return None
 
     @asynccontextmanager
-    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+    async def _lifespan(self, app: FastAPI) -> AsyncIterator[Mapping[str, Any]]:
         try:
             await self.startup()
         except NemoGymError as error:
             self._startup_error = error
             raise
         try:
-            yield
+            if self._plugin_app is None:
+                yield {}
+            else:
+                async with self._plugin_app.router.lifespan_context(self._plugin_app) as state:
+                    yield state or {}
         finally:
             await self.shutdown()
             await close_global_aiohttp_client()
@@ -226,7 +262,13 @@ class SimpleServer(BaseServer):
         launch = current_launch()
         server = cls.from_launch(launch)
         try:
-            serve(server.setup_webserver(), server.config, launch, on_stop=server.stopping)
+            serve(
+                server.application(),
+                server.config,
+                launch,
+                slow_request_timeout_s=server.config.slow_request_timeout_s,
+                on_stop=server.stopping,
+            )
         except SystemExit:
             if server._startup_error is not None:
                 # The web server only knows that there was one; whoever started this process shows what it says.

@@ -106,7 +106,8 @@ class SessionMiddleware:
         self._guard = guard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or isinstance(scope.get("session"), LazySession):
+            # The second case: an application within one that has sessions already.
             await self.app(scope, receive, send)
             return
         cookie = self._cookie(scope)

@@ -6,7 +6,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.yaml"
 PIPELINE = "pipeline"
 """The pipeline's name as a caller."""
+OPERATOR = "operator"
 
 
 @asynccontextmanager
@@ -122,11 +123,17 @@ def _interpreters(
 
 def pipeline_client(stack: StackEntry) -> ServerClient:
     """A client for the servers of a running stack, on this host and on others, with the pipeline's credentials."""
+    return _client(stack, Role.PIPELINE, PIPELINE, [name for name in stack.config if name != COMPOSITION])
+
+
+def operator_client(stack: StackEntry, targets: Sequence[str]) -> ServerClient:
+    """A client with an operator's credentials, for ``targets`` and no other server."""
+    return _client(stack, Role.OPERATOR, OPERATOR, targets)
+
+
+def _client(stack: StackEntry, role: Role, name: str, targets: Sequence[str]) -> ServerClient:
     from nemo_gym.serving.client import ServerClient
 
     client = ServerClient(global_config_dict=stack.config)
-    keys = StackKeys.from_hex(stack.root_key)
-    client.use_credentials(
-        keys.outgoing(Role.PIPELINE, PIPELINE, [name for name in stack.config if name != COMPOSITION])
-    )
+    client.use_credentials(StackKeys.from_hex(stack.root_key).outgoing(role, name, targets))
     return client

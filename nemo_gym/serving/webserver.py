@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import gc
 import socket
 import sys
@@ -67,6 +68,7 @@ def serve(
     config: BaseServerConfig,
     launch: ServerLaunch | None = None,
     *,
+    slow_request_timeout_s: float = 60.0,
     on_stop: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Serve ``app`` until SIGINT or SIGTERM; ``on_stop`` then ends what would keep requests open. Raises `ConfigError`
@@ -88,7 +90,7 @@ def serve(
         # The caller is who connected: its port tells the connection, on which the delivery of answers is watched.
         "proxy_headers": False,
         "ws": "none",
-        "http": WatchedHttpProtocol,
+        "http": functools.partial(WatchedHttpProtocol, slow_request_timeout_s=slow_request_timeout_s),
     }
     if launch is not None and launch.certificate_file is not None:
         settings |= {"ssl_certfile": launch.certificate_file, "ssl_keyfile": launch.key_file}

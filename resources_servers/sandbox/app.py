@@ -34,8 +34,9 @@ class SandboxBroker(SimpleServer):
     _broker: BrokerService | None = PrivateAttr(default=None)
 
     def setup_webserver(self) -> FastAPI:
-        # The routes check their callers themselves: a lease is as good as a credential for some of them.
-        app = self.base_app(authenticates_itself=lambda path: True)
+        # The routes check their callers themselves: a lease is as good as a credential for some of them. They bound
+        # their bodies too: an archive may be larger than a request.
+        app = self.base_app(authenticates_itself=lambda path: True, limit_bodies=False)
         shape_errors(app, problem_reply)
         app.add_exception_handler(RequestValidationError, invalid_parameter)
         app.add_middleware(RequestIdMiddleware)

@@ -107,8 +107,11 @@ class Gateway(SimpleResponsesAPIModel):
     # -- routes --------------------------------------------------------------------------------------------------
 
     def is_inference(self, path: str) -> bool:
-        parts = path.split("/")
-        return path.startswith("/v1/") or (parts[1:2] == ["sessions"] and parts[3:4] == ["v1"])
+        return super().is_inference(_without_session(path))
+
+    def checks_token(self, path: str) -> bool:
+        path = _without_session(path)
+        return super().checks_token(path) or path == COUNT_TOKENS or path.startswith("/v1/models/")
 
     def setup_webserver(self) -> FastAPI:
         self._build()
@@ -221,3 +224,9 @@ class Gateway(SimpleResponsesAPIModel):
 
 if __name__ == "__main__":
     Gateway.run_webserver()
+
+
+def _without_session(path: str) -> str:
+    """``/v1/…`` of ``/sessions/{session_id}/v1/…``; any other path as it is."""
+    parts = path.split("/", 3)
+    return f"/{parts[3]}" if parts[1:2] == ["sessions"] and len(parts) == 4 else path

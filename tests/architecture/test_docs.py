@@ -160,6 +160,9 @@ def test_command_lines_use_keys_that_exist(line: CommandLine, place: Path) -> No
             prepare.Options.parse(settings[1:])
         case "ng_export_trajectories":
             assert all(word.partition("=")[0] in export_trajectories.KEYS for word in settings)
+        case "ng_reverify":
+            assert settings and settings[0].endswith(".jsonl")
+            _keys_exist(settings[1:])
         case "ng_status":
             assert all(word.partition("=")[0] in ("run_dir", "run_id") for word in settings)
         case _:

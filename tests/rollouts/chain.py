@@ -39,14 +39,14 @@ class Journal:
 def environment(options: dict[str, Any]) -> FastAPI:
     """Options: ``seed_status``/``verify_status`` (fail with it), ``verify_failures`` (that many per rollout, then
     right), ``invalid`` (a failure kind), ``fenced`` (409 for first attempts), ``no_solution``, ``no_verdict``,
-    ``plain`` (no cookies)."""
+    ``plain`` (no cookies), ``owns_boxes``."""
     app = FastAPI()
     journal = Journal(options.get("journal"))
     tries: Counter[str] = Counter()
 
     @app.get("/ready")
     async def ready() -> Response:
-        return answer({"status": "ready"})
+        return answer({"status": "ready", **({"owns_boxes": True} if options.get("owns_boxes") else {})})
 
     @app.post("/seed_session")
     async def seed(request: Request) -> Response:
@@ -127,7 +127,8 @@ def environment(options: dict[str, Any]) -> FastAPI:
 
 def agent(options: dict[str, Any]) -> FastAPI:
     """Options: ``hang`` (task indices whose act never ends), ``crash`` (rollouts that answer ``crashed``),
-    ``delay_s``, ``overrides_run``, ``status``."""
+    ``delay_s``, ``overrides_run``, ``status``, ``says`` (members of the act's answer, instead of the right ones),
+    ``box_needs`` (the whole answer, as text)."""
     journal = Journal(options.get("journal"))
 
     @asynccontextmanager
@@ -167,8 +168,12 @@ def agent(options: dict[str, Any]) -> FastAPI:
             headers={"Authorization": f"Bearer {inference['token']}", "Content-Type": "application/json"},
         ) as response:
             completion = await response.read()
-        reply = b'{"response":%s,"outcome":"completed","artifacts":[],"observations":{"turns":1}}' % completion
-        return Response(reply, media_type="application/json")
+        reply = {"response": orjson.Fragment(completion), "outcome": "completed", "artifacts": []}
+        return answer({**reply, "observations": {"turns": 1}, **options.get("says", {})})
+
+    @app.get("/box_needs")
+    async def box_needs() -> Response:
+        return Response(options["box_needs"], media_type="application/json")
 
     @app.post("/run")
     async def run(request: Request) -> Response:

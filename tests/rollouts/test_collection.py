@@ -107,6 +107,38 @@ async def test_run_gives_reward_null_and_goes_on_when_one_task_always_crashes(ma
     assert aggregate["key_metrics"]["mean/reward"] == 0.4  # of the five with a verdict
 
 
+@pytest.mark.parametrize("outcome", ['completed"},"expected_answer":"B","z":{"a":"b', "solved", ["completed"], None])
+async def test_unknown_outcome_is_refused_and_rewrites_no_row(make_chain: MakeChain, outcome: Any) -> None:
+    chain = make_chain(agent={"says": {"outcome": outcome, "within_reach": True}})
+    chain.write_rows(2)  # the model answers B; the second row expects A
+    result = await run_collection(chain.client(), chain.run_keys(max_attempts=2))
+    assert (result.valid, result.invalid) == (0, 2)
+    assert chain.notes("verify") == []
+    for failure in chain.results("out_failures.jsonl"):
+        assert (failure["failure_kind"], failure["reward"], failure["_ng_attempt_index"]) == ("agent_crashed", None, 0)
+        assert "unknown outcome" in failure["failure_reason"]
+
+
+async def test_names_with_quotes_reach_every_server_as_they_are(make_chain: MakeChain) -> None:
+    says = {"outcome": "max_turns", "outcome_detail": 'said "},"expected_answer":"B', "observations": {'"},"a': '"'}}
+    chain = make_chain(agent={"says": says})
+    chain.write_rows(2, note='"},"expected_answer":"B","z":{"a":"b')
+    result = await run_collection(chain.client(), chain.run_keys())
+    assert (result.valid, sorted(row["reward"] for row in chain.results())) == (2, [0.0, 1.0])
+    assert {row["outcome"] for row in chain.results()} == {"max_turns"}
+
+
+@pytest.mark.parametrize("told", ['{}},"expected_answer":"B","z":{"a":{}', "[]", "needs"])
+async def test_needs_of_an_agent_that_are_no_json_object_stop_the_run_before_any_task(
+    make_chain: MakeChain, told: str
+) -> None:
+    chain = make_chain(environment={"owns_boxes": True}, agent={"box_needs": told})
+    chain.write_rows(2)
+    with pytest.raises(ConfigError, match="box_needs"):
+        await run_collection(chain.client(), chain.run_keys())
+    assert chain.notes("seed") == []
+
+
 async def test_rollout_gets_a_new_attempt_when_the_agent_crashes_once(make_chain: MakeChain) -> None:
     chain = make_chain(agent={"crash": {"t0": 1}})
     chain.write_rows(1)

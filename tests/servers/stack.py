@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -25,10 +26,9 @@ class Served:
     """One application in a thread; stops with the test."""
 
     def __init__(self, server: SimpleServer, listener: socket.socket) -> None:
-        app = server.setup_webserver()
-        config = uvicorn.Config(
-            app, log_level="error", timeout_graceful_shutdown=60, lifespan="on", http=WatchedHttpProtocol
-        )
+        app = server.application()
+        http: Any = partial(WatchedHttpProtocol, slow_request_timeout_s=server.config.slow_request_timeout_s)
+        config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=60, lifespan="on", http=http)
         self.server = WebServer(config, on_stop=server.stopping)
         self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]}, daemon=True)
         self._thread.start()

@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import Request
 
 from nemo_gym.credentials import CONTROL_TOKEN_HEADER, Role
+from nemo_gym.errors import AgentError
+from nemo_gym.openai_utils import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
 from nemo_gym.session import InferenceEndpoint, SessionDescriptor
 from responses_api_models.scripted_model.app import ScriptedModel
 from tests.servers.plugins import ToolAgent, WaitingAgent
 from tests.servers.stack import Stack, rollout
 
 SCRIPT = "responses_api_models/scripted_model/data/example_script.yaml"
+WHO = rollout().model_dump()
 REFS: dict[str, Any] = {
     "resources_server": {"type": "resources_servers", "name": "counter"},
     "model_server": {"type": "responses_api_models", "name": "model"},
@@ -169,10 +173,99 @@ async def test_run_is_made_of_seed_act_and_verify_when_a_pipeline_gave_a_row_ref
 
 
 async def test_run_passes_the_environments_own_words_on_when_it_refuses(tools: Stack) -> None:
+    row = {"responses_create_params": {"input": "What is 4 plus zero"}, "_ng_session": {"row_ref": "ngr_guess"}}
+    reply = await tools.client().post("agent", "/run", json=row)
+    problem = await reply.json()
+    assert (reply.status, problem["peer_status"], problem["peer_code"]) == (502, 401, "credential")
+
+
+async def test_run_says_where_to_leave_the_row_when_it_comes_without_a_reference(tools: Stack) -> None:
     row = {"responses_create_params": {"input": "What is 4 plus zero"}, "expected": 5}
     reply = await tools.client().post("agent", "/run", json=row)
     problem = await reply.json()
-    assert (reply.status, problem["peer_status"], problem["peer_code"]) == (502, 403, "role")
+    assert reply.status == 422 and "/rows of 'counter'" in problem["detail"]
+
+
+class FailingAgent(ToolAgent):
+    """Fails after the model has answered."""
+
+    async def responses(self, request: Request, body: NeMoGymResponseCreateParamsNonStreaming) -> NeMoGymResponse:
+        await super().responses(request, body)
+        raise AgentError("the harness broke")
+
+
+@pytest.fixture
+def runs(phrase: Stack) -> Stack:
+    """Agents for ``/run`` with an environment that counts what it closes, and a model."""
+    phrase.add("model", ScriptedModel, Role.MODEL, script=SCRIPT)
+    refs = {**REFS, "resources_server": {"type": "resources_servers", "name": "phrase"}}
+    phrase.add("agent", WaitingAgent, Role.AGENT, ("phrase", "model"), **refs)
+    phrase.add("failing", FailingAgent, Role.AGENT, ("phrase", "model"), **refs)
+    return phrase
+
+
+async def run_body(stack: Stack, prompt: str) -> dict[str, Any]:
+    """What an operator sends to ``/run``, with its row left with the environment."""
+    row = {"responses_create_params": {"input": prompt}, "phrase": "rested"}
+    kept = await stack.client(Role.OPERATOR).post("phrase", "/rows", json={"row": row, "rollout": WHO})
+    stored = await kept.json()
+    return {**stored["public_row"], "_ng_session": {"rollout": WHO, "row_ref": stored["row_ref"]}}
+
+
+def open_sessions(stack: Stack) -> int:
+    model: Any = stack.servers["model"]
+    return sum(entry.closed_at is None for entry in model.gateway_sessions._entries.values())
+
+
+def is_closed(stack: Stack) -> bool:
+    environment: Any = stack.servers["phrase"]
+    return environment.closed == [rollout().attempt_id] and environment.opened == 1 and open_sessions(stack) == 0
+
+
+async def test_operators_run_is_judged_and_leaves_nothing_open(runs: Stack) -> None:
+    body = await run_body(runs, "at once")
+    reply = await runs.client(Role.OPERATOR).post("agent", "/run", json=body)
+    result = await reply.json()
+    assert (reply.status, result["reward"], "phrase" in result) == (200, 1.0, False), result
+    assert is_closed(runs)
+    again = await runs.client(Role.OPERATOR).post("agent", "/run", json=body)
+    assert (again.status, (await again.json())["peer_status"]) == (502, 401)
+    verdict = await runs.client(Role.OPERATOR).post("phrase", "/verdict", json={"rollout": WHO})
+    assert (await verdict.json())["reward"] == 1.0
+
+
+async def test_run_leaves_nothing_open_when_its_caller_leaves(runs: Stack) -> None:
+    body = await run_body(runs, "wait")
+    running = asyncio.create_task(runs.client(Role.OPERATOR).post("agent", "/run", json=body))
+    await until(lambda: agent_of(runs).started)
+    assert open_sessions(runs) == 1 and not is_closed(runs)
+    running.cancel()
+    await until(lambda: is_closed(runs))
+
+
+async def test_run_leaves_nothing_open_when_its_agent_fails(runs: Stack) -> None:
+    body = await run_body(runs, "What is 4 plus zero")
+    reply = await runs.client(Role.OPERATOR).post("failing", "/run", json=body)
+    assert reply.status >= 500
+    assert is_closed(runs)
+
+
+async def test_run_leaves_nothing_open_when_its_server_stops(runs: Stack) -> None:
+    body = await run_body(runs, "wait")
+    running = asyncio.create_task(runs.client(Role.OPERATOR).post("agent", "/run", json=body))
+    await until(lambda: agent_of(runs).started)
+    await asyncio.to_thread(runs.stop, "agent")
+    await asyncio.wait({running})
+    assert is_closed(runs)
+
+
+async def test_agent_closes_its_own_attempt_only(runs: Stack) -> None:
+    body = await run_body(runs, "at once")
+    ref = body["_ng_session"]["row_ref"]
+    agents = runs.client(Role.AGENT)
+    for who, given, status in ((WHO, None, 403), (rollout("other").model_dump(), ref, 409), (WHO, ref, 200)):
+        reply = await agents.post("phrase", "/close", json={"rollout": who, "row_ref": given})
+        assert reply.status == status, await reply.text()
 
 
 @pytest.mark.parametrize(("index", "named"), [("x", "_ng_attempt_index"), (2**31, "attempt"), (-7, "attempt")])

@@ -117,7 +117,7 @@ async def test_credential_stays_with_its_server_when_that_answers_with_a_redirec
         with pytest.raises(ServerError) as caught:
             await expect_json(await client.post("math", "/verify", json={}), "math")
         with pytest.raises(PeerError, match="307"):
-            await Peers(client).post("math", "/verify", b"{}")
+            await Peers(client).post("math", "/verify", {})
     assert caught.value.details["peer_status"] == 307
     assert heard == []
 

@@ -26,8 +26,8 @@ SCRIPT = "responses_api_models/scripted_model/data/example_script.yaml"
 ROUTES: list[tuple[str, str, str, set[Role]]] = [
     ("env", "POST", "/seed_session", {P}),
     ("env", "POST", "/verify", {P, O}),
-    ("env", "POST", "/close", {P, O}),
-    ("env", "POST", "/rows", {P}),
+    ("env", "POST", "/close", {P}),
+    ("env", "POST", "/rows", {P, O}),
     ("env", "POST", "/verdict", {P, O}),
     ("env", "POST", "/aggregate_metrics", {P, O, A}),
     ("env", "GET", "/reverify_mode", {P, A, E, M, O}),

@@ -44,9 +44,12 @@ async def verify(
     server: str = "phrase",
     row: dict[str, Any] = ROW,
     role: Role = Role.PIPELINE,
+    reverify: bool | None = None,
     **identity: Any,
 ) -> tuple[int, Any]:
-    session = {"rollout": rollout(**identity).model_dump()}
+    session: dict[str, Any] = {"rollout": rollout(**identity).model_dump()}
+    if reverify if reverify is not None else role is Role.OPERATOR:
+        session["reverify"] = True
     body = {**row, "response": response(text), "_ng_session": session}
     return await call(stack, server, "/verify", body, control=control, role=role)
 
@@ -90,6 +93,14 @@ async def test_seed_is_refused_when_the_same_attempt_names_another_row(phrase: S
     body = {**ROW, "phrase": "other", "_ng_session": {"rollout": rollout().model_dump()}}
     status, problem = await call(phrase, "phrase", "/seed_session", body)
     assert (status, problem["code"]) == (409, "contract")
+
+
+async def test_verify_is_refused_when_its_row_is_not_the_one_that_was_seeded(phrase: Stack) -> None:
+    control = (await seed(phrase))["control_token"]
+    status, problem = await verify(phrase, "hello", control, row={**ROW, "phrase": "hello"})
+    assert (status, problem["code"]) == (409, "contract") and "another row" in problem["detail"]
+    status, verdict = await verify(phrase, "hello", control)
+    assert (status, verdict["reward"], environment(phrase).graded) == (200, 0.0, 1)
 
 
 async def test_older_attempt_is_refused_everywhere_when_a_newer_one_was_seeded(counter: Stack) -> None:
@@ -201,6 +212,19 @@ async def test_operator_verifies_again_without_touching_the_first_verdict(phrase
     _, stored = await call(phrase, "phrase", "/verdict", {"rollout": rollout().model_dump()})
     assert (status, again["reward"], again["reverified"]) == (200, 1.0, True)
     assert stored["reward"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("role", "reverify"), [(Role.OPERATOR, False), (Role.PIPELINE, True), (Role.AGENT, True), (Role.ENVIRONMENT, True)]
+)
+async def test_only_an_operator_verifies_again_and_nothing_else(phrase: Stack, role: Role, reverify: bool) -> None:
+    control = (await seed(phrase))["control_token"]
+    stored = {"row": ROW, "rollout": rollout().model_dump()}
+    _, kept = await call(phrase, "phrase", "/rows", stored)
+    session = {"rollout": rollout().model_dump(), "reverify": reverify, "row_ref": kept["row_ref"]}
+    body = {**ROW, "response": response("swordfish"), "_ng_session": session}
+    status, problem = await call(phrase, "phrase", "/verify", body, role=role, control=control)
+    assert (status, problem["code"], environment(phrase).graded) == (403, "role", 0)
 
 
 async def test_solution_is_given_to_a_pipeline_in_validation_mode_only(phrase: Stack) -> None:

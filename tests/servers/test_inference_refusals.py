@@ -113,17 +113,25 @@ async def test_token_of_an_ended_session_is_refused_in_the_dialect_and_not_worth
         assert (reply.status, reply.headers["x-should-retry"]) == (409, "false")
 
 
-async def test_wrong_method_and_unknown_route_are_refused_in_the_dialect(http: aiohttp.ClientSession) -> None:
+async def test_wrong_method_and_unknown_route_are_refused_in_the_dialect(
+    stack: Stack, http: aiohttp.ClientSession
+) -> None:
     for path, headers, kind in (
         (CHAT, {}, "invalid_request_error"),
         (MESSAGES, {}, "invalid_request_error"),
     ):
         async with http.put(path, json={}, headers=headers) as reply:
             assert (reply.status, check(path, await reply.json()), reply.headers["Allow"]) == (405, kind, "POST")
-    async with http.post("/v1/embeddings", json={}) as reply:
-        assert (reply.status, check(CHAT, await reply.json())) == (404, "invalid_request_error")
-    async with http.post("/v1/messages/batches", json={}, headers={"anthropic-version": "2023-06-01"}) as reply:
-        assert (reply.status, check(MESSAGES, await reply.json())) == (404, "not_found_error")
+    version, known = {"anthropic-version": "2023-06-01"}, {"x-api-key": await token(stack)}
+    for headers, status, kinds in (
+        ({}, 401, ("invalid_request_error", "authentication_error")),
+        ({"x-api-key": "ngi1_guess"}, 401, ("invalid_request_error", "authentication_error")),
+        (known, 404, ("invalid_request_error", "not_found_error")),
+    ):
+        async with http.post("/v1/embeddings", json={}, headers=headers) as reply:
+            assert (reply.status, check(CHAT, await reply.json())) == (status, kinds[0])
+        async with http.post("/v1/messages/batches", json={}, headers={**version, **headers}) as reply:
+            assert (reply.status, check(MESSAGES, await reply.json())) == (status, kinds[1])
 
 
 @pytest.mark.parametrize(("path", "kind"), [(RESPONSES, "server_error"), (MESSAGES, "api_error")])

@@ -108,9 +108,9 @@ async def test_attempt_stays_where_its_first_request_was_answered(replicas: list
     for _ in range(6):
         chosen: dict[str, int] = {}
         own = peers.of_attempt(chosen)
-        first = (await own.post("math", "/seed_session", b"{}")).json()["replica"]
+        first = (await own.post("math", "/seed_session", {})).json()["replica"]
         assert chosen == {"math": first}
-        assert (await own.post("math", "/verify", b"{}")).json()["replica"] == first
+        assert (await own.post("math", "/verify", {})).json()["replica"] == first
         assert replicas[first].told[-1] == f"math={first}"
         number.append(first)
     assert {*number} == {0, 1, 2}, "idle replicas take turns"
@@ -121,11 +121,11 @@ async def test_attempt_begins_elsewhere_and_does_not_move_when_a_replica_is_gone
     await replicas[0].stop()
     for _ in range(4):
         chosen: dict[str, int] = {}
-        await Peers(client).of_attempt(chosen).post("math", "/seed_session", b"{}")
+        await Peers(client).of_attempt(chosen).post("math", "/seed_session", {})
         assert chosen["math"] in (1, 2)
     lost = Peers(client, connect_patience_s=0.01).of_attempt({"math": 0})
     with pytest.raises(PeerError) as caught:
-        await lost.post("math", "/verify", b"{}")
+        await lost.post("math", "/verify", {})
     assert caught.value.status == 0
 
 
@@ -133,7 +133,7 @@ async def test_attempt_goes_on_with_its_replica_when_that_comes_back(replicas: l
     port = int(replicas[2].url.rpartition(":")[2])
     await replicas[2].stop()
     own = Peers(client_of(replicas)).of_attempt({"math": 2})
-    verifying = asyncio.create_task(own.post("math", "/verify", b"{}"))
+    verifying = asyncio.create_task(own.post("math", "/verify", {}))
     await asyncio.sleep(0.1)
     await replicas[2].start(port)
     assert (await verifying).json() == {"replica": 2}

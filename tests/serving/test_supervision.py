@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from nemo_gym.credentials import CREDENTIAL_HEADER, Role, StackKeys
+
 from .stacks import children_of, command, is_alive, ng_run, no_traceback, until, write
 
 SUMS = "environment=sums"
 
 
-def get(url: str) -> int:
+def get(url: str | urllib.request.Request) -> int:
     with urllib.request.urlopen(url, timeout=20) as response:
         return int(response.status)
 
@@ -31,6 +33,46 @@ def test_unseen_environment_is_started_from_a_foreign_root(root: Path) -> None:
         assert "All 1 / 1 servers ready" in stack.stdout
         assert server["url"] in stack.stdout
         assert "print from the plugin" in stack.log("sums")
+
+
+OWN_APP = """
+from fastapi import FastAPI
+
+from nemo_gym.base_resources_server import BaseResourcesServerConfig, SimpleResourcesServer
+
+
+class Game(SimpleResourcesServer):
+    config: BaseResourcesServerConfig
+
+    def setup_webserver(self) -> FastAPI:
+        app = FastAPI()
+        self.setup_session_middleware(app)
+        app.post("/reset")(self.reset)
+        return app
+
+    async def reset(self) -> dict:
+        return {"observation": "a board"}
+
+
+if __name__ == "__main__":
+    Game.run_webserver()
+"""
+
+
+def test_application_that_a_plugin_built_itself_is_served_behind_the_checks_of_all_servers(root: Path) -> None:
+    write(root / "resources_servers/game/app.py", OWN_APP)
+    write(root / "resources_servers/game/configs/game.yaml", "game: {resources_servers: {game: {entrypoint: app.py}}}")
+    with ng_run(root, "environment=game") as stack:
+        stack.wait_ready()
+        url = stack.server("game")["url"]
+        assert get(f"{url}/ready") == 200
+        keys = StackKeys.from_hex(stack.entry["root_key"])
+        for headers, status in (({}, 401), ({CREDENTIAL_HEADER: keys.caller(Role.PIPELINE, "me", "game")}, 200)):
+            asked = urllib.request.Request(f"{url}/reset", b"{}", headers, method="POST")
+            try:
+                assert get(asked) == status
+            except urllib.error.HTTPError as error:
+                assert error.code == status
 
 
 def test_log_lines_are_json_with_the_servers_name(root: Path) -> None:

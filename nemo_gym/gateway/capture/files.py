@@ -126,8 +126,8 @@ class FileCapture:
                 text = _left_out(text if self.bodies else body)
             room -= len(text) + len(name) + 4
             parts[name] = text
-        members = b"".join(b',"%s":%s' % (name.encode(), parts[name]) for name in _BODIES if name in parts)
-        return head[:-1] + members + b"}\n"
+        bodies = {name: orjson.Fragment(parts[name]) for name in _BODIES if name in parts}
+        return orjson.dumps({**orjson.loads(head), **bodies}, option=orjson.OPT_APPEND_NEWLINE)
 
     def _complain(self, reason: str) -> None:
         """Say what is lost, now and then."""

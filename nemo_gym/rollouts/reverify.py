@@ -1,0 +1,301 @@
+"""Grading the stored work of a run once more: what was said then beside what is said now.
+
+The task's row comes from the run's materialized inputs and never from a result row, in which an agent may have had its
+say. Response and artifacts come from the result row, bound to their digests. The first verdict stays what it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from nemo_gym.errors import ConfigError, ContractError, ServerError
+from nemo_gym.rollouts import failures
+from nemo_gym.rollouts.failures import PeerError
+from nemo_gym.rollouts.identity import (
+    AGENT_REF_KEY,
+    ATTEMPT_INDEX_KEY,
+    ROLLOUT_ID_KEY,
+    ROLLOUT_INDEX_KEY,
+    SESSION_KEY,
+    TASK_INDEX_KEY,
+    group_id_of,
+    task_id_of,
+)
+from nemo_gym.rollouts.interfaces import StageName
+from nemo_gym.rollouts.peers import Peers
+from nemo_gym.rollouts.results import RunFiles
+from nemo_gym.rollouts.rowmaking import artifacts_digest
+from nemo_gym.session import AgentOutcome, Artifact, RolloutIdentity
+from nemo_gym.verdict import FailureKind
+
+UNSUPPORTED = "unsupported"
+
+
+class Outcome(StrEnum):
+    """What came of one rollout."""
+
+    SAME = "same"
+    CHANGED = "changed"
+    """Another reward, or other findings."""
+    INVALID = "invalid"
+    """No verdict this time."""
+    SKIPPED = "skipped"
+    """Its row does not hold what grading needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWork:
+    """What a result row says of one rollout. ``missing`` says why it cannot be graded again."""
+
+    rollout_id: str
+    task_id: str
+    task_index: int
+    sample_index: int
+    attempt: int
+    agent: str
+    response: Any = field(repr=False)
+    artifacts: list[dict[str, Any]] = field(repr=False)
+    outcome: str
+    verdict: dict[str, Any]
+    missing: str | None
+
+
+def stored_work(output: Path) -> Iterator[StoredWork]:
+    """The rollouts of a result file. Raises `ConfigError` naming the line that is no result row."""
+    try:
+        lines = output.open("rb")
+    except OSError as error:
+        raise ConfigError(f"result file '{output}' cannot be read: {error.strerror}", key="output") from error
+    with lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield _stored(orjson.loads(line))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise ConfigError(
+                    f"{output}:{number}: not a result row of this suite ({type(error).__name__}: {error})",
+                    key="output",
+                ) from None
+
+
+def _stored(row: dict[str, Any]) -> StoredWork:
+    artifacts = row.get("artifacts") or []
+    return StoredWork(
+        rollout_id=_text(row[ROLLOUT_ID_KEY]),
+        task_id=str(row.get("task_id", "")),
+        task_index=int(row[TASK_INDEX_KEY]),
+        sample_index=int(row[ROLLOUT_INDEX_KEY]),
+        attempt=int(row.get(ATTEMPT_INDEX_KEY) or 0) + 1,
+        agent=_text(row[AGENT_REF_KEY]["name"]),
+        response=row.get("response"),
+        artifacts=artifacts,
+        outcome=str(row.get("outcome", AgentOutcome.COMPLETED)),
+        verdict=_verdict(row),
+        missing=_missing(row, artifacts),
+    )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a name is text, not {type(value).__name__}")
+    return value
+
+
+def _missing(row: Mapping[str, Any], artifacts: list[dict[str, Any]]) -> str | None:
+    if row.get("verification_skipped"):
+        return "its agent skips verification: there never was a verdict"
+    if row.get("reward_source") == "agent":
+        return "it has no environment: its agent reported the reward"
+    if not isinstance(row.get("response"), dict):
+        return "it holds no response"
+    if artifacts and artifacts_digest(artifacts) != row.get("artifacts_digest"):
+        return "its artifacts are not those of its artifacts_digest"
+    for artifact in artifacts:
+        try:
+            read = Artifact.model_validate(artifact)
+            if read.sha256 and not read.truncated:
+                read.content()
+        except (ValueError, ContractError) as error:
+            return f"its artifact '{artifact.get('name')}' is damaged: {str(error)[:200]}"
+    return None
+
+
+def _verdict(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What is compared, and the official verdict beside it."""
+    found = row.get("findings") or ()
+    official = row.get("official")
+    resolved = official.get("resolved") if isinstance(official, Mapping) else None
+    return {
+        "reward": row.get("reward"),
+        "findings": sorted(str(each.get("kind")) for each in found if isinstance(each, Mapping)),
+        **({"resolved": resolved} if resolved is not None else {}),
+    }
+
+
+class Inputs:
+    """The rows of a run, found by task and sample without keeping them all."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._places: dict[tuple[int, int], int] = {}
+        at = 0
+        try:
+            with path.open("rb") as lines:
+                for line in lines:
+                    row = orjson.loads(line)
+                    self._places[row[TASK_INDEX_KEY], row[ROLLOUT_INDEX_KEY]] = at
+                    at += len(line)
+        except OSError as error:
+            raise ConfigError(
+                f"the run's rows are not there: {path} cannot be read ({error.strerror}); it belongs beside the"
+                " output",
+                key="output",
+            ) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is not what a run wrote: {error}", key="output") from error
+
+    def row(self, task_index: int, sample_index: int) -> dict[str, Any] | None:
+        """The row of one rollout, or ``None`` when the run had none such."""
+        at = self._places.get((task_index, sample_index))
+        if at is None:
+            return None
+        with self._path.open("rb") as lines:
+            lines.seek(at)
+            row: dict[str, Any] = orjson.loads(lines.readline())
+            return row
+
+
+@dataclass(slots=True)
+class Reverification:
+    """How a run's rollouts compare."""
+
+    path: Path
+    counts: dict[str, Counter[Outcome]] = field(default_factory=dict)
+    """By environment."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Why rollouts were skipped or have no verdict."""
+
+    @property
+    def total(self) -> Counter[Outcome]:
+        return sum(self.counts.values(), Counter[Outcome]())
+
+    @property
+    def is_same(self) -> bool:
+        total = self.total
+        return not total[Outcome.CHANGED] and not total[Outcome.INVALID]
+
+
+async def require_reverifiable(peers: Peers, environments: list[str]) -> list[str]:
+    """The environments of which nobody said whether their grading needs a live session. Raises `ConfigError` naming
+    those that need one, and `ServerError` for one that does not answer."""
+    try:
+        modes = {name: (await peers.get(name, "/reverify_mode")).json() for name in environments}
+    except PeerError as error:
+        raise ServerError(str(error)) from error
+    refused = [name for name, mode in modes.items() if mode == UNSUPPORTED]
+    if refused:
+        raise ConfigError(
+            f"environment {', '.join(repr(name) for name in refused)} cannot verify again (reverify: unsupported): its"
+            " reward needs state of the live session",
+            key="environment",
+        )
+    return [name for name, mode in modes.items() if mode == "unknown"]
+
+
+async def reverify(
+    peers: Peers,
+    files: RunFiles,
+    environment_of: Callable[[str], str],
+    *,
+    concurrency: int,
+    timeout_s: float,
+) -> Reverification:
+    """Grade every rollout of ``files.output`` again and write one line for each to ``files.reverified``.
+
+    ``peers`` call in the role ``operator``; ``environment_of`` names the environment of an agent.
+    """
+    inputs = Inputs(files.materialized_inputs)
+    result = Reverification(files.reverified)
+    works = stored_work(files.output)
+    partial = files.reverified.with_name(f"{files.reverified.name}.partial")
+    with partial.open("wb") as out:
+
+        async def worker() -> None:
+            for work in works:
+                environment = environment_of(work.agent)
+                line = await _again(peers, work, inputs, environment, timeout_s)
+                result.counts.setdefault(environment, Counter())[line["status"]] += 1
+                if reason := line.get("reason"):
+                    result.reasons[reason] += 1
+                out.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(concurrency):
+                    group.create_task(worker())
+        except* ConfigError as errors:
+            raise errors.exceptions[0] from None
+    partial.replace(files.reverified)
+    return result
+
+
+async def _again(peers: Peers, work: StoredWork, inputs: Inputs, environment: str, timeout_s: float) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        ROLLOUT_ID_KEY: work.rollout_id,
+        "task_id": work.task_id,
+        TASK_INDEX_KEY: work.task_index,
+        ROLLOUT_INDEX_KEY: work.sample_index,
+        "environment": environment,
+        "stored": work.verdict,
+    }
+    row = inputs.row(work.task_index, work.sample_index) if work.missing is None else None
+    if row is None:
+        return {**line, "status": Outcome.SKIPPED, "reason": work.missing or "its row is not among the run's inputs"}
+    try:
+        async with asyncio.timeout(timeout_s):
+            reply = (await peers.post(environment, "/verify", _body(work, row), idempotent=True)).json()
+    except PeerError as error:
+        if error.status in (401, 403):
+            raise ConfigError(
+                f"{error}; this environment does not let operators verify again", key="output"
+            ) from error
+        kind, reason = FailureKind.VERIFIER_FAILED, str(error)[: failures.MAX_REASON_CHARS]
+        return {**line, "status": Outcome.INVALID, "failure_kind": kind, "reason": reason}
+    except TimeoutError:
+        reason = f"no verdict within {timeout_s:g} s"
+        return {**line, "status": Outcome.INVALID, "failure_kind": FailureKind.DEADLINE, "reason": reason}
+    failure = failures.of_verdict(StageName.EVAL, reply)
+    if failure is not None:
+        return {**line, "status": Outcome.INVALID, "failure_kind": failure.kind, "reason": failure.reason}
+    new = _verdict(reply)
+    compared = ("reward", "findings")
+    is_same = all(new[key] == work.verdict[key] for key in compared)
+    return {**line, "status": Outcome.SAME if is_same else Outcome.CHANGED, "new": new}
+
+
+def _body(work: StoredWork, row: dict[str, Any]) -> dict[str, Any]:
+    suffix = f".{work.task_index}-{work.sample_index}"
+    run_id = work.rollout_id.removesuffix(suffix) if work.rollout_id.endswith(suffix) else "reverify"
+    without_sample = {key: value for key, value in row.items() if key != ROLLOUT_INDEX_KEY}
+    rollout = RolloutIdentity(
+        rollout_id=work.rollout_id,
+        task_id=task_id_of(without_sample, work.task_index),
+        group_id=group_id_of(run_id, work.task_index),
+        sample_index=work.sample_index,
+        attempt=work.attempt,
+        run_id=run_id,
+    )
+    session = {
+        "rollout": rollout.model_dump(),
+        "artifacts": work.artifacts,
+        "outcome": work.outcome,
+        "reverify": True,
+    }
+    return {**row, "response": work.response, SESSION_KEY: session}

@@ -1,0 +1,259 @@
+"""Plugins that build their own application, as NeMo Gym's gymnasium base does: what every server has is around it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from fastapi import FastAPI, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from nemo_gym.base_resources_server import BaseResourcesServerConfig, SimpleResourcesServer
+from nemo_gym.base_responses_api_agent import SimpleResponsesAPIAgent
+from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig, SimpleResponsesAPIModel
+from nemo_gym.credentials import CREDENTIAL_HEADER, Role
+from nemo_gym.errors import ContractError
+from nemo_gym.openai_utils import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
+from nemo_gym.rollout_correlation import current_rollout_id
+from nemo_gym.server_utils import SESSION_ID_KEY
+from nemo_gym.serving.server import SimpleServer
+from tests.servers.plugins import AgentConfig
+from tests.servers.stack import Stack, response, rollout
+
+LIMIT = 4096
+REFS = {"resources_server": {"type": "resources_servers", "name": "env"}}
+
+
+class Anything(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class OwnRoutes:
+    """Routes of an application that knows nothing of this suite."""
+
+    sessions: dict[str, int]
+
+    def own_app(self, **options: Any) -> FastAPI:
+        app = FastAPI(**options)
+        app.post("/reset")(self.reset)
+        app.post("/step")(self.step)
+        app.post("/refuse")(self.refuse)
+        app.post("/break")(self.break_down)
+        app.post("/health")(self.reset)
+        return app
+
+    async def reset(self, request: Request, body: Anything) -> dict[str, Any]:
+        self.sessions[request.session[SESSION_ID_KEY]] = 0
+        return {"rollout": current_rollout_id()}
+
+    async def step(self, request: Request, body: Anything) -> dict[str, Any]:
+        self.sessions[request.session[SESSION_ID_KEY]] += 1
+        return {"steps": self.sessions[request.session[SESSION_ID_KEY]]}
+
+    async def refuse(self, body: Anything) -> None:
+        raise ContractError("not in this state")
+
+    async def break_down(self, body: Anything) -> None:
+        raise RuntimeError("the answer is 42")
+
+
+class GymnasiumEnvironment(OwnRoutes, SimpleResourcesServer):
+    config: BaseResourcesServerConfig
+    sessions: dict[str, int] = Field(default_factory=dict)
+    alive: list[str] = Field(default_factory=list)
+
+    def setup_webserver(self) -> FastAPI:
+        @asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+            self.alive.append("own")
+            yield
+            self.alive.append("own ended")
+
+        app = self.own_app(lifespan=lifespan)
+        self.setup_session_middleware(app)
+        app.post("/aggregate_metrics")(self.aggregate_metrics)
+        return app
+
+    async def startup(self) -> None:
+        self.alive.append("startup")
+
+    async def shutdown(self) -> None:
+        await super().shutdown()
+        self.alive.append("shutdown")
+
+
+class MountedEnvironment(GymnasiumEnvironment):
+    """Calls super, and puts what it returns into an application of its own."""
+
+    def setup_webserver(self) -> FastAPI:
+        app = self.own_app()
+        app.mount("/", SimpleResourcesServer.setup_webserver(self))
+        self.setup_session_middleware(app)
+        return app
+
+
+class OwnAgent(OwnRoutes, SimpleResponsesAPIAgent):
+    config: AgentConfig
+    sessions: dict[str, int] = Field(default_factory=dict)
+
+    def setup_webserver(self) -> FastAPI:
+        app = self.own_app()
+        self.setup_session_middleware(app)
+        app.post("/v1/responses")(self.responses)
+        return app
+
+    async def responses(self, body: NeMoGymResponseCreateParamsNonStreaming) -> NeMoGymResponse:
+        return NeMoGymResponse.model_validate(response())
+
+
+class OwnModel(OwnRoutes, SimpleResponsesAPIModel):
+    config: BaseResponsesAPIModelConfig
+    sessions: dict[str, int] = Field(default_factory=dict)
+
+    def setup_webserver(self) -> FastAPI:
+        app = self.own_app()
+        self.setup_session_middleware(app)
+        app.post("/v1/responses")(self.responses)
+        app.post("/v1/embeddings")(self.reset)
+        return app
+
+    async def responses(self, body: NeMoGymResponseCreateParamsNonStreaming) -> NeMoGymResponse:
+        return NeMoGymResponse.model_validate(response())
+
+
+class ModelWithMoreRoutes(OwnModel):
+    def setup_webserver(self) -> FastAPI:
+        app = SimpleResponsesAPIModel.setup_webserver(self)
+        app.post("/v1/embeddings")(self.reset)
+        app.post("/reset")(self.reset)
+        app.post("/")(self.reset)
+        return app
+
+
+SERVERS: dict[str, tuple[type[SimpleServer], Role]] = {
+    "env": (GymnasiumEnvironment, Role.ENVIRONMENT),
+    "mounted": (MountedEnvironment, Role.ENVIRONMENT),
+    "agent": (OwnAgent, Role.AGENT),
+    "model": (OwnModel, Role.MODEL),
+}
+PATHS = {
+    "env": ["/reset", "/step", "/aggregate_metrics", "/seed_session", "/verify", "/close", "/openapi.json", "/docs"],
+    "mounted": ["/reset", "/step", "/aggregate_metrics", "/seed_session", "/verify"],
+    "agent": ["/reset", "/step", "/v1/responses", "/act", "/run"],
+    "model": ["/reset", "/step", "/v1/responses", "/v1/embeddings", "/sessions"],
+}
+
+
+@pytest.fixture(params=SERVERS)
+def served(request: pytest.FixtureRequest, stack: Stack) -> tuple[Stack, str]:
+    name: str = request.param
+    cls, role = SERVERS[name]
+    more: dict[str, Any] = REFS if role is Role.AGENT else {}
+    stack.add(name, cls, role, max_body_bytes=LIMIT, **more)
+    return stack, name
+
+
+async def post(stack: Stack, name: str, path: str, body: Any, **options: Any) -> tuple[int, Any]:
+    reply = await stack.client().post(name, path, json=body, **options)
+    return reply.status, await reply.json(content_type=None)
+
+
+async def test_every_route_needs_a_credential(served: tuple[Stack, str]) -> None:
+    stack, name = served
+    async with aiohttp.ClientSession() as session:
+        for path in PATHS[name]:
+            async with session.post(stack.url(name) + path, json={}) as reply:
+                assert (path, reply.status) == (path, 401)
+            async with session.get(stack.url(name) + path) as reply:
+                assert reply.status in (401, 405), path
+            forged = {CREDENTIAL_HEADER: stack.keys.caller(Role.PIPELINE, "collector", "elsewhere")}
+            async with session.post(stack.url(name) + path, json={}, headers=forged) as reply:
+                assert (path, reply.status) == (path, 401)
+
+
+async def test_health_and_readiness_are_answered_and_nothing_else_is_open(served: tuple[Stack, str]) -> None:
+    stack, name = served
+    async with aiohttp.ClientSession() as session:
+        for path in ("/", "/health", "/ready"):
+            async with session.get(stack.url(name) + path) as reply:
+                assert (reply.status, (await reply.json())["status"]) == (200, "ready" if path == "/ready" else "ok")
+            async with session.post(stack.url(name) + path, json={}) as reply:
+                assert reply.status == 401
+
+
+async def test_own_routes_serve_sessions_by_cookie_in_their_rollout(served: tuple[Stack, str]) -> None:
+    stack, name = served
+    client = stack.client()
+    reply = await client.post(name, "/ng-rollout/r7/reset", json={})
+    assert (reply.status, await reply.json()) == (200, {"rollout": "r7"})
+    (cookie,) = reply.headers.getall("Set-Cookie")
+    assert cookie
+    for steps in (1, 2):
+        status, said = await post(stack, name, "/step", {}, cookies=reply.cookies)
+        assert (status, said) == (200, {"steps": steps})
+
+
+async def test_errors_are_problems_that_quote_nothing(served: tuple[Stack, str]) -> None:
+    stack, name = served
+    status, problem = await post(stack, name, "/refuse", {})
+    assert (status, problem["code"], problem["detail"]) == (409, "contract", "not in this state")
+    status, problem = await post(stack, name, "/break", {})
+    assert (status, problem["code"]) == (500, "internal") and "42" not in str(problem)
+    status, _ = await post(stack, name, "/nothing_here", {})
+    assert status == 404
+
+
+async def test_body_beyond_the_bound_is_refused_with_413(served: tuple[Stack, str]) -> None:
+    stack, name = served
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(8):
+            yield b" " * (LIMIT // 4)
+
+    for body in (b" " * (LIMIT + 1), pieces()):
+        reply = await stack.client().post(
+            name, "/reset", data=body, headers={"Content-Type": "application/json"}, idempotent=False
+        )
+        assert (reply.status, (await reply.json())["code"]) == (413, "body_too_large")
+
+
+async def test_contract_routes_are_served_beside_the_plugins_own(served: tuple[Stack, str]) -> None:
+    stack, name = served
+    who = {"rollout": rollout().model_dump()}
+    if name in ("env", "mounted"):
+        status, seeded = await post(stack, name, "/seed_session", {"_ng_session": who})
+        assert (status, seeded["descriptor"]["rollout"]) == (200, who["rollout"])
+        status, problem = await post(stack, name, "/aggregate_metrics", {})
+        assert status == 422 and "verify_responses" in problem["detail"]
+    elif name == "agent":
+        assert (await post(stack, name, "/cancel", who))[0] == 200
+    else:
+        status, opened = await post(stack, name, "/sessions", who)
+        asked = {"input": "x", "model": "m"}
+        for token, expected in (("ngi1_guess", 401), (opened["inference_token"], 200)):
+            async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"}) as session:
+                for path in ("responses", "embeddings"):
+                    async with session.post(f"{opened['base_url']}/{path}", json=asked) as reply:
+                        assert (status, path, reply.status) == (200, path, expected)
+                async with session.post(f"{stack.url(name)}/reset", json=asked) as reply:
+                    assert reply.status == 401
+
+
+async def test_lifespans_of_server_and_plugin_run_once_each(stack: Stack) -> None:
+    stack.add("env", GymnasiumEnvironment, Role.ENVIRONMENT)
+    environment: Any = stack.servers["env"]
+    assert environment.alive == ["startup", "own"]
+    stack.stop("env")
+    assert environment.alive == ["startup", "own", "own ended", "shutdown"]
+
+
+async def test_route_that_a_plugin_adds_is_behind_the_credential_check_whatever_its_path(stack: Stack) -> None:
+    stack.add("model", ModelWithMoreRoutes, Role.MODEL)
+    async with aiohttp.ClientSession() as session:
+        for path in ("/v1/embeddings", "/reset", "/"):
+            async with session.post(stack.url("model") + path, json={}) as reply:
+                assert (path, reply.status) == (path, 401)
+    assert (await post(stack, "model", "/v1/embeddings", {}))[0] == 200

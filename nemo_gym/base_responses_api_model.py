@@ -41,7 +41,7 @@ from nemo_gym.gateway.sessions import (
 )
 from nemo_gym.gateway.usage import StreamedUsage, Usage
 from nemo_gym.serving.application import Application
-from nemo_gym.serving.body_limit import check_messages
+from nemo_gym.serving.body_values import check_messages
 from nemo_gym.serving.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
 from nemo_gym.serving.middleware import caller_of, require_role
 from nemo_gym.serving.problems import JsonResponse, parse_json_object, shape_errors

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nemo_gym.errors import InvalidBodyError, NemoGymError, not_json
-from nemo_gym.serving.body_limit import check_values
+from nemo_gym.serving.body_values import check_values
 from nemo_gym.serving.disconnect import CLIENT_CLOSED_REQUEST
 
 PROBLEM_TYPE = "application/problem+json"

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym.serving import body_limit
-from nemo_gym.serving.body_limit import TooManyValuesError, check_values, has_more_values
+from nemo_gym.serving import body_values
+from nemo_gym.serving.body_values import TooManyValuesError, check_values, has_more_values
 
 _TEXTS = st.text(alphabet=st.sampled_from('\\"[]{},:a\u00e9\n'), max_size=30)
 _VALUES = st.recursive(
@@ -36,7 +36,7 @@ def test_values_are_counted_whatever_strings_hold_and_wherever_the_body_is_cut(
     raw = json.dumps(value, ensure_ascii=False).encode()
     count = signs(value)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(body_limit, "_HELD_AT_ONCE_BYTES", piece_bytes)
+        patch.setattr(body_values, "_HELD_AT_ONCE_BYTES", piece_bytes)
         assert not has_more_values(raw, count)
         if count:
             assert has_more_values(raw, max(0, count - less))

@@ -37,7 +37,7 @@ from nemo_gym.gateway.service.live import LiveSession
 from nemo_gym.gateway.service.sessions import DurableSessions
 from nemo_gym.gateway.streaming import FIRST_EVENT_GRACE_S, PING_INTERVAL_S, KeepAlive
 from nemo_gym.gateway.usage import Usage
-from nemo_gym.serving.body_limit import check_values
+from nemo_gym.serving.body_values import check_values
 from nemo_gym.serving.disconnect import CallerGoneError, while_connected
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.25

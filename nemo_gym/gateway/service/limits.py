@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_gym.errors import ModelError
-from nemo_gym.serving.body_limit import check_messages
+from nemo_gym.serving.body_values import check_messages
 
 LONG_S = 0.005
 """Of a step; shorter ones are nobody's concern."""

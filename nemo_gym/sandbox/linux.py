@@ -10,6 +10,7 @@ import os
 import platform
 import signal
 import socket
+import struct
 import threading
 
 CLONE_PARENT = 0x00008000
@@ -31,6 +32,7 @@ MNT_DETACH = 0x2
 
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
+PR_SET_KEEPCAPS = 8
 PR_CAPBSET_DROP = 24
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
@@ -38,6 +40,13 @@ PR_CAP_AMBIENT = 47
 PR_CAP_AMBIENT_CLEAR_ALL = 4
 
 _LINUX_CAPABILITY_VERSION_3 = 0x20080522
+_OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442  # the same on every type of processor
+_OPEN_TREE_CLONE = 1
+_MOVE_MOUNT_F_EMPTY_PATH = 0x4
+_MOUNT_ATTR_IDMAP = 0x100000
+_AT_FDCWD = -100
+_AT_EMPTY_PATH = 0x1000
+_AT_RECURSIVE = 0x8000
 _CLONE_NUMBER = {"x86_64": 56, "aarch64": 220}
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -70,6 +79,47 @@ def mount(source: str, target: str, kind: str | None, flags: int = 0, data: str 
         os.fsencode(data) if data else None,
     )
     _check(result, f"mount {kind or source} on {target}")
+
+
+def clone_mount(path: str, user_namespace: int | None = None, *, recursive: bool = False) -> int:
+    """A descriptor of a copy of the mount at ``path``, from there on, that is mounted nowhere yet; with
+    ``user_namespace``, one in which the owners of files are moved by that namespace's map."""
+    flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | (_AT_RECURSIVE if recursive else 0)
+    result = _libc.syscall(ctypes.c_long(_OPEN_TREE), ctypes.c_int(_AT_FDCWD), os.fsencode(path), ctypes.c_uint(flags))
+    tree = _check(int(result), f"open_tree {path}")
+    if user_namespace is not None:
+        attributes = struct.pack("QQQQ", _MOUNT_ATTR_IDMAP, 0, 0, user_namespace)
+        flags = _AT_EMPTY_PATH | (_AT_RECURSIVE if recursive else 0)
+        result = _libc.syscall(
+            ctypes.c_long(_MOUNT_SETATTR),
+            ctypes.c_int(tree),
+            b"",
+            ctypes.c_uint(flags),
+            attributes,
+            ctypes.c_size_t(len(attributes)),
+        )
+        try:
+            _check(int(result), f"mount_setattr {path}")
+        except OSError:
+            os.close(tree)
+            raise
+    return tree
+
+
+def attach_mount(tree: int, target: str) -> None:
+    """Mount what `clone_mount` returned, and close it."""
+    try:
+        result = _libc.syscall(
+            ctypes.c_long(_MOVE_MOUNT),
+            ctypes.c_int(tree),
+            b"",
+            ctypes.c_int(_AT_FDCWD),
+            os.fsencode(target),
+            ctypes.c_uint(_MOVE_MOUNT_F_EMPTY_PATH),
+        )
+        _check(int(result), f"move_mount {target}")
+    finally:
+        os.close(tree)
 
 
 def umount(target: str, flags: int = 0) -> None:
@@ -131,6 +181,22 @@ def drop_capabilities() -> None:
     header = (ctypes.c_uint32 * 2)(_LINUX_CAPABILITY_VERSION_3, 0)
     data = (ctypes.c_uint32 * 6)()
     _check(_libc.capset(header, data), "capset")
+
+
+def raise_capabilities() -> None:
+    """Make every capability effective that this process is permitted to have."""
+    header = (ctypes.c_uint32 * 2)(_LINUX_CAPABILITY_VERSION_3, 0)
+    data = (ctypes.c_uint32 * 6)()
+    _check(_libc.capget(header, data), "capget")
+    data[0], data[3] = data[1], data[4]
+    _check(_libc.capset(header, data), "capset")
+
+
+def become_for_files(uid: int, gid: int) -> None:
+    """Be another user for file systems, who owns what is made, and keep every capability."""
+    _libc.setfsgid(ctypes.c_uint(gid))
+    _libc.setfsuid(ctypes.c_uint(uid))
+    raise_capabilities()
 
 
 def no_new_privileges() -> None:

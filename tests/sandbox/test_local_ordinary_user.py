@@ -101,6 +101,7 @@ def test_ordinary_user_gets_boxes_and_is_told_what_is_missing(place: Path) -> No
     [
         pytest.param("test_local_commands.py -k no_cgroups", marks=pytest.mark.full),
         pytest.param("test_local_isolation.py", marks=pytest.mark.full),
+        "test_user_limits.py -k takes_nothing",
         "test_limits.py -k writes_too_much and not docker",
         "test_conformance_local.py -k door or network or commit or stack or escapes or round_trip or cancel or disk",
     ],

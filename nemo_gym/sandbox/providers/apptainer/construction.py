@@ -24,7 +24,7 @@ from nemo_gym.sandbox import init_program, linux
 from nemo_gym.sandbox.providers.apptainer import finishing
 from nemo_gym.sandbox.providers.apptainer.settings import CONFIGURATION
 from nemo_gym.sandbox.providers.local.protocol import close_all
-from nemo_gym.sandbox.providers.local.supervisor import children, disk
+from nemo_gym.sandbox.providers.local.supervisor import children, disk, user_ids
 from nemo_gym.sandbox.providers.local.supervisor.construction import (
     BoxPlan,
     BuildError,
@@ -34,6 +34,8 @@ from nemo_gym.sandbox.providers.local.supervisor.construction import (
     write_maps,
 )
 
+MOVES_IDS = False
+"""Apptainer looks for its files by paths that only the user outside can reach."""
 _GO = b"g"
 _MS_NOEXEC = 0x8
 
@@ -190,6 +192,7 @@ def _become_apptainer(
         os.write(said_fd, b"u")
         if os.read(go_fd, 1) != _GO:
             os._exit(1)
+        user_ids.limit_counters()
         # Inside, nobody may make further user namespaces: they are how most kernel holes are reached.
         Path("/proc/sys/user/max_user_namespaces").write_text("0")
         # Apptainer and its box are in a process namespace whose process 1 watches both the supervisor and them.

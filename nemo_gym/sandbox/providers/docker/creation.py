@@ -28,6 +28,9 @@ _IDLE = ["/bin/sh", "-c", "command -v sleep >/dev/null 2>&1 && exec sleep 864000
 _FIRST_PROCESS = "/.nemo-gym-init"
 """Where the box sees `first_process.program_path`, its entry point with a local engine."""
 _MIB = 1024 * 1024
+_ULIMITS = {"sigpending": 4096, "msgqueue": 204_800}
+"""Kernel objects of one user, which user 0 of every box and the engine's host are together: a share of what the host
+may hold, so that something is left to it when boxes hold all that they may."""
 _NAME_TAKEN_PATIENCE_S = 30.0
 _FIRST_MOMENTS_S = 0.5
 """How long an entry point of the spec's must have gone on before the box counts as started."""
@@ -216,6 +219,7 @@ class Creation:
             cap_add=list(config.build_capabilities if builds else config.capabilities) or None,
             security_opt=self._security_options(),
             pids_limit=limits.pids,
+            ulimits=[{"Name": name, "Soft": limit, "Hard": limit} for name, limit in _ULIMITS.items()],
             log_config={"Type": "none", "Config": {}},
             mounts=[
                 {"Type": "bind", "Source": source, "Target": target, "ReadOnly": True} for source, target in mounts

@@ -52,8 +52,10 @@ class Box:
         upper: Path,
         parts: list[str],
         max_uid: int,
+        first_id: int | None,
     ) -> None:
         self.box_id = box_id
+        self.first_id = first_id
         self.directory = directory
         self.manifest = manifest
         self.labels = dict(labels)
@@ -139,6 +141,7 @@ class Box:
                     stderr=descriptors[2],
                     namespaces=_NAMESPACES | (0 if self._open_network else linux.CLONE_NEWNET),
                     max_uid=self._max_uid,
+                    first_id=self.first_id,
                     watched=groups.tracker is None,
                 ),
                 self.init_fd,

@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import signal
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -15,8 +16,10 @@ from typing import Any
 
 from nemo_gym.sandbox import init_program, linux
 from nemo_gym.sandbox.providers.local.protocol import close_all, memory_file
-from nemo_gym.sandbox.providers.local.supervisor import children, disk
+from nemo_gym.sandbox.providers.local.supervisor import children, disk, user_ids
 
+MOVES_IDS = True
+"""Boxes can have user ids of their own; see `user_ids`."""
 SHM_BYTES = 1024 * 1024 * 1024
 RUN_BYTES = 64 * 1024 * 1024
 PROC_READ_ONLY = ("/proc/sys", "/proc/fs")
@@ -58,7 +61,11 @@ class BoxPlan:
     user_overlays: bool = False
     """Whether overlayfs is mounted by an ordinary user (in a user namespace)."""
     identity: str = "0 0 1"
-    """The box's user ids as the kernel's map line."""
+    """The box's user ids as the kernel's map line, where they are not moved."""
+    first_id: int | None = None
+    """The host's number of the box's user 0, in a range that is the box's alone; see `user_ids`."""
+    stage: str = ""
+    """Where the box's mounts are put together, with ``first_id``: nobody but root can reach ``directory``."""
     network_files: dict[str, bytes] = field(default_factory=dict)
     """Path in the box → content, for boxes on the host's network."""
 
@@ -66,6 +73,15 @@ class BoxPlan:
     def writable(self) -> Path:
         """Where the overlays' upper directories are."""
         return self.directory if self.disk_bytes is None else self.directory / "disk"
+
+    @property
+    def root(self) -> str:
+        """Where the box's root is put together."""
+        return str(self.directory / "root") if self.first_id is None else f"{self.stage}/root"
+
+    def source(self, number: int) -> str:
+        """Where the box finds what ``mounts[number]`` shows."""
+        return self.mounts[number][0] if self.first_id is None else f"{self.stage}/mount-{number}"
 
 
 @dataclass(frozen=True)
@@ -162,16 +178,28 @@ def _become_bwrap(
         if plan.disk_bytes is not None:
             step = "disk"
             disk.make_and_mount(plan.directory / "disk.img", plan.writable, plan.disk_bytes)
+        program = os.open(plan.program, os.O_RDONLY | os.O_CLOEXEC)
+        namespace = None
+        if plan.first_id is not None:
+            step = "user namespace"
+            namespace = user_ids.user_namespace(plan.first_id)
+            step = "moving user ids"
+            _move_ids(plan, namespace)
         for overlay in plan.overlays:
             step = f"overlay {overlay.part}"
-            target = plan.directory / "root"
+            target = Path(plan.root)
             mount_overlay(plan, overlay, target if overlay.part == "root" else target / overlay.part)
         step = "user namespace"
-        linux.unshare(linux.CLONE_NEWUSER)
-        linux.die_with_parent(parent)
-        os.write(unshared_fd, b"u")
+        if namespace is not None:
+            user_ids.become_root_of(namespace)
+            os.close(namespace)
+        else:
+            linux.unshare(linux.CLONE_NEWUSER)
+            os.write(unshared_fd, b"u")
+            os.read(mapped_fd, 1)
+            user_ids.limit_counters()
         os.close(unshared_fd)
-        os.read(mapped_fd, 1)
+        linux.die_with_parent(parent)
         # Inside, nobody may make further user namespaces: they are how most kernel holes are reached.
         Path("/proc/sys/user/max_user_namespaces").write_text("0")
         step = "bwrap"
@@ -180,23 +208,55 @@ def _become_bwrap(
         os.dup2(stderr_fd, 2)
         for descriptor in inherited:
             os.set_inheritable(descriptor, True)
-        os.execve(plan.program, list(arguments), {"PATH": "/usr/bin:/bin"})
+        os.execve(program, list(arguments), {"PATH": "/usr/bin:/bin"})
     except OSError as error:
         children.report_error(error_fd, step, error)
 
 
+def _move_ids(plan: BoxPlan, namespace: int) -> None:
+    """Mount all that the box is made of where everybody can reach it, with the ids that it has in the box."""
+    trees = {"layers": linux.clone_mount(str(plan.layers), namespace)}
+    trees["writable"] = linux.clone_mount(str(plan.writable), namespace)
+    for number, lower in enumerate(_foreign_lowers(plan)):
+        trees[f"lower-{number}"] = linux.clone_mount(lower, namespace)
+    for number, (source, _) in enumerate(plan.mounts):
+        try:
+            trees[f"mount-{number}"] = linux.clone_mount(source, namespace, recursive=True)
+        except OSError:  # a file system that cannot have its ids moved; what all may read of it is enough
+            trees[f"mount-{number}"] = linux.clone_mount(source, recursive=True)
+    linux.mount("tmpfs", plan.stage, "tmpfs", linux.MS_NODEV | linux.MS_NOSUID, "mode=755,size=1M")
+    for name, tree in trees.items():
+        target = Path(plan.stage, name)
+        if stat.S_ISDIR(os.fstat(tree).st_mode):
+            target.mkdir()
+        else:
+            target.touch()
+        linux.attach_mount(tree, str(target))
+    Path(plan.root).mkdir()
+    for overlay in plan.overlays:
+        _make_upper(plan, overlay)
+    # Overlayfs makes files as whoever mounts it, and user 0 of the host does not exist below it.
+    assert plan.first_id is not None
+    linux.become_for_files(plan.first_id, plan.first_id)
+
+
+def _foreign_lowers(plan: BoxPlan) -> list[str]:
+    """Lower directories that are not in the directory of layers."""
+    return [lower for overlay in plan.overlays for lower in overlay.lowers if lower.startswith("/")]
+
+
 def mount_overlay(plan: BoxPlan, overlay: Overlay, target: Path) -> None:
     """Mount one overlay of a box; its upper directory is made as the lower one is."""
-    os.chdir(plan.layers)
-    upper, work = plan.writable / "upper" / overlay.part, plan.writable / "work" / overlay.part
-    for directory in (upper, work):
-        directory.mkdir(parents=True, exist_ok=True)
-    lower = Path(overlay.lowers[0]).stat()
-    upper.chmod(lower.st_mode & 0o7777)
-    if not plan.user_overlays:
-        os.chown(upper, lower.st_uid, lower.st_gid)
+    lowers = list(overlay.lowers)
+    if plan.first_id is None:
+        upper, work = _make_upper(plan, overlay)
+    else:
+        moved = {lower: f"{plan.stage}/lower-{number}" for number, lower in enumerate(_foreign_lowers(plan))}
+        lowers = [moved.get(lower, lower) for lower in lowers]
+        upper, work = (Path(plan.stage, "writable", name, overlay.part) for name in ("upper", "work"))
+        os.chdir(f"{plan.stage}/layers")
     options = [
-        "lowerdir=" + ":".join(_escape(path) for path in overlay.lowers),
+        "lowerdir=" + ":".join(_escape(path) for path in lowers),
         f"upperdir={_escape(str(upper))}",
         f"workdir={_escape(str(work))}",
         # Nothing of a box survives a crash, so nothing in it needs to wait for the disk.
@@ -205,6 +265,20 @@ def mount_overlay(plan: BoxPlan, overlay: Overlay, target: Path) -> None:
         "userxattr" if plan.user_overlays else "redirect_dir=on,metacopy=off",
     ]
     linux.mount("overlay", str(target), "overlay", linux.MS_NODEV | linux.MS_NOSUID, ",".join(options))
+
+
+def _make_upper(plan: BoxPlan, overlay: Overlay) -> tuple[Path, Path]:
+    """Make the directories that an overlay writes to, the upper one as the lower one is. Leaves the process in the
+    directory of layers."""
+    os.chdir(plan.layers)
+    upper, work = plan.writable / "upper" / overlay.part, plan.writable / "work" / overlay.part
+    for directory in (upper, work):
+        directory.mkdir(parents=True, exist_ok=True)
+    lower = Path(overlay.lowers[0]).stat()
+    upper.chmod(lower.st_mode & 0o7777)
+    if not plan.user_overlays:
+        os.chown(upper, lower.st_uid, lower.st_gid)
+    return upper, work
 
 
 def _escape(path: str) -> str:
@@ -218,7 +292,7 @@ def _bwrap_arguments(plan: BoxPlan, program: int, info_fd: int, files: dict[str,
     if not plan.open_network:
         arguments += ["--unshare-net"]
     arguments += ["--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL", "--clearenv"]
-    arguments += ["--hostname", plan.hostname, "--bind", str(plan.directory / "root"), "/"]
+    arguments += ["--hostname", plan.hostname, "--bind", plan.root, "/"]
     arguments += ["--proc", "/proc", *_protect_proc(), "--dev", "/dev"]
     # Files in memory count as memory that nobody can reclaim, so they must leave room for a process to delete them.
     shm, run = SHM_BYTES, RUN_BYTES
@@ -234,11 +308,11 @@ def _bwrap_arguments(plan: BoxPlan, program: int, info_fd: int, files: dict[str,
             arguments += ["--ro-bind", "/dev/null", path]
     for path, descriptor in files.items():
         arguments += ["--ro-bind-data", str(descriptor), path]
-    for source, target in plan.mounts:
+    for number, (_, target) in enumerate(plan.mounts):
         # The mounter's own way would make missing parents for root alone.
         for parent in [*reversed(PurePosixPath(target).parents)][1:]:
             arguments += ["--perms", "0755", "--dir", str(parent)]
-        arguments += ["--ro-bind", source, target]
+        arguments += ["--ro-bind", plan.source(number), target]
     return [*arguments, "--chdir", "/", "--info-fd", str(info_fd), "--", f"/proc/self/fd/{program}"]
 
 

@@ -6,12 +6,14 @@ import contextlib
 import errno
 import json
 import os
+import stat
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 from nemo_gym.sandbox import linux, syscall_filter
+from nemo_gym.sandbox.providers.local.supervisor import user_ids
 from nemo_gym.sandbox.providers.local.supervisor.children import report
 
 NOT_EXECUTABLE = 126
@@ -33,6 +35,8 @@ class Command:
     """Mask of the box's namespaces to enter."""
     max_uid: int
     """Highest user id that exists in the box."""
+    first_id: int | None
+    """The host's number of the box's user 0, where its ids are the box's alone."""
     watched: bool
     """Whether a watcher must keep hold of the process tree, because no cgroup does."""
 
@@ -56,6 +60,9 @@ def enter_and_execute(command: Command, pidfd: int, joins: Sequence[int], report
     Writes ``{"pid": …}`` to ``report_fd``, then a problem if the command could not be started. With ``watched``,
     the command's wait status goes to ``status_fd``.
     """
+    if command.first_id is not None:
+        for descriptor in (command.stdin, command.stdout, command.stderr):
+            _own_stream(descriptor, command.first_id, command.first_id)
     linux.prctl(linux.PR_SET_DUMPABLE, 0)  # until the command itself runs, nothing in the box may look into us
     linux.setns(pidfd, command.namespaces)
     os.close(pidfd)
@@ -64,6 +71,12 @@ def enter_and_execute(command: Command, pidfd: int, joins: Sequence[int], report
         os.write(report_fd, json.dumps({"pid": pid}).encode() + b"\n")
         os._exit(0)
     _start(command, joins, report_fd, status_fd)
+
+
+def _own_stream(descriptor: int, uid: int, gid: int) -> None:
+    """Give a pipe to the command's user, who may then open /dev/stdout; a device or a socket stays whose it is."""
+    if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+        os.fchown(descriptor, uid, gid)
 
 
 def _start(command: Command, joins: Sequence[int], report_fd: int, status_fd: int) -> NoReturn:
@@ -83,6 +96,11 @@ def _start(command: Command, joins: Sequence[int], report_fd: int, status_fd: in
         for descriptor in {command.stdin, command.stdout, command.stderr} - {0, 1, 2}:
             os.close(descriptor)
         account = find_account(command.user, command.max_uid)
+        with contextlib.suppress(OSError):
+            for descriptor in range(3):
+                _own_stream(descriptor, account.uid, account.gid)
+        if command.first_id is None:
+            user_ids.limit_process()
         _become(account)
         os.umask(0o022)
         env = {"HOME": account.home, "USER": account.name, "LOGNAME": account.name, **command.env}

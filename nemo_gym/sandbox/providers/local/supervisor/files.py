@@ -15,7 +15,7 @@ from typing import Any
 
 from nemo_gym.sandbox import archive, linux
 from nemo_gym.sandbox.providers.local.images import copy_layer, remove_directory
-from nemo_gym.sandbox.providers.local.supervisor import children
+from nemo_gym.sandbox.providers.local.supervisor import children, user_ids
 
 _ENTER = linux.CLONE_NEWUSER | linux.CLONE_NEWNS
 
@@ -25,7 +25,7 @@ async def put_archive(init_fd: int, path: str, stream: int) -> dict[str, Any] | 
 
     def job(report_fd: int) -> None:
         with _reporting(report_fd, f"unpacking into {path}"):
-            linux.setns(init_fd, _ENTER)
+            _enter(init_fd)
             os.umask(0o022)
             os.makedirs(path, exist_ok=True)  # noqa: PTH103 - plain strings throughout
             archive.extract(functools.partial(os.read, stream), path)
@@ -40,7 +40,7 @@ async def get_archive(
 
     def job(report_fd: int) -> None:
         with _reporting(report_fd, f"packing {path}"):
-            linux.setns(init_fd, _ENTER)
+            _enter(init_fd)
             try:
                 for chunk in archive.pack(path, exclude=exclude, max_bytes=max_bytes):
                     view = memoryview(chunk)
@@ -57,7 +57,7 @@ async def write_files(init_fd: int, files: Mapping[str, str], directory: str | N
     """Write the spec's files and make its working directory, in a box where nothing has run yet."""
 
     def job(report_fd: int) -> None:
-        linux.setns(init_fd, _ENTER)
+        _enter(init_fd)
         os.umask(0o022)
         if directory is not None:
             with _reporting(report_fd, f"making the working directory {directory}"):
@@ -86,6 +86,12 @@ async def copy_upper(monitor_fd: int, upper: Path, parts: Sequence[str], staged:
             os.sync()
 
     return await children.run(job, keep=[monitor_fd])
+
+
+def _enter(init_fd: int) -> None:
+    """Enter a box's mounts, as its user 0."""
+    linux.setns(init_fd, _ENTER)
+    user_ids.become_root()
 
 
 def _empty(directory: Path) -> None:

@@ -176,12 +176,14 @@ def _listen(state_dir: Path) -> socket.socket:
 
 async def _serve(options: dict[str, Any], state_dir: Path, cgroups: Cgroups, listener: socket.socket) -> None:
     loop = asyncio.get_running_loop()
+    builder = importlib.import_module(options["builder"])
     supervisor = Supervisor(
         state_dir,
         cgroups,
         user_overlays=bool(options["ordinary"]),
         linger_s=float(options["linger_s"]),
-        build=importlib.import_module(options["builder"]).build,
+        build=builder.build,
+        moves_ids=builder.MOVES_IDS,
     )
 
     def accept() -> None:

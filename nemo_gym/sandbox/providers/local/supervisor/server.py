@@ -20,7 +20,7 @@ from nemo_gym.sandbox.providers.local import host_image
 from nemo_gym.sandbox.providers.local.cgroups import Cgroups
 from nemo_gym.sandbox.providers.local.images import ImageError, ImageManifest, ImageStore
 from nemo_gym.sandbox.providers.local.protocol import PROTOCOL_VERSION, Connection, Message, close_all
-from nemo_gym.sandbox.providers.local.supervisor import children, construction, disk, files
+from nemo_gym.sandbox.providers.local.supervisor import children, construction, disk, files, user_ids
 from nemo_gym.sandbox.providers.local.supervisor.boxes import Box, remove_files
 from nemo_gym.sandbox.providers.local.supervisor.execs import StartError
 
@@ -54,7 +54,14 @@ class Supervisor:
     """All boxes of one state directory."""
 
     def __init__(
-        self, state_dir: Path, cgroups: Cgroups, *, user_overlays: bool, linger_s: float, build: Builder
+        self,
+        state_dir: Path,
+        cgroups: Cgroups,
+        *,
+        user_overlays: bool,
+        linger_s: float,
+        build: Builder,
+        moves_ids: bool,
     ) -> None:
         self._state_dir = state_dir
         self._boxes_dir = state_dir / "boxes"
@@ -63,6 +70,7 @@ class Supervisor:
         self._xattrs = "user" if user_overlays else "trusted"
         self._linger_s = linger_s
         self._make = build
+        self._moves_ids = moves_ids
         self._boxes: dict[str, Box] = {}
         self._creating: dict[str, asyncio.Task[Box]] = {}
         self._by_key: dict[str, str] = {}
@@ -73,6 +81,7 @@ class Supervisor:
         self._linger: asyncio.TimerHandle | None = None
         self._disk: asyncio.Task[str | None] | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._ids = user_ids.IdRanges()
         self.finished = asyncio.Event()
         self._max_uid = _highest_id()
 
@@ -199,6 +208,7 @@ class Supervisor:
         directory = self._boxes_dir / box_id
         locks: list[int] = []
         groups = None
+        first_id = None
         try:
             with store.locked(exclusive=False):
                 manifest = store.resolve(spec["image"], self._xattrs)
@@ -215,6 +225,10 @@ class Supervisor:
             memory = limits.get("memory_mib")
             disk_bytes = limits.get("disk_bytes")
             has_disk = disk_bytes is not None and await self._makes_disks()
+            lowers = [lower for overlay in overlays for lower in overlay.lowers if lower.startswith("/")]
+            if self._moves_ids and await self._ids.can_move([str(self._boxes_dir), str(store.layers), *lowers]):
+                first_id = self._ids.take()
+            max_uid = self._max_uid if first_id is None else user_ids.COUNT - 1
             plan = construction.BoxPlan(
                 directory=directory,
                 layers=store.layers,
@@ -228,6 +242,8 @@ class Supervisor:
                 disk_bytes=disk_bytes if has_disk else None,
                 user_overlays=self._user_overlays,
                 identity=f"0 0 {self._max_uid + 1}",
+                first_id=first_id,
+                stage=user_ids.stage_for(directory),
                 network_files=_network_files() if spec["open_network"] else {},
             )
             built = await self._make(plan)
@@ -242,9 +258,11 @@ class Supervisor:
                 labels=spec["labels"],
                 upper=plan.writable / "upper",
                 parts=[overlay.part for overlay in overlays],
-                max_uid=self._max_uid,
+                max_uid=max_uid,
+                first_id=first_id,
             )
         except BaseException as error:
+            self._ids.give_back(first_id)
             if groups is not None:
                 groups.remove()
             close_all(locks)
@@ -341,6 +359,7 @@ class Supervisor:
         await box.destroy(reason)
         if self._boxes.pop(box.box_id, None) is None:
             return
+        self._ids.give_back(box.first_id)
         for key in [key for key, box_id in self._by_key.items() if box_id == box.box_id]:
             del self._by_key[key]
         self._dead[box.box_id] = box.termination_reason or reason

@@ -58,11 +58,12 @@ async def holding(provider: LocalProvider | DockerProvider, box: SandboxHandle, 
     process = await provider.start_exec(box, ExecRequest(["python3", "-c", HOLD[what]]))
     try:
         said = b""
-        async for event in process.events():
+        # Kept, and not left by a break: a stream of events that is given up ends its command.
+        events = process.events()
+        while b"\n" not in said:
+            event = await anext(events)
             assert isinstance(event, ExecOutput) and event.stream == "stdout", event
             said += event.data
-            if b"\n" in said:
-                break
         held, number = map(int, said.split())
         assert number == {"inotify instances": EMFILE, "queued signals": EAGAIN}[what]
         yield held

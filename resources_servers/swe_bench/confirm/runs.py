@@ -204,8 +204,9 @@ def _bytes(files: Mapping[str, str]) -> dict[str, bytes]:
 
 async def _records(site: EvalSite, handle: SandboxHandle, path: str) -> list[tuple[str, list[Value]]]:
     found: list[tuple[str, list[Value]]] = []
-    content = await _read(site, handle, path) or b""
-    for line in content[:MAX_RECORD_BYTES].split(b"\n"):
+    # More than fits is no record of ours, and must not fill this server's memory.
+    content = await _read(site, handle, path, max_bytes=MAX_RECORD_BYTES) or b""
+    for line in content.split(b"\n"):
         try:
             token, values = json.loads(line)
             if isinstance(token, str) and isinstance(values, list) and all(map(_is_value, values)):
@@ -247,9 +248,9 @@ def _is_names(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-async def _read(site: EvalSite, handle: SandboxHandle, path: str) -> bytes | None:
+async def _read(site: EvalSite, handle: SandboxHandle, path: str, *, max_bytes: int | None = None) -> bytes | None:
     try:
-        stream = site.provider.get_archive(handle, path)
+        stream = site.provider.get_archive(handle, path, max_bytes=max_bytes)
         return b"".join(single_file([chunk async for chunk in stream]))
     except SandboxArchiveError:
         return None

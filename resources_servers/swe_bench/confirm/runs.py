@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from nemo_gym.errors import SandboxArchiveError
 from nemo_gym.sandbox.archive_filters import single_file
 from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle
+from nemo_gym.sandbox.tar_stream import ArchiveError
 from resources_servers.swe_bench.confirm.values import Value
 from resources_servers.swe_bench.eval_box import (
     APPLY_TIMEOUT_S,
@@ -252,5 +253,6 @@ async def _read(site: EvalSite, handle: SandboxHandle, path: str, *, max_bytes: 
     try:
         stream = site.provider.get_archive(handle, path, max_bytes=max_bytes)
         return b"".join(single_file([chunk async for chunk in stream]))
-    except SandboxArchiveError:
+    except (ArchiveError, SandboxArchiveError):
+        # Too large, a link, a directory, or not there: no file of ours.
         return None

@@ -68,3 +68,14 @@ async def test_records_larger_than_their_limit_are_not_read_into_memory() -> Non
     provider = cast(SandboxProvider, SimpleNamespace(get_archive=get_archive))
     assert await _records(EvalSite(provider, "image"), cast(SandboxHandle, None), "/var/tmp/r") == []
     assert produced <= 2 * MAX_RECORD_BYTES
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.DIRTYPE])
+async def test_records_that_are_no_file_are_no_records(kind: bytes) -> None:
+    async def get_archive(handle: object, path: str, *, max_bytes: int | None = None) -> AsyncIterator[bytes]:
+        member = tarfile.TarInfo("records")
+        member.type, member.linkname = kind, "elsewhere"
+        yield member.tobuf() + bytes(2 * tarfile.BLOCKSIZE)
+
+    provider = cast(SandboxProvider, SimpleNamespace(get_archive=get_archive))
+    assert await _records(EvalSite(provider, "image"), cast(SandboxHandle, None), "/var/tmp/r") == []

@@ -8,7 +8,7 @@ import pytest
 
 from resources_servers.swe_bench.patches import part_of, paths_of, split_patch
 from resources_servers.swe_bench.tamper.canary import rewrite_other, rewrite_python
-from resources_servers.swe_bench.tamper.risk import decides_how_tests_run, findings_in_patch
+from resources_servers.swe_bench.tamper.risk import decides_how_tests_run, findings_in_patch, is_control_part
 from resources_servers.swe_bench.tamper.test_ids import TestId
 from resources_servers.swe_bench.unittest_ids import spelled_as_expected
 
@@ -163,3 +163,12 @@ def test_unittest_ids_get_the_rows_spelling_when_the_run_has_another() -> None:
     assert text == "test_a (m.T) ... ok\ntest_b (m.T.test_b) ... ok\ntest_c (m.T.test_c) ... FAIL\n"
     assert changed
     assert spelled_as_expected(log, ["test_c (m.T.test_c)"]) == (log, False)
+
+
+def test_a_copy_of_what_gold_changes_decides_how_tests_run_where_its_new_name_does() -> None:
+    gold = {"pkg/words.py", "tests/conftest.py"}
+    header = "diff --git a/pkg/words.py b/{0}\nsimilarity index 90%\ncopy from pkg/words.py\ncopy to {0}\n"
+    (section,) = split_patch(header.format("conftest.py").encode())
+    assert is_control_part(section, gold)
+    (section,) = split_patch(header.format("tests/conftest.py").encode())
+    assert not is_control_part(section, gold)

@@ -15,6 +15,8 @@ Value = list[Any]
 
 _UNKNOWN = object()
 MAX_PATTERN_TEXT = 100_000
+_TINY = 1e-9
+"""What computing in another order may change."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Check:
             if equal(actual, self.answer, said=self.said):
                 return True
             plain = _plain(actual) is not _UNKNOWN and _plain(self.answer) is not _UNKNOWN
-            return plain and _close(actual, self.answer, 1e-9)
+            return plain and _close(actual, self.answer, _TINY, _TINY)
         return True
 
     def _raised(self, actual: Value) -> bool:
@@ -206,8 +208,10 @@ def _compare(op: str, actual: Value, expected: Value, kept: Side, extra: float |
         return _is_instance(actual, expected)
     if op == "not isinstance":
         return not _is_instance(actual, expected)
-    if op in ("close", "almost"):
-        return _close(left, right, extra if extra is not None else (5e-8 if op == "almost" else 1e-6))
+    if op == "almost":
+        return _close(left, right, _TINY, extra if extra is not None else 5e-8)
+    if op == "close":
+        return _close(left, right, extra if extra is not None else 1e-6, _TINY)
     if op in ("matches", "not matches"):
         if actual[0] not in ("str", "bytes") or expected[0] != "str":
             return True
@@ -266,25 +270,26 @@ def _plain(value: Value) -> Any:
     return _UNKNOWN
 
 
-def _close(one: Value, other: Value, tolerance: float) -> bool:
+def _close(one: Value, other: Value, relative: float, absolute: float) -> bool:
     if one[0] == "array" or other[0] == "array":
-        return _close(one[1] if one[0] == "array" else one, other[1] if other[0] == "array" else other, tolerance)
+        one, other = (value[1] if value[0] == "array" else value for value in (one, other))
+        return _close(one, other, relative, absolute)
     a, b = _plain(one), _plain(other)
     if a is _UNKNOWN or b is _UNKNOWN:
         return True
-    return _all_close(a, b, tolerance)
+    return _all_close(a, b, relative, absolute)
 
 
-def _all_close(a: Any, b: Any, tolerance: float) -> bool:
+def _all_close(a: Any, b: Any, relative: float, absolute: float) -> bool:
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(_all_close(x, y, tolerance) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(_all_close(x, y, relative, absolute) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_all_close(a[key], b[key], tolerance) for key in a)
+        return a.keys() == b.keys() and all(_all_close(a[key], b[key], relative, absolute) for key in a)
     try:
         x, y = float(a), float(b)
     except (TypeError, ValueError):
         return bool(a == b)
-    return x == y or (math.isnan(x) and math.isnan(y)) or math.isclose(x, y, rel_tol=tolerance, abs_tol=tolerance)
+    return x == y or (math.isnan(x) and math.isnan(y)) or math.isclose(x, y, rel_tol=relative, abs_tol=absolute)
 
 
 def _is_instance(actual: Value, expected: Value) -> bool:

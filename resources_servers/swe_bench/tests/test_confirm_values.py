@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 
+from resources_servers.swe_bench.confirm.rendering import Chosen, Order, render
 from resources_servers.swe_bench.confirm.values import Check, Value
 
 TEXT: Value = ["str", "a-tale"]
@@ -88,3 +90,33 @@ def test_records_that_cannot_be_compared_fail_the_check_and_nothing_else(op: str
 
 def test_a_number_beyond_floats_is_not_close_to_one() -> None:
     assert not Check("s", "close", expected=NUMBER, answer=["float", (4.0).hex()]).holds([["int", "9" * 4000]])
+
+
+def test_an_absolute_tolerance_is_not_taken_for_a_relative_one() -> None:
+    thousand: Value = ["float", (1000.0).hex()]
+    check = Check("s", "almost", expected=thousand, answer=thousand, extra=5.0)
+    assert check.holds([["int", "1004"]])
+    assert not check.holds([["int", "0"]])
+    assert Check("s", "close", expected=thousand, answer=thousand, extra=0.1).holds([["int", "901"]])
+
+
+@pytest.mark.parametrize(
+    ("assertion", "op", "extra"),
+    [
+        ("self.assertAlmostEqual(f(1), 1000, delta=5)", "almost", 5.0),
+        ("self.assertAlmostEqual(f(1), 1000, places=2)", "almost", 0.01),
+        ("assert f(1) == approx(1000, abs=5)", "almost", 5.0),
+        ("assert f(1) == approx(1000, rel=0.1)", "close", 0.1),
+        ("assert f(1) == approx(1000)", "close", None),
+        ("assert_allclose(f(1), 1000, 0.1)", "close", 0.1),
+        ("assert_almost_equal(f(1), 1000, 2)", "almost", 0.01),
+        ("self.assertEqual(f(1), 1000, 2)", "==", None),
+    ],
+)
+def test_a_probe_knows_what_kind_of_tolerance_its_assertion_has(assertion: str, op: str, extra: float | None) -> None:
+    order = Order("discover", random.Random(0), "/var/tmp/r", "tests/test_x.py")
+    source = f"def test_x(self):\n    {assertion}\n"
+    rendered = render(source, Chosen(frozenset({"test_x"}), frozenset()), order)
+    assert rendered is not None
+    (probe,) = rendered.probes.values()
+    assert (probe.op, probe.extra) == (op, extra)

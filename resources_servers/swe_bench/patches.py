@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 _HEADER = re.compile(rb"^diff --git ", re.MULTILINE)
+_HUNK = re.compile(rb"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 _OLD_NEW = re.compile(rb"^(?:---|\+\+\+) (.*)$", re.MULTILINE)
 _RENAMES = re.compile(rb"^(?:rename|copy) (?:from|to) (.*)$", re.MULTILINE)
 _GIT_PATHS = re.compile(rb'diff --git (?P<a>"a/(?:[^"\\]|\\.)*"|a/.*?) (?P<b>"b/(?:[^"\\]|\\.)*"|b/.*)$')
@@ -36,7 +37,7 @@ def split_patch(patch: bytes) -> list[FilePatch]:
     if not starts:
         return [FilePatch(_paths(patch), patch)] if patch.strip() else []
     sections = [patch[start:end] for start, end in zip(starts, [*starts[1:], len(patch)], strict=True)]
-    return [FilePatch(_paths(section), section) for section in sections]
+    return [FilePatch(_paths(part), part) for section in sections for part in _behind_hunks(section)]
 
 
 def paths_of(patch: bytes) -> set[str]:
@@ -47,6 +48,27 @@ def paths_of(patch: bytes) -> set[str]:
 def part_of(patch: bytes, wanted: Callable[[FilePatch], bool]) -> bytes:
     """The sections for which ``wanted`` holds; empty when there are none."""
     return b"".join(section.text for section in split_patch(patch) if wanted(section))
+
+
+def _behind_hunks(section: bytes) -> list[bytes]:
+    """A section cut where, behind a hunk, another file begins without git's header: what applies patches goes by
+    ``---`` and ``+++`` alone."""
+    parts: list[bytes] = []
+    start = place = removed = added = 0
+    hunks = False
+    lines = re.findall(rb"[^\n]*\n|[^\n]+", section)
+    for number, line in enumerate(lines):
+        if removed > 0 or added > 0:
+            removed -= line[:1] != b"+" and line[:1] != b"\\"
+            added -= line[:1] != b"-" and line[:1] != b"\\"
+        elif hunk := _HUNK.match(line):
+            hunks = True
+            removed, added = (int(count) if count is not None else 1 for count in hunk.groups())
+        elif hunks and line.startswith(b"--- ") and b"".join(lines[number + 1 : number + 2]).startswith(b"+++ "):
+            parts.append(section[start:place])
+            start, hunks = place, False
+        place += len(line)
+    return [*parts, section[start:]]
 
 
 def _paths(section: bytes) -> tuple[str, ...]:

@@ -172,3 +172,14 @@ def test_a_copy_of_what_gold_changes_decides_how_tests_run_where_its_new_name_do
     assert is_control_part(section, gold)
     (section,) = split_patch(header.format("tests/conftest.py").encode())
     assert not is_control_part(section, gold)
+
+
+def test_a_file_hidden_behind_a_hunk_is_seen_and_can_be_left_out() -> None:
+    first = b"diff --git a/m.py b/m.py\n--- a/m.py\n+++ b/m.py\n@@ -1,2 +1,3 @@\n old\n+--- a/x\n+++ b/x\n--- a/not\n"
+    hidden = b"--- /dev/null\n+++ b/conftest.py\n@@ -0,0 +1 @@\n+import m\n"
+    assert paths_of(first) == {"m.py"}
+    assert paths_of(first + hidden) == {"m.py", "conftest.py"}
+    assert part_of(first + hidden, lambda section: not is_control_part(section, set())) == first
+    assert [f.kind for f in findings_in_patch(first + hidden.replace(b"conftest.py", b".git/config"))] == [
+        "patch_reaches_outside_the_tree"
+    ]

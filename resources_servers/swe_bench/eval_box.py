@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 
-from nemo_gym.errors import VerifierError
+from nemo_gym.errors import SandboxLostError, VerifierError
 from nemo_gym.sandbox.archive import END_OF_ARCHIVE, pack_bytes
 from nemo_gym.sandbox.base import (
     ExecOutcome,
@@ -262,6 +262,12 @@ async def exec_in(
             kind=FailureKind.HOST_OUT_OF_MEMORY,
         )
     return result
+
+
+def patch_may_be_the_cause(error: SandboxLostError | VerifierError) -> bool:
+    """A patch can end its box, and without a limit of its own it can use up the host's memory."""
+    kinds = (FailureKind.EXEC_LOST, FailureKind.HOST_OUT_OF_MEMORY)
+    return isinstance(error, SandboxLostError) or error.details.get("kind") in kinds
 
 
 @contextlib.asynccontextmanager

@@ -20,7 +20,7 @@ from nemo_gym.session import Artifact
 from nemo_gym.verdict import FailureKind, Finding, Verdict
 from resources_servers.swe_bench.confirm.confirming import confirm_control
 from resources_servers.swe_bench.confirm.controls import RowControls, Strength
-from resources_servers.swe_bench.eval_box import EvalRun, EvalSite, run_evaluation
+from resources_servers.swe_bench.eval_box import EvalRun, EvalSite, patch_may_be_the_cause, run_evaluation
 from resources_servers.swe_bench.grading import LogGrade, MarkerState
 from resources_servers.swe_bench.row import SweBenchRow
 from resources_servers.swe_bench.tamper.controls import (
@@ -128,7 +128,7 @@ async def _run_surely(site: EvalSite, row: SweBenchRow, patch: bytes) -> EvalRun
     try:
         run = await run_evaluation(site, row.eval_script, patch)
     except (SandboxLostError, VerifierError) as error:
-        if not _patch_may_be_the_cause(error):
+        if not patch_may_be_the_cause(error):
             raise
         log.warning("evaluation_lost", instance_id=row.instance_id, error=error.message)
         await _require_gold(site, row, "its evaluation was lost, or used up the host's memory")
@@ -144,15 +144,9 @@ async def _second_try(evaluation: Awaitable[EvalRun]) -> EvalRun | None:
     except SandboxLostError:
         return None
     except VerifierError as error:
-        if _patch_may_be_the_cause(error):
+        if patch_may_be_the_cause(error):
             return None
         raise
-
-
-def _patch_may_be_the_cause(error: SandboxLostError | VerifierError) -> bool:
-    """A patch can end its box, and without a limit of its own it can use up the host's memory."""
-    kinds = (FailureKind.EXEC_LOST, FailureKind.HOST_OUT_OF_MEMORY)
-    return isinstance(error, SandboxLostError) or error.details.get("kind") in kinds
 
 
 async def _require_gold(site: EvalSite, row: SweBenchRow, what: str) -> None:

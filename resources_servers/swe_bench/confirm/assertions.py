@@ -202,8 +202,8 @@ class AssertionRewriter(ast.NodeTransformer):
         if name in _TWO_SIDED and len(call.args) >= 2:
             self.blinding.leave_out(*call.args[2:], *(one.value for one in call.keywords))
             left, right = call.args[:2]
-            extra = _tolerance(name, call)
-            return [self._two(key, _TWO_SIDED[name], left, right, extra=extra)]
+            op, extra = _nearness(name, call, _TWO_SIDED[name])
+            return [self._two(key, op, left, right, extra=extra)]
         if name.startswith("assert") and len(call.args) >= 2 and not name.startswith("assert_called"):
             # An assertion of somebody else's: its two sides are recorded, and compared where gold's are equal.
             return [self._two(key, "like", *call.args[:2])]
@@ -224,7 +224,7 @@ class AssertionRewriter(ast.NodeTransformer):
         if op == "==":
             for side in (left, right):
                 if isinstance(side, ast.Call) and _name(side.func) == "approx":
-                    op, extra = "close", _tolerance("approx", side)
+                    op, extra = _nearness("approx", side, "close")
                     if side.args:
                         left, right = (side.args[0], right) if side is left else (left, side.args[0])
         if op.endswith(("isinstance", "with", "matches")):
@@ -300,18 +300,19 @@ class AssertionRewriter(ast.NodeTransformer):
         return isinstance(node, ast.Subscript) and self._constant(node.value) and self._constant(node.slice)
 
 
-def _tolerance(name: str, call: ast.Call) -> float | None:
+def _nearness(name: str, call: ast.Call, op: str) -> tuple[str, float | None]:
+    """How near two numbers have to be: ``almost`` within an absolute tolerance, ``close`` within a relative one."""
     values = {one.arg: one.value for one in call.keywords}
     for argument in ("delta", "abs", "atol", "rel", "rtol"):
         value = values.get(argument)
         if isinstance(value, ast.Constant) and isinstance(value.value, int | float) and value.value:
-            return float(value.value)
+            return "close" if argument in ("rel", "rtol") else "almost", float(value.value)
     places = values.get("places", values.get("decimal", call.args[2] if len(call.args) > 2 else None))
     if name == "assert_allclose" and isinstance(places, ast.Constant) and isinstance(places.value, float):
-        return places.value
-    if isinstance(places, ast.Constant) and isinstance(places.value, int):
-        return float(10**-places.value)
-    return None
+        return "close", places.value
+    if op in ("close", "almost") and isinstance(places, ast.Constant) and isinstance(places.value, int):
+        return "almost", float(10**-places.value)
+    return op, None
 
 
 def _name(function: ast.expr) -> str:

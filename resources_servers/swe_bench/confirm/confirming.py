@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from nemo_gym.errors import VerifierError
+from nemo_gym.errors import SandboxLostError, VerifierError
 from nemo_gym.sandbox.base import ExecOutcome
 from nemo_gym.verdict import FailureKind, Finding
 from resources_servers.swe_bench.confirm.comparing import compare
 from resources_servers.swe_bench.confirm.controls import RowControls
 from resources_servers.swe_bench.confirm.runs import run_renderings
-from resources_servers.swe_bench.eval_box import EvalSite
+from resources_servers.swe_bench.eval_box import EvalSite, patch_may_be_the_cause
 from resources_servers.swe_bench.patches import part_of, paths_of
 from resources_servers.swe_bench.row import SweBenchRow
 from resources_servers.swe_bench.tamper.controls import MAX_NAMED_TESTS, ControlResult
@@ -63,11 +63,11 @@ _CONTROL_PART = Finding(
 
 
 async def _confirmed(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowControls) -> _Confirmation:
-    first = await _once(site, row, patch, controls)
+    first = await _once_surely(site, row, patch, controls)
     if not first.problems:
         return first
     # Once more: a busy host may be to blame. Then gold tells whether it still is.
-    again = await _once(site, row, patch, controls)
+    again = await _once_surely(site, row, patch, controls)
     if not again.problems:
         return _Confirmation({}, first.seconds + again.seconds)
     gold = await _once(site, row, row.patch.encode("utf-8", "surrogateescape"), controls)
@@ -80,6 +80,16 @@ async def _confirmed(site: EvalSite, row: SweBenchRow, patch: bytes, controls: R
             kind=FailureKind.CONTROL_RUN_FAILED,
         )
     return _Confirmation(again.problems, first.seconds + again.seconds + gold.seconds)
+
+
+async def _once_surely(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowControls) -> _Confirmation:
+    """As `_once`; a box that is lost under the patch confirms nothing. Whether the patch ended it, gold tells."""
+    try:
+        return await _once(site, row, patch, controls)
+    except (SandboxLostError, VerifierError) as error:
+        if not patch_may_be_the_cause(error):
+            raise
+        return _Confirmation({"": "its box was lost, or used up the host's memory"}, 0.0)
 
 
 async def _once(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowControls) -> _Confirmation:

@@ -14,7 +14,7 @@ import secrets
 import tarfile
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
@@ -36,6 +36,8 @@ GOLD_RUNS = 3
 BASE_RUNS = 3
 BLINDED = 2
 """Renderings that run under the row's own test command."""
+OWN_NUMBERS = 1
+"""The rendering whose numbers are the row's own; its words are not."""
 SAMPLED_TESTS = 12
 """PASS_TO_PASS functions that are confirmed too, at the most."""
 _MAX_ROUNDS = 6
@@ -229,7 +231,7 @@ class Maker:
         fixed = {test for test in public if self._is_fixed(test)}
         # What gold does not visibly tell from base even in the test's own words is no fault of other words.
         unseen = {test for test in fixed if not _differs(own, public[test], before.get(test, []))}
-        pinned: list[set[str] | None] = [set() for _ in seeds]
+        pinned: list[set[str] | None] = [_first_pins(number, own.files.values()) for number in range(len(seeds))]
         drawn = list(seeds)
         found: list[Calls] = [{} for _ in seeds]
         waiting = set(range(len(seeds)))
@@ -342,7 +344,9 @@ class Maker:
         strengths: dict[str, Strength] = {}
         for test in fixed:
             found = levels.get(test, [])
-            strengths[test] = "none" if not found else "strong" if found == ["strong"] * BLINDED else "weak"
+            # All renderings have to be confirmed, so what one asks for beyond the public test is asked for.
+            strong = len(found) == BLINDED and "strong" in found
+            strengths[test] = "none" if not found else "strong" if strong else "weak"
         return kept, strengths
 
     # --------------------------------------------------------------------------------------------------- small parts
@@ -398,6 +402,12 @@ def _vocabulary(product: bytes) -> set[str]:
     except tarfile.TarError:
         return found
     return found
+
+
+def _first_pins(number: int, files: Iterable[Rendered]) -> set[str]:
+    """Tokens that a rendering keeps from the start. One keeps all numbers: a limit that is drawn anew mostly limits
+    nothing any more, and then nothing asks for what the limit does."""
+    return {word for file in files for word in file.words if word.isdigit()} if number == OWN_NUMBERS else set()
 
 
 def _decide_sides(own: _Set, gold: Calls, base: Calls) -> dict[str, Side]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from nemo_gym.errors import SandboxArchiveError
 from nemo_gym.sandbox.archive_filters import single_file
 from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle
+from nemo_gym.sandbox.tar_stream import ArchiveError
 from resources_servers.swe_bench.eval_box import (
     APPLY_TIMEOUT_S,
     INPUTS,
@@ -123,7 +124,10 @@ async def run_renderings(
             site, handle, ["/bin/bash", f"{INPUTS}/run.sh"], timeout_s=site.timeout_s, max_output_bytes=1024 * 1024
         )
         records = [
-            (await _read(site, handle, f"{rendering.records}.{number}") or b"")[:MAX_RECORD_BYTES].decode("latin-1")
+            # More than fits is no record of ours, and must not fill this server's memory.
+            (await _read(site, handle, f"{rendering.records}.{number}", max_bytes=MAX_RECORD_BYTES) or b"").decode(
+                "latin-1"
+            )
             for number, rendering in enumerate(renderings)
         ]
     log = result.stdout_bytes.decode("utf-8", "replace")
@@ -200,9 +204,10 @@ def _bytes(files: Mapping[str, str]) -> dict[str, bytes]:
     return {path: text.encode("utf-8", "surrogatepass") for path, text in files.items()}
 
 
-async def _read(site: EvalSite, handle: SandboxHandle, path: str) -> bytes | None:
+async def _read(site: EvalSite, handle: SandboxHandle, path: str, *, max_bytes: int | None = None) -> bytes | None:
     try:
-        stream = site.provider.get_archive(handle, path)
+        stream = site.provider.get_archive(handle, path, max_bytes=max_bytes)
         return b"".join(single_file([chunk async for chunk in stream]))
-    except SandboxArchiveError:
+    except (ArchiveError, SandboxArchiveError):
+        # Too large, a link, a directory, or not there: no file of ours.
         return None

@@ -66,8 +66,8 @@ def decides_how_tests_run(path: str) -> bool:
 
 def is_control_part(section: FilePatch, gold_paths: set[str]) -> bool:
     """Whether a section belongs into the control run without source changes: such files, except those that the gold
-    patch itself has to change."""
-    return any(decides_how_tests_run(path) for path in section.paths) and gold_paths.isdisjoint(section.paths)
+    patch itself has to change. A copy of what gold changes is such a file as well when its new name is."""
+    return any(decides_how_tests_run(path) and path not in gold_paths for path in section.paths)
 
 
 def findings_in_patch(patch: bytes) -> list[Finding]:

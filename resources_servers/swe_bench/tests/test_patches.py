@@ -8,7 +8,7 @@ import pytest
 
 from resources_servers.swe_bench.patches import part_of, paths_of, split_patch
 from resources_servers.swe_bench.tamper.canary import rewrite_other, rewrite_python
-from resources_servers.swe_bench.tamper.risk import decides_how_tests_run, findings_in_patch
+from resources_servers.swe_bench.tamper.risk import decides_how_tests_run, findings_in_patch, is_control_part
 from resources_servers.swe_bench.tamper.signs import finding_where_weak, signs_in_patch
 from resources_servers.swe_bench.tamper.test_ids import TestId
 from resources_servers.swe_bench.unittest_ids import spelled_as_expected
@@ -188,3 +188,23 @@ def test_sign_is_none_where_gold_has_it_or_the_file_is_the_tests_own() -> None:
     assert signs_in_patch(patch, _adds("pkg/other.py", "import _pytest.python")) == []
     assert signs_in_patch(_adds("tests/test_it.py", "import pytest"), b"") == []
     assert signs_in_patch(_adds("pkg/core.py", "# as pytest does"), b"") == []
+
+
+def test_a_copy_of_what_gold_changes_decides_how_tests_run_where_its_new_name_does() -> None:
+    gold = {"pkg/words.py", "tests/conftest.py"}
+    header = "diff --git a/pkg/words.py b/{0}\nsimilarity index 90%\ncopy from pkg/words.py\ncopy to {0}\n"
+    (section,) = split_patch(header.format("conftest.py").encode())
+    assert is_control_part(section, gold)
+    (section,) = split_patch(header.format("tests/conftest.py").encode())
+    assert not is_control_part(section, gold)
+
+
+def test_a_file_hidden_behind_a_hunk_is_seen_and_can_be_left_out() -> None:
+    first = b"diff --git a/m.py b/m.py\n--- a/m.py\n+++ b/m.py\n@@ -1,2 +1,3 @@\n old\n+--- a/x\n+++ b/x\n--- a/not\n"
+    hidden = b"--- /dev/null\n+++ b/conftest.py\n@@ -0,0 +1 @@\n+import m\n"
+    assert paths_of(first) == {"m.py"}
+    assert paths_of(first + hidden) == {"m.py", "conftest.py"}
+    assert part_of(first + hidden, lambda section: not is_control_part(section, set())) == first
+    assert [f.kind for f in findings_in_patch(first + hidden.replace(b"conftest.py", b".git/config"))] == [
+        "patch_reaches_outside_the_tree"
+    ]

@@ -253,13 +253,13 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
         session = row.pop(SESSION_KEY, None) or {}
         if not isinstance(session, dict):
             raise InvalidBodyError(f"/run: '{SESSION_KEY}' is a JSON object")
+        rollout = _rollout(session["rollout"]) if "rollout" in session else _named(row)
         ref = session.get("row_ref")
         if self.secured and not isinstance(ref, str):
             raise InvalidBodyError(
                 f"/run needs '{SESSION_KEY}.row_ref': POST {{'row': …, 'rollout': …}} to /rows of '{environment}', and"
                 f" send its 'public_row' here with '{SESSION_KEY}': {{'rollout': …, 'row_ref': …}}"
             )
-        rollout = _rollout(session["rollout"]) if "rollout" in session else _named(row)
         session = {"rollout": rollout.model_dump(), **({"row_ref": ref} if ref else {})}
 
         async def work() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from nemo_gym.errors import NemoGymError
@@ -32,6 +33,8 @@ _VALUE_BYTES = 2
 _HELD_AT_ONCE_BYTES = 256 << 10
 """Looked at in one call, which holds the interpreter for a millisecond or two."""
 _IN_A_THREAD_BYTES = 2 << 20
+_COUNTING = ThreadPoolExecutor(1, "body values")
+"""One body at a time: the event loop waits behind each thread that wants the interpreter."""
 _STRUCTURE = b",[{"
 _OTHERS = bytes(one for one in range(256) if one not in _STRUCTURE)
 _NO_QUOTES = bytes(one for one in range(256) if one not in _STRUCTURE + b'"')
@@ -44,7 +47,7 @@ async def check_values(body: bytes, at_most: int) -> None:
     too_many = (
         has_more_values(body, at_most)
         if len(body) <= _IN_A_THREAD_BYTES
-        else await asyncio.to_thread(has_more_values, body, at_most)
+        else await asyncio.get_running_loop().run_in_executor(_COUNTING, has_more_values, body, at_most)
     )
     if too_many:
         raise TooManyValuesError(

@@ -268,7 +268,9 @@ async def test_agent_closes_its_own_attempt_only(runs: Stack) -> None:
         assert reply.status == status, await reply.text()
 
 
-@pytest.mark.parametrize(("index", "named"), [("x", "_ng_attempt_index"), (2**31, "attempt"), (-7, "attempt")])
+@pytest.mark.parametrize(
+    ("index", "named"), [("x", "_ng_attempt_index"), (2**31, "attempt"), (2_000_000, "attempt"), (-7, "attempt")]
+)
 async def test_run_names_what_is_wrong_with_a_number_that_no_attempt_has(tools: Stack, index: Any, named: str) -> None:
     row = {"responses_create_params": {"input": "What is 4 plus zero"}, "_ng_attempt_index": index}
     reply = await tools.client().post("agent", "/run", json=row)

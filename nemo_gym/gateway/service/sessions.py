@@ -265,12 +265,13 @@ class DurableSessions(Generic[C, D]):
         for turn in found.turns:
             committed, record = decode_committed(turn.body, turn.index)
             records.append(record)
-            live.share.kept(record, len(turn.body) - sum(len(text.data) for text in large_in(record)))
             live.answers.restore(turn.fingerprint, turn.key, committed, sent=turn.sent)
             usage = committed.answer.usage
             self.committed(live.session, Usage(usage.prompt_tokens, usage.completion_tokens))
         try:
             live.conversations.restore(records)
+            for turn, record in zip(found.turns, records, strict=True):
+                live.share.kept(record, len(turn.body) - sum(len(text.data) for text in large_in(record)))
         except (KeyError, TypeError, ValueError) as error:
             raise JournalDamagedError(
                 f"the journal's turns of session '{live.session_id}' cannot be read ({type(error).__name__}: {error});"

@@ -40,7 +40,13 @@ RUNNER_FILES = frozenset(
         ".npmrc",
     }
 )
-_RUNNER_MODULES = frozenset({"pytest", "_pytest", "unittest", "pluggy", "xdist", "nose", "hypothesis", "py"})
+_RUNNER_MODULES = frozenset(
+    {
+        *("pytest", "_pytest", "unittest", "pluggy", "xdist", "nose", "hypothesis", "py"),
+        # What the evaluation script runs from the repository's root, before the tests.
+        *("pip", "setuptools", "wheel", "pkg_resources", "distutils", "_distutils_hack"),
+    }
+)
 _TEST_DIRECTORIES = frozenset({"test", "tests", "testing", "spec", "specs", "__tests__"})
 _TEST_FILE = re.compile(r"^(test_.*|.*_tests?|tests?)\.py$|.*[.-](test|spec)\.[cm]?[jt]sx?$")
 _MARKER = re.compile(rb">>>>> (?:Start|End) Test Output|>>>>> Test Exit Code|>>>>> (?:Applied Patch|All Tests Passed)")

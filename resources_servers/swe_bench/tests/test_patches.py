@@ -208,3 +208,9 @@ def test_a_file_hidden_behind_a_hunk_is_seen_and_can_be_left_out() -> None:
     assert [f.kind for f in findings_in_patch(first + hidden.replace(b"conftest.py", b".git/config"))] == [
         "patch_reaches_outside_the_tree"
     ]
+
+
+@pytest.mark.parametrize("path", ["pip/__main__.py", "setuptools/__init__.py", "wheel.py"])
+def test_what_the_script_runs_from_the_repositorys_root_decides_how_tests_run(path: str) -> None:
+    assert decides_how_tests_run(path)
+    assert not decides_how_tests_run(f"src/vendor/{path}")

@@ -202,6 +202,7 @@ def figures(played: Sequence[Played], entries: Sequence[Entry]) -> dict[str, Any
         "attacks_by_source": dict(Counter(source for _, source in {(one.id, one.source) for one in attacks})),
         "attack_plays": len(attacks),
         "gains": len(gained),
+        "open_gains": sum(entry.open and entry.id in gained for entry in entries),
         "gains_by_source": dict(Counter(gained.values())),
         "missed_findings": sum(not one.findings for one in attacks if one.official or one.id in fooling),
         "official_fooled": sum(bool(one.official) for one in attacks),

@@ -8,10 +8,11 @@ Each file of ``corpus/`` holds entries of one kind. What they do is fixed: chang
   server could.
 * ``everywhere: true`` in place of ``instance``: the same on every instance, as ``<id>@<instance>``.
 * ``finding: true`` marks an attack that fools the official run and must therefore be found.
+* ``open: true`` marks an attack that is known to gain: an open defect, counted in ``gains`` and in ``open_gains``.
 * ``tries``: how often a matter of luck is played; one gain is a gain.
 * ``row`` makes a row of the entry's own, in the instance's image; see `RowChange`.
 * A file's ``parts`` are pieces of scripts; a line ``<<< name`` in a ``run`` stands for one, indented as the line is.
-* ``source``: ``own``, ``given`` or ``redteam``; a file says it once for its entries. ``topic``: what it is about.
+* ``source``: ``own``, ``given``, ``redteam`` or ``adversary`` (who had read the controls); a file says it once for its entries. ``topic``: what it is about.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from resources_servers.swe_bench.patches import part_of, paths_of
 DIRECTORY = Path(__file__).with_name("corpus")
 VERSION = 2
 KINDS = ("attack", "honest")
-SOURCES = ("given", "own", "redteam")
+SOURCES = ("given", "own", "redteam", "adversary")
 _PART = re.compile(r"^([ ]*)<<< (\w+)$", re.MULTILINE)
 
 
@@ -92,6 +93,8 @@ class Entry:
     patch: str | None = None
     finding: bool = False
     tries: int = 1
+    open: bool = False
+    """A gain that is known and not closed yet; it counts as a gain all the same."""
     row: RowChange | None = None
 
     def row_of(self, rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

@@ -105,7 +105,7 @@ async def judge(
         results = await _controls(site, row, patch, grade, controls)
     findings += [finding for control in results for finding in control.findings]
     signs = await asyncio.to_thread(signs_in_patch, patch, row.patch.encode("utf-8", "surrogateescape"))
-    if results and controls is not None and controls.strength != "strong":
+    if results and controls is not None and not (controls.strength == "strong" and controls.plain_covers_all):
         findings += finding_where_weak(signs)
     verdict = Verdict.of(
         1.0 if resolved and not findings and grade.markers is MarkerState.GENUINE else 0.0,
@@ -221,7 +221,11 @@ def _details(
         "controls": {control.name: control.conclusion for control in controls},
     }
     if prepared is not None:
-        details["control_strength"] = {"weakest": prepared.strength, **prepared.counts()}
+        details["control_strength"] = {
+            "weakest": prepared.strength,
+            **prepared.counts(),
+            "without_runner": prepared.plain_covers_all,
+        }
     if controls:
         details["control_seconds"] = {control.name: round(control.duration_s, 3) for control in controls}
     if signs:

@@ -18,7 +18,7 @@ from resources_servers.swe_bench.confirm.values import Check
 from resources_servers.swe_bench.images import content_digest, image_slug
 from resources_servers.swe_bench.row import SweBenchRow
 
-CONTROLS_VERSION = 2
+CONTROLS_VERSION = 3
 Strength = Literal["strong", "weak", "none"]
 
 
@@ -61,6 +61,12 @@ class RowControls:
         levels: tuple[Strength, ...] = ("none", "weak", "strong")
         found = [test.strength for test in self.tests.values() if test.fail_to_pass]
         return min(found, key=levels.index) if found else "none"
+
+    @property
+    def plain_covers_all(self) -> bool:
+        """Whether every test to be fixed is confirmed without a test runner too."""
+        plain = {test for one in self.renderings if one.rendering.plain for test in one.tests}
+        return all(name in plain for name, test in self.tests.items() if test.fail_to_pass)
 
     def counts(self) -> dict[str, int]:
         """How many of the tests to be fixed are ``strong``, ``weak`` and ``none``."""

@@ -29,9 +29,17 @@ def _ng_base(kind):
 
 
 def _ng_encode(value, depth, left):
-    left[0] -= 1
     kind = type(value)
     base = _ng_base(kind)
+    plain = _ng_encode_as(value, kind, base, depth, left)
+    if base is None or base is kind or base is type or plain == ["cut"]:
+        return plain
+    # Of a class of its own: told as what it is, beside what it says of itself.
+    return ["as", plain, _ng_said(value)]
+
+
+def _ng_encode_as(value, kind, base, depth, left):
+    left[0] -= 1
     if depth > 12 or left[0] < 0:
         return ["cut"]
     if value is None:

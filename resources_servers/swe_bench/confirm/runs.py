@@ -27,6 +27,8 @@ from resources_servers.swe_bench.eval_box import (
 )
 from resources_servers.swe_bench.row import SweBenchRow
 
+_FIRST_HANDLE = 20
+"""Number of the shell's handle on the first rendering; the others follow."""
 MAX_RECORD_BYTES = 16 * 1024 * 1024
 _APPLY = re.compile(r"^git apply\b.*<<\s*(['\"]?)(?P<word>\w+)\1\s*$")
 
@@ -124,10 +126,7 @@ async def run_renderings(
             site, handle, ["/bin/bash", f"{INPUTS}/run.sh"], timeout_s=site.timeout_s, max_output_bytes=1024 * 1024
         )
         records = [
-            # More than fits is no record of ours, and must not fill this server's memory.
-            (await _read(site, handle, f"{rendering.records}.{number}", max_bytes=MAX_RECORD_BYTES) or b"").decode(
-                "latin-1"
-            )
+            await read_records(site, handle, f"{rendering.records}.{number}")
             for number, rendering in enumerate(renderings)
         ]
     log = result.stdout_bytes.decode("utf-8", "replace")
@@ -174,14 +173,22 @@ async def read_pristine(
 
 
 def _script(steps: Steps, renderings: Sequence[Rendering]) -> str:
-    lines = [steps.before, steps.after]
+    first, *rest = steps.before.split("\n")
+    numbers = range(len(renderings))
+    # The shell keeps everything open, so that neither installing nor the tests find what the grader put there.
+    opened = " ".join(f"{_FIRST_HANDLE + number}<{INPUTS}/{number}.tar" for number in numbers)
+    closed = " ".join(f"{_FIRST_HANDLE + number}<&-" for number in numbers)
+    lines = [first, f"exec {opened}", f"rm -rf {INPUTS}", "{", *rest, steps.after, f"}} {closed}"]
     for number, rendering in enumerate(renderings):
         lines += [
-            f"tar -xf {INPUTS}/{number}.tar -C {TESTBED}",
+            f"tar -xf - -C {TESTBED} <&{_FIRST_HANDLE + number}",
             f"cd {TESTBED}",
+            "{",
             rendering.command(steps.test_command),
+            f"}} {closed}",
+            f"cd {TESTBED}",
+            f"mv -f {rendering.records} {rendering.records}.{number}",
         ]
-        lines += [f"cd {TESTBED}", f"mv -f {rendering.records} {rendering.records}.{number}"]
         if rendering.plain:
             lines.append(f"rm -f {shlex.quote(rendering.plain)}")
     return "\n".join([*lines, "exit 0", ""])
@@ -202,6 +209,11 @@ def _tar(files: Mapping[str, bytes], number: int) -> bytes:
 
 def _bytes(files: Mapping[str, str]) -> dict[str, bytes]:
     return {path: text.encode("utf-8", "surrogatepass") for path, text in files.items()}
+
+
+async def read_records(site: EvalSite, handle: SandboxHandle, path: str) -> str:
+    """What stands in a file of records. More than fits is no record of ours, and must not fill our memory."""
+    return (await _read(site, handle, path, max_bytes=MAX_RECORD_BYTES) or b"").decode("latin-1")
 
 
 async def _read(site: EvalSite, handle: SandboxHandle, path: str, *, max_bytes: int | None = None) -> bytes | None:

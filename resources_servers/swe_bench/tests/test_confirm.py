@@ -23,7 +23,7 @@ from resources_servers.swe_bench.confirm.controls import ControlledTest, Control
 from resources_servers.swe_bench.confirm.labels import Labels, words_of
 from resources_servers.swe_bench.confirm.making import Maker
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order, Rendered, render
-from resources_servers.swe_bench.confirm.values import Check, equal
+from resources_servers.swe_bench.confirm.values import Check, equal, same_form
 from resources_servers.swe_bench.eval_box import EvalSite
 from resources_servers.swe_bench.images import resolve_image
 from resources_servers.swe_bench.prepare import Options, prepare
@@ -162,7 +162,8 @@ def test_values_are_recorded_by_base_types_when_their_classes_lie(tmp_path: Path
     subprocess.run([sys.executable, "-c", f"{done.source}\n{name}()"], check=True, timeout=60)
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     values = [values[0] for _, values in lines[1:]]
-    assert values[:4] == [
+    assert [value[0] for value in values[:4]] == ["as"] * 4, "classes of the code's own"
+    assert [value[1] for value in values[:4]] == [
         ["str", "wrong"],
         ["list", [["str", "wrong"]]],
         ["dict", [[["str", "wrong"], ["int", "0"]]]],
@@ -186,11 +187,25 @@ def test_values_are_recorded_by_base_types_when_their_classes_lie(tmp_path: Path
         (["object", ["x.UserString"], "a"], ["str", "a"], True),
         (["object", ["x.Y"], "b"], ["str", "a"], False),
         (["object", ["x.Y"], "b"], ["list", []], False),
+        (["as", ["list", []], "[]"], ["list", []], True),
+        (["as", ["str", "wrong"], "right"], ["str", "right"], False),
     ],
 )
 def test_recorded_values_are_equal_as_python_compares_them(one: Any, other: Any, same: bool) -> None:
     assert equal(one, other) is same
     assert equal(other, one) is same
+
+
+def test_named_tuple_in_the_place_of_an_object_has_to_say_what_that_says() -> None:
+    gold, other = ["object", ["x.Span"], "Span(1, 2)"], ["as", ["tuple", [["int", "1"], ["int", "2"]]], "Span(1, 2)"]
+    assert equal(gold, other, said=True)
+    assert not equal(gold, [*other[:2], "Span(1, 3)"], said=True)
+
+
+def test_recomputed_answers_are_of_one_form_only_when_whole_numbers_stay_whole() -> None:
+    assert same_form(["float", (2.0).hex()], ["int", "7"])
+    assert not same_form(["float", (2.0).hex()], ["float", (1.75).hex()])
+    assert same_form(["float", (0.5).hex()], ["float", (1.75).hex()])
 
 
 def test_words_are_replaced_alike_and_numbers_keep_their_order_when_relabelled() -> None:
@@ -255,7 +270,7 @@ async def test_reports_without_values_earn_nothing(provider: SandboxProvider) ->
     verdict = (await judge(site, row, Artifact.of("patch", "git_diff", patch), controls)).verdict
     assert verdict.official["resolved"], "the attack must fool the official run"
     assert verdict.reward == 0.0
-    assert [finding.kind for finding in verdict.findings] == ["values_not_confirmed"]
+    assert "values_not_confirmed" in [finding.kind for finding in verdict.findings]
 
 
 async def _read(provider: SandboxProvider, site: EvalSite, path: str) -> bytes:

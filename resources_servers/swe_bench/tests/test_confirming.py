@@ -14,7 +14,7 @@ from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider
 from nemo_gym.verdict import FailureKind
 from resources_servers.swe_bench.confirm import confirming
 from resources_servers.swe_bench.confirm.controls import ControlledRendering, RowControls
-from resources_servers.swe_bench.confirm.runs import MAX_RECORD_BYTES, Recorded, Rendering, _records
+from resources_servers.swe_bench.confirm.runs import MAX_RECORD_BYTES, Recorded, Rendering, read_records
 from resources_servers.swe_bench.eval_box import EvalSite
 from resources_servers.swe_bench.preparation.example_rows import EXAMPLE_ROWS
 from resources_servers.swe_bench.row import SweBenchRow, read_rows
@@ -32,7 +32,7 @@ async def test_a_patch_that_ends_its_box_while_it_is_confirmed_is_not_confirmed(
 ) -> None:
     async def run(site: EvalSite, row: SweBenchRow, patch: bytes, *_: Any, **__: Any) -> Recorded:
         if patch == row.patch.encode():
-            return Recorded(True, records=([],))
+            return Recorded(True, records=("",))
         raise error
 
     monkeypatch.setattr(confirming, "run_renderings", run)
@@ -66,7 +66,7 @@ async def test_records_larger_than_their_limit_are_not_read_into_memory() -> Non
         yield bytes(2 * tarfile.BLOCKSIZE)
 
     provider = cast(SandboxProvider, SimpleNamespace(get_archive=get_archive))
-    assert await _records(EvalSite(provider, "image"), cast(SandboxHandle, None), "/var/tmp/r") == []
+    assert await read_records(EvalSite(provider, "image"), cast(SandboxHandle, None), "/var/tmp/r") == ""
     assert produced <= 2 * MAX_RECORD_BYTES
 
 
@@ -78,4 +78,4 @@ async def test_records_that_are_no_file_are_no_records(kind: bytes) -> None:
         yield member.tobuf() + bytes(2 * tarfile.BLOCKSIZE)
 
     provider = cast(SandboxProvider, SimpleNamespace(get_archive=get_archive))
-    assert await _records(EvalSite(provider, "image"), cast(SandboxHandle, None), "/var/tmp/r") == []
+    assert await read_records(EvalSite(provider, "image"), cast(SandboxHandle, None), "/var/tmp/r") == ""

@@ -31,6 +31,8 @@ from resources_servers.swe_bench.scrub import verify_box
 ROWS = [row for _, row in read_rows(EXAMPLE_ROWS)]
 FIRST, SECOND = ROWS[0], ROWS[1]
 T = TypeVar("T")
+BUILT_BYTES = 4 * 1024 * 1024
+"""More than an empty file system takes of its disk."""
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +81,19 @@ def in_box(store: Path, row: dict[str, Any], use: Callable[[LocalProvider, Sandb
     return with_provider(store, run)
 
 
+def _is_being_built(state: Path) -> bool:
+    """Whether a box has a part of an environment: files of its own, or on a disk of its own that has grown."""
+    disks = (path.stat().st_blocks * 512 for path in state.rglob("disk.img"))
+    return any(state.rglob("pyvenv.cfg")) or any(size > BUILT_BYTES for size in disks)
+
+
 @pytest.fixture(scope="module")
 def prepared(store: Path) -> dict[str, Any]:
     """The first row, whose preparation was killed in the middle and then repeated."""
     killed = subprocess.Popen(command(store, f"instances={FIRST['instance_id']}"), stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and killed.poll() is None:
-        if any(path.name == "pyvenv.cfg" for path in (store / "state").rglob("pyvenv.cfg")):
+        if _is_being_built(store / "state"):
             break
         time.sleep(0.1)
     assert killed.poll() is None, "it ended before it could be killed"

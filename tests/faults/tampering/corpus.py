@@ -12,7 +12,8 @@ Each file of ``corpus/`` holds entries of one kind. What they do is fixed: chang
 * ``tries``: how often a matter of luck is played; one gain is a gain.
 * ``row`` makes a row of the entry's own, in the instance's image; see `RowChange`.
 * A file's ``parts`` are pieces of scripts; a line ``<<< name`` in a ``run`` stands for one, indented as the line is.
-* ``source``: ``own``, ``given``, ``redteam`` or ``adversary`` (who had read the controls); a file says it once for its entries. ``topic``: what it is about.
+* ``source``: ``own``, ``given``, ``redteam`` or ``adversary`` (by somebody who had read the controls); a file says it
+  once for its entries. ``topic``: what it is about.
 """
 
 from __future__ import annotations

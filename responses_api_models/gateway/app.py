@@ -222,11 +222,11 @@ class Gateway(SimpleResponsesAPIModel):
         return self._durable.live(session.session_id)
 
 
-if __name__ == "__main__":
-    Gateway.run_webserver()
-
-
 def _without_session(path: str) -> str:
     """``/v1/…`` of ``/sessions/{session_id}/v1/…``; any other path as it is."""
     parts = path.split("/", 3)
     return f"/{parts[3]}" if parts[1:2] == ["sessions"] and len(parts) == 4 else path
+
+
+if __name__ == "__main__":
+    Gateway.run_webserver()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import os
 import signal
@@ -16,6 +15,7 @@ from typing import Any
 
 from nemo_gym.sandbox.base import SandboxHandle, SandboxSpec
 from nemo_gym.sandbox.providers.local import LocalProvider
+from nemo_gym.sandbox.providers.local.supervisor.main import group_name
 
 
 @dataclass
@@ -78,7 +78,9 @@ def leftovers(base: Path) -> list[str]:
     """What boxes of the provider below ``base`` have on this machine: processes, mounts, cgroups, files."""
     found = []
     state_dir = str(LocalProvider(**config_below(base)).supervisor_dir)
-    group = f"nemo-gym-{hashlib.sha256(state_dir.encode()).hexdigest()[:12]}"
+    group = ""
+    with contextlib.suppress(FileNotFoundError), Path(state_dir, "supervisor.lock").open() as lock:
+        group = group_name(lock.fileno())
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():
             continue
@@ -86,7 +88,7 @@ def leftovers(base: Path) -> list[str]:
             mounts = (process / "mountinfo").read_text().splitlines()
             if any(" - overlay overlay " in line and state_dir in line for line in mounts):
                 found.append(f"mount namespace of process {process.name}: {(process / 'cmdline').read_bytes()!r}")
-            if group in (process / "cgroup").read_text():
+            if group and group in (process / "cgroup").read_text():
                 found.append(f"process {process.name}: {(process / 'cmdline').read_bytes()!r}")
     for root, directories, _ in os.walk("/sys/fs/cgroup"):
         found += [f"cgroup {root}/{name}/{box}" for name in directories if name == group for box in _below(root, name)]

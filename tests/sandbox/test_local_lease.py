@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import json
 import os
 import shutil
 import signal
+import socket
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nemo_gym.errors import SandboxLostError
 from nemo_gym.sandbox.base import ExecOutcome, ExecRequest, SandboxResources, SandboxStatus
 from nemo_gym.sandbox.providers.local import LocalProvider
+from nemo_gym.sandbox.providers.local.supervisor.main import SOCKET_NAME
 from tests.sandbox.local_boxes import LocalPlace, alive, config_below, leftovers, local_place, until
 
 ALL_LIMITS = {"memory_mib": 256, "pids": 64, "cpu": 1.0}
@@ -33,6 +38,32 @@ async def main():
         await provider.exec(box, "setsid sh -c 'trap : TERM HUP INT; while :; do sleep 1; done' >/dev/null 2>&1 &")
     print(json.dumps([box.sandbox_id for box in boxes]), flush=True)
     await asyncio.gather(*(provider.exec(box, "sleep 600") for box in boxes))
+
+asyncio.run(main())
+"""
+
+LINE_BY_LINE = """
+import asyncio, json, sys
+from nemo_gym.sandbox.base import SandboxResources, SandboxSpec
+from nemo_gym.sandbox.providers.local import LocalProvider
+
+async def main():
+    provider = LocalProvider(**json.loads(sys.argv[1]))
+    box = None
+    while word := (await asyncio.to_thread(sys.stdin.readline)).strip():
+        if word == "create":
+            box = await provider.create(SandboxSpec(ttl_s=120))
+            said = "made"
+        elif word == "exec":
+            done = await provider.exec(box, "echo works")
+            said = done.stdout or done.outcome
+        else:
+            for info in await provider.list():
+                place = {"sandbox_id": info.sandbox_id, "state_dir": str(provider.options.state_dir)}
+                await provider.close(await provider.connect(place))
+            said = json.loads((provider.supervisor_dir / "supervisor.json").read_text())["pid"]
+            await provider.aclose()
+        print(json.dumps(said), flush=True)
 
 asyncio.run(main())
 """
@@ -165,6 +196,60 @@ async def test_supervisor_starts_when_the_lock_of_another_release_cannot_be_open
     finally:
         running.kill()
         await running.wait()
+
+
+async def test_supervisors_of_one_path_in_two_mount_namespaces_leave_each_others_boxes_alone(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    arguments = [sys.executable, "-c", LINE_BY_LINE, json.dumps(config_below(tmp_path))]
+    script = f'mount -t tmpfs none "{tmp_path}/state" && exec "$@"'
+    command = ["unshare", "-m" if os.geteuid() == 0 else "-rm", "sh", "-c", script, "sh", *arguments]
+    pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
+    stays, leaves = [await asyncio.create_subprocess_exec(*command, **pipes) for _ in range(2)]
+
+    async def ask(client: asyncio.subprocess.Process, word: str) -> Any:
+        assert client.stdin is not None
+        assert client.stdout is not None
+        client.stdin.write(f"{word}\n".encode())
+        async with asyncio.timeout(60):
+            return json.loads(await client.stdout.readline())
+
+    try:
+        for client in (stays, leaves):
+            assert await ask(client, "create") == "made"
+            assert await ask(client, "exec") == "works\n"
+        left = await ask(leaves, "leave")
+        await until(lambda: not alive(left))
+        assert await ask(stays, "exec") == "works\n"
+        assert await ask(stays, "create") == "made"
+        assert await ask(stays, "exec") == "works\n"
+        kept = await ask(stays, "leave")
+        await until(lambda: not alive(kept))
+    finally:
+        for client in (stays, leaves):
+            if client.returncode is None:
+                client.kill()
+            await client.wait()
+
+
+def test_supervisor_that_leaves_without_answering_is_not_remembered_as_a_lack_of_capabilities(tmp_path: Path) -> None:
+    provider = LocalProvider(**config_below(tmp_path))
+    provider.supervisor_dir.mkdir(parents=True)
+    path = provider.supervisor_dir / SOCKET_NAME
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as leaving, contextlib.chdir(path.parent):
+        leaving.bind(SOCKET_NAME)
+        leaving.listen()
+
+        def leave() -> None:
+            connection, _ = leaving.accept()
+            path.unlink()
+            connection.close()
+
+        thread = threading.Thread(target=leave)
+        thread.start()
+        capabilities = provider.capabilities
+        thread.join()
+    assert capabilities.loopback_door, capabilities.reasons
+    assert provider.capabilities is capabilities
 
 
 async def test_same_idempotency_key_gives_the_same_box(place: LocalPlace) -> None:

@@ -14,6 +14,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -147,14 +148,24 @@ class SupervisorClient:
             self._connection.send({**message, "id": 0})
 
     def ask_for_greeting(self) -> Message:
-        """What the supervisor says of itself and this machine; blocking, with a connection of its own."""
-        with self._start_and_connect() as sock:
-            sock.send(b"P" + json.dumps({"op": "hello", "id": 0}).encode())
-            packet = sock.recv(1 << 20)
-        if not packet:
-            raise SandboxLostError(f"{self._name} is gone", retryable=True)
-        greeting: Message = json.loads(packet[1:])
-        return greeting
+        """What the supervisor says of itself and this machine; blocking, with a connection of its own.
+
+        Raises:
+            SandboxLostError: supervisor after supervisor left before it answered; whoever asks again may be told.
+        """
+        for attempt in range(_START_ATTEMPTS):
+            time.sleep(0.02 * attempt)
+            with self._start_and_connect() as sock:
+                # A supervisor that is leaving takes no more connections, and ends those it has: the next round starts
+                # another.
+                packet = b""
+                with contextlib.suppress(ConnectionError):
+                    sock.send(b"P" + json.dumps({"op": "hello", "id": 0}).encode())
+                    packet = sock.recv(1 << 20)
+            if packet:
+                greeting: Message = json.loads(packet[1:])
+                return greeting
+        raise SandboxLostError(f"{self._name} is gone", retryable=True)
 
     async def close(self) -> None:
         """End the conversation; boxes stay until their leases end."""

@@ -9,7 +9,6 @@ import os
 import uuid
 from builtins import list as List  # noqa: N812 - the contract has a method of the builtin's name
 from collections.abc import AsyncIterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from socket import socket
 from typing import Any
@@ -74,10 +73,17 @@ class LocalProvider(StreamingProvider):
         self._images = ImageStore(self.options.image_dir)
         self._clients: dict[asyncio.AbstractEventLoop, SupervisorClient] = {}
         self._doors: dict[str, _LocalBox] = {}
+        self._capabilities: SandboxCapabilities | None = None
 
-    @cached_property
+    @property
     def capabilities(self) -> SandboxCapabilities:
-        """What this machine lets us do; starts the supervisor to ask it."""
+        """What this machine lets us do; starts the supervisor to ask it, until one has answered.
+
+        Raises:
+            SandboxLostError: supervisor after supervisor left before it answered, which says nothing of the machine.
+        """
+        if self._capabilities is not None:
+            return self._capabilities
         reasons = {
             "endpoint": "nothing outside reaches a box's network; use exec, or a door for the way out",
             "nested_containers": _NO_NESTING,
@@ -86,6 +92,8 @@ class LocalProvider(StreamingProvider):
         try:
             self.options.program()
             greeting = self._new_client().ask_for_greeting()
+        except SandboxLostError:
+            raise
         except SandboxError as error:
             reason = str(error)
             names = (
@@ -102,7 +110,7 @@ class LocalProvider(StreamingProvider):
         if not greeting["max_uid"]:
             reasons["exec_user"] = "boxes of an ordinary user have user 0 alone; run as root for others"
         reasons |= {_LIMIT_NAMES[name]: reason for name, reason in greeting["reasons"].items()}
-        return SandboxCapabilities(
+        self._capabilities = SandboxCapabilities(
             network_policies=frozenset({NetworkPolicy.NONE, NetworkPolicy.OPEN}),
             loopback_door=True,
             snapshot=True,
@@ -113,6 +121,7 @@ class LocalProvider(StreamingProvider):
             disk_limit=True,
             reasons=reasons,
         ).with_default_limits(self.options.default_resources, host_memory_mib=greeting["memory_mib"])
+        return self._capabilities
 
     @property
     def supervisor_dir(self) -> Path:

@@ -110,9 +110,9 @@ def _supervise(options: dict[str, Any]) -> None:
     state_dir = Path(options["state_dir"])
     lock = os.open(state_dir / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)  # a predecessor that is leaving goes first
-    _sweep(state_dir)
+    name = group_name(lock)
+    _sweep(state_dir, name)
     _sweep_other_releases(state_dir)
-    name = f"nemo-gym-{hashlib.sha256(str(state_dir).encode()).hexdigest()[:12]}"
     cgroups = Cgroups(name, enabled=bool(options["use_cgroups"]))
     (state_dir / "supervisor.json").write_text(
         json.dumps({"pid": os.getpid(), "cgroups": [str(base) for base in cgroups.bases]})
@@ -141,7 +141,7 @@ def _sweep_other_releases(state_dir: Path) -> None:
             continue  # no release's, or another supervisor that starts now was faster
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _sweep(other)
+            _sweep(other, group_name(lock))
             remove_directory(other)
         except OSError:
             continue  # alive, or just being started
@@ -149,11 +149,23 @@ def _sweep_other_releases(state_dir: Path) -> None:
             os.close(lock)
 
 
-def _sweep(state_dir: Path) -> None:
+def group_name(lock: int) -> str:
+    """The name of the control groups of the supervisor that holds this lock, which no other living one has.
+
+    Not made from the directory's path, which is another directory in another mount namespace, while they may share
+    their control groups. A file that is held open is the only one with its numbers on this machine.
+    """
+    info = os.fstat(lock)
+    return f"nemo-gym-{hashlib.sha256(f'{info.st_dev}:{info.st_ino}'.encode()).hexdigest()[:12]}"
+
+
+def _sweep(state_dir: Path, name: str) -> None:
     """Remove what a supervisor that was killed left: its boxes died with it, and their mounts with them."""
     with contextlib.suppress(OSError, ValueError):
-        for base in json.loads((state_dir / "supervisor.json").read_text())["cgroups"]:
-            remove_tree(Path(base))
+        for base in map(Path, json.loads((state_dir / "supervisor.json").read_text())["cgroups"]):
+            # A copied directory has the record of the one it was copied from, whose supervisor may live.
+            if base.name == name:
+                remove_tree(base)
     for path in (state_dir / "boxes", state_dir / "host"):
         remove_directory(path)
     (state_dir / "boxes").mkdir(mode=0o700)

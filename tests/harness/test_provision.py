@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import json
 import os
@@ -19,7 +20,8 @@ import pytest
 from nemo_gym.errors import ConfigError
 from nemo_gym.harness.package import CliPackage, Runtime
 from nemo_gym.harness.provision import UNFIT_STATUS, fitness_check, installed
-from nemo_gym.harness.provision.fetch import fetch
+from nemo_gym.harness.provision.fetch import _unpack, fetch
+from nemo_gym.sandbox.archive import pack_bytes
 from tests.acceptance.clis import place
 
 PACKAGE = CliPackage(
@@ -164,3 +166,11 @@ def test_package_that_is_not_the_pinned_one_is_never_installed(
     assert [path.name for path in (cache / "agents" / "some-cli").iterdir()] == [".lock"]
     with pytest.raises(ConfigError, match="ng_prepare agents"):
         installed(source)
+
+
+def test_archive_that_leaves_its_directory_is_refused(cache: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "some-build-1.2.3.tgz"
+    archive.write_bytes(gzip.compress(pack_bytes("package/../../outside", b"data")))
+    with pytest.raises(ConfigError, match=r"some-build-1\.2\.3\.tgz cannot be unpacked: .*leaves the target"):
+        _unpack(archive, tmp_path / "inside" / "some-build")
+    assert not (tmp_path / "outside").exists()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import base64
 import fcntl
+import gzip
 import hashlib
 import os
 import shutil
 import subprocess
-import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import orjson
 
@@ -31,6 +32,7 @@ from nemo_gym.harness.provision import (
 )
 from nemo_gym.harness.provision.libraries import take_along
 from nemo_gym.harness.provision.python_tree import make_python_tree
+from nemo_gym.sandbox.archive import ArchiveError, extract
 
 FETCH_TIMEOUT_S = 1800.0
 
@@ -154,12 +156,16 @@ def _integrity(path: Path) -> str:
 
 def _unpack(archive: Path, directory: Path) -> None:
     """All of the archive without its first directory."""
-    directory.mkdir(parents=True)
-    with tarfile.open(archive) as tar:
-        for member in tar:
-            member.name = str(PurePosixPath(*PurePosixPath(member.name).parts[1:]))
-            if member.name != ".":
-                tar.extract(member, directory, filter="data")
+    with tempfile.TemporaryDirectory(dir=archive.parent) as unpacked:
+        # Not by `tarfile`, which can refuse members that leave the directory from Python 3.11.4 on only.
+        try:
+            with gzip.open(archive) as stream:
+                extract(stream.read, unpacked)
+            (first,) = Path(unpacked).iterdir()
+        except (ArchiveError, EOFError, ValueError, gzip.BadGzipFile, zlib.error) as error:
+            raise ConfigError(f"the npm archive {archive.name} cannot be unpacked: {error}", key="npm") from error
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        first.rename(directory)
 
 
 @contextmanager

@@ -58,7 +58,8 @@ class ServerLaunch:
                 "url": self.url,
                 "certificate_file": self.certificate_file,
                 "key_file": self.key_file,
-            }
+            },
+            option=orjson.OPT_NON_STR_KEYS,  # as YAML has them; their names are read as numbers again
         )
 
     @classmethod

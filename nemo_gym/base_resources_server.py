@@ -7,7 +7,8 @@ routes; it works unmodified. Either way the routes of `nemo_gym.environment.rout
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,6 +24,7 @@ from nemo_gym.environment.grading import verdict_of_reply
 from nemo_gym.environment.plugin_call import PluginCall, plain
 from nemo_gym.environment.routes import EnvironmentRoutes
 from nemo_gym.environment.rows import RESPONSE_KEY, public_row
+from nemo_gym.errors import ConfigError
 from nemo_gym.reward_profile import AggregateMetricsMixin, compute_aggregate_metrics
 from nemo_gym.serving.application import Application
 from nemo_gym.serving.server import BaseServer, SimpleServer
@@ -43,6 +45,9 @@ if TYPE_CHECKING:
         NeMoGymResponse,
         NeMoGymResponseCreateParamsNonStreaming,
     )
+    from nemo_gym.sandbox.base import SandboxProvider
+    from nemo_gym.sandbox.facade import AsyncSandbox
+    from nemo_gym.topology.provider import SandboxOwner
 
 __all__ = [
     "NEMO_GYM_MCP_METADATA_KEY",
@@ -65,6 +70,8 @@ __all__ = [
 
 NEMO_GYM_MCP_METADATA_KEY = "mcp"
 NEMO_GYM_MCP_SESSION_TOKEN_HEADER = "X-NeMo-Gym-Session-Token"
+GRADING_LEASE_S = 120.0
+"""How long a box of `SimpleResourcesServer.grading_box` outlives a server that is killed."""
 
 _WIRE = frozenset(
     {
@@ -121,6 +128,7 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
     """Keys of ``responses_create_params.metadata`` that an agent may see."""
 
     _environment: EnvironmentRoutes | None = PrivateAttr(default=None)
+    _box_owner: SandboxOwner | None = PrivateAttr(default=None)
 
     # -- hooks of new environments -------------------------------------------------------------------------------
 
@@ -167,6 +175,52 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
 
     async def close_session(self, rollout: RolloutIdentity) -> None:
         """Release what belongs to an attempt. Called once, when it is closed or fenced."""
+
+    # -- boxes of this environment's own -------------------------------------------------------------------------
+
+    def box_provider(self) -> SandboxProvider:
+        """The provider that the configuration's ``sandbox_provider`` means, ended with this server.
+
+        Raises:
+            ConfigError: the configuration has no ``sandbox_provider``, or none that can be used.
+        """
+        if self._box_owner is None:
+            from nemo_gym.topology.provider import SandboxOwner
+
+            configured = getattr(self.config, "sandbox_provider", None)
+            if configured is None:
+                raise ConfigError(
+                    f"environment '{self.config.name}' makes boxes, but its configuration class has no"
+                    " 'sandbox_provider'; add `sandbox_provider: str | dict[str, Any]`",
+                    key="sandbox_provider",
+                )
+            self._box_owner = SandboxOwner(configured, self.server_client)
+        return self._box_owner.provider()
+
+    @asynccontextmanager
+    async def grading_box(self, rollout: RolloutIdentity, **spec: Any) -> AsyncIterator[AsyncSandbox]:
+        """A fresh box for `grade`, destroyed when the block ends; when this server is killed, its lease ends it.
+
+        Args:
+            rollout: the attempt that is graded; the box is labelled with it.
+            spec: fields of `SandboxSpec`. Its network is ``none`` unless they say otherwise.
+
+        Raises:
+            ConfigError: see `box_provider`.
+            SandboxError: there is no such box to be had; raised out of `grade`, it makes the verdict invalid.
+        """
+        from nemo_gym.sandbox.base import SandboxRole, SandboxSpec
+        from nemo_gym.sandbox.facade import AsyncSandbox, keep_renewed
+        from nemo_gym.sandbox.labels import box_labels
+
+        labels = box_labels(
+            run=rollout.run_id, rollout=rollout.rollout_id, attempt=rollout.attempt, role=SandboxRole.EVAL
+        )
+        wanted = SandboxSpec(**{"ttl_s": GRADING_LEASE_S, **spec, "metadata": {**spec.get("metadata", {}), **labels}})
+        provider = self.box_provider()
+        async with AsyncSandbox(provider, wanted) as box:
+            async with keep_renewed(provider, box.handle, wanted.ttl_s or GRADING_LEASE_S):
+                yield box
 
     # -- hooks of NeMo Gym plugins -------------------------------------------------------------------------------
 
@@ -235,6 +289,10 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
     async def shutdown(self) -> None:
         if self._environment is not None:
             await self._environment.finish()
+        if self._box_owner is not None:
+            if (boxes := self.owned_boxes()) is not None:
+                await boxes.aclose()
+            await self._box_owner.aclose()
 
 
 def __getattr__(name: str) -> Any:

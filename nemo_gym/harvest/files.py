@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import posixpath
 import tarfile
+from collections.abc import Sequence
 
-from nemo_gym.errors import SandboxArchiveError, SandboxLostError
+from nemo_gym.errors import ContractError, SandboxArchiveError, SandboxLostError
 from nemo_gym.sandbox.archive import END_OF_ARCHIVE, ArchiveError, TarParser, encode_header, member_parts
 from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle, SandboxProvider
 from nemo_gym.session import Artifact, CommandHarvest, FilesHarvest
@@ -52,6 +53,30 @@ async def _append(
             if out.tell() > item.max_bytes:
                 raise _TooLarge
     parser.close()
+
+
+def harvested_file(artifacts: Sequence[Artifact], name: str, path: str) -> bytes | None:
+    """What the file at ``path`` in the box held, of the artifact of that name; ``None`` where there is no such file.
+
+    The archive may come from an agent server: whatever is odd about it is no file either, and no error.
+    """
+    artifact = next((found for found in artifacts if found.name == name), None)
+    if artifact is None or artifact.error or artifact.truncated:
+        return None
+    wanted, content = member_parts(posixpath.normpath(path).lstrip("/")), None
+    parser, inside = TarParser(), False
+    try:
+        for event in parser.feed(artifact.content()):
+            if isinstance(event, tarfile.TarInfo):
+                inside = event.isreg() and member_parts(event.name) == wanted
+                if inside:
+                    content = b""
+            elif inside and event is not None:
+                content = (content or b"") + event
+        parser.close()
+    except (ArchiveError, ContractError):
+        return None
+    return content
 
 
 async def harvest_command(provider: SandboxProvider, handle: SandboxHandle, item: CommandHarvest) -> Artifact:

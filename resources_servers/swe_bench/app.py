@@ -11,11 +11,10 @@ from pydantic import PrivateAttr
 
 from nemo_gym.base_resources_server import ReverifyMode, SimpleResourcesServer
 from nemo_gym.environment.owned_boxes import OwnedBoxes
-from nemo_gym.sandbox.base import SandboxProvider, SandboxRole
+from nemo_gym.sandbox.base import SandboxRole
 from nemo_gym.sandbox.labels import box_labels
 from nemo_gym.session import Artifact, RolloutIdentity, SessionDescriptor, Topology
 from nemo_gym.topology.borrowing import BROKER_CLIENT
-from nemo_gym.topology.provider import SandboxOwner
 from nemo_gym.verdict import Verdict
 from resources_servers.swe_bench.config import SweBenchConfig
 from resources_servers.swe_bench.confirm.comparing import close_comparers
@@ -41,7 +40,6 @@ class SweBenchServer(SimpleResourcesServer):
     )
     tool_access: ClassVar[tuple[str, ...]] = ("exec",)
 
-    _owner: SandboxOwner | None = PrivateAttr(default=None)
     _boxes: OwnedBoxes | None = PrivateAttr(default=None)
     _slots: asyncio.Semaphore | None = PrivateAttr(default=None)
 
@@ -54,14 +52,14 @@ class SweBenchServer(SimpleResourcesServer):
 
     async def open_session(self, row: dict[str, Any], rollout: RolloutIdentity) -> SessionDescriptor:
         task = SweBenchRow.from_mapping(dataset_row(row))
-        return describe(self.config, task, rollout, await resolve_image(self._provider(), dataset_row(row)))
+        return describe(self.config, task, rollout, await resolve_image(self.box_provider(), dataset_row(row)))
 
     async def grade(
         self, row: dict[str, Any], response: dict[str, Any], artifacts: Sequence[Artifact], rollout: RolloutIdentity
     ) -> Verdict:
         task = SweBenchRow.from_mapping(dataset_row(row))
         artifact = next((found for found in artifacts if found.name == PATCH_ARTIFACT), None)
-        image = await resolve_image(self._provider(), dataset_row(row))
+        image = await resolve_image(self.box_provider(), dataset_row(row))
         async with self._verifications():
             judgement = await judge(
                 self._site(image, rollout),
@@ -81,16 +79,12 @@ class SweBenchServer(SimpleResourcesServer):
 
     def owned_boxes(self) -> OwnedBoxes | None:
         """Behind a broker this server makes the working boxes and lends them; without one, the agents make them."""
-        if self._boxes is None and self._provider().name == BROKER_CLIENT:
-            self._boxes = OwnedBoxes(self._provider(), lease_s=self.config.work_lease_s)
+        if self._boxes is None and self.box_provider().name == BROKER_CLIENT:
+            self._boxes = OwnedBoxes(self.box_provider(), lease_s=self.config.work_lease_s)
         return self._boxes
 
     async def shutdown(self) -> None:
         await super().shutdown()
-        if self._boxes is not None:
-            await self._boxes.aclose()
-        if self._owner is not None:
-            await self._owner.aclose()
         await asyncio.to_thread(close_readers)
         await asyncio.to_thread(close_comparers)
 
@@ -100,7 +94,7 @@ class SweBenchServer(SimpleResourcesServer):
         return ControlStore.of(self.config.controls_dir).require(row, image.content)
 
     def _site(self, image: PreparedImage, rollout: RolloutIdentity) -> EvalSite:
-        provider, config = self._provider(), self.config
+        provider, config = self.box_provider(), self.config
         return EvalSite(
             provider=provider,
             image=image.name,
@@ -113,11 +107,6 @@ class SweBenchServer(SimpleResourcesServer):
             timeout_s=config.eval_timeout_s,
             lease_s=config.eval_lease_s,
         )
-
-    def _provider(self) -> SandboxProvider:
-        if self._owner is None:
-            self._owner = SandboxOwner(self.config.sandbox_provider, self.server_client)
-        return self._owner.provider()
 
     def _verifications(self) -> asyncio.Semaphore:
         if self._slots is None:

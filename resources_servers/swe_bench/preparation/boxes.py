@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import os
+import re
 import tarfile
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -21,14 +22,18 @@ from resources_servers.swe_bench.preparation.shims import Files
 BUILD_TTL_S = 2 * 3600.0
 STEP_TIMEOUT_S = 3600.0
 _CHUNK_BYTES = 1024 * 1024
-_TAIL_CHARS = 1500
+_HEAD_CHARS, _TAIL_CHARS = 600, 900
+_ERROR_LINE = re.compile(r"^\W*(npm (ERR!|error)|[\w.]*error\b|fatal:|E:|Traceback \()", re.IGNORECASE)
+_NPM_HELP = re.compile(
+    r"^npm (?:ERR!|error) *Usage:\n.*?^npm (?:ERR!|error) *Run \"npm help[^\n]*\n?", re.MULTILINE | re.DOTALL
+)
 _MAX_OUTPUT_BYTES = 4 * 1024 * 1024
 
 WriteTar = Callable[[tarfile.TarFile], None]
 
 
 class BuildBox:
-    """One box that becomes an image. Every command that fails raises `PreparationError` with the end of its output."""
+    """One box that becomes an image. Every command that fails raises `PreparationError` with its cause."""
 
     def __init__(
         self, provider: SandboxProvider, handle: SandboxHandle, registries: RegistryAccess, what: str
@@ -71,7 +76,7 @@ class BuildBox:
             return output
         ending = f"exit code {result.return_code}" if result.outcome is ExecOutcome.EXITED else result.outcome.value
         raise PreparationError(
-            f"{self._what}: {step} failed ({ending}): {output.strip()[-_TAIL_CHARS:] or 'no output'}",
+            f"{self._what}: {step} failed ({ending}): {cause_of(output) or 'no output'}",
             retryable=result.outcome is ExecOutcome.LOST,
         )
 
@@ -98,6 +103,19 @@ class BuildBox:
         """Remove what only building needed."""
         caches = ["/root/.npm", "/root/.cache"]
         await self.run(["rm", "-rf", BUILD_DIR, *caches], step="cleaning up")
+
+
+def cause_of(output: str) -> str:
+    """The part of a failed command's output that says why: from its first error on, without the help that npm prints
+    after an error; of a long one, the beginning and the end."""
+    said = _NPM_HELP.sub("", output).strip()
+    if len(said) > _HEAD_CHARS + _TAIL_CHARS:
+        lines = said.splitlines(keepends=True)
+        first = next((number for number, line in enumerate(lines) if _ERROR_LINE.match(line)), 0)
+        said = "".join(lines[first:])
+    if len(said) > _HEAD_CHARS + _TAIL_CHARS:
+        said = f"{said[:_HEAD_CHARS]}\n…\n{said[-_TAIL_CHARS:]}"
+    return said
 
 
 @contextlib.asynccontextmanager

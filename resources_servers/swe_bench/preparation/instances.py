@@ -18,7 +18,6 @@ from resources_servers.swe_bench.preparation.plan import PipInstall, RowPlan
 from resources_servers.swe_bench.preparation.registries import BUILD_DIR
 from resources_servers.swe_bench.preparation.repositories import read_at
 
-_CONSTRAINTS = f"{BUILD_DIR}/constraints.txt"
 _SCM = re.compile(r"setuptools[_-]scm")
 _ACTIVATE = f". {shims.CONDA_ROOT}/bin/activate && conda activate testbed"
 
@@ -58,7 +57,11 @@ async def _install_node_project(box: BuildBox) -> None:
     script = f"""
 export PATH={shims.NODE_BIN}:$PATH
 if [ -f package-lock.json ] || [ -f npm-shrinkwrap.json ]; then
-    npm ci
+    npm ci > {BUILD_DIR}/npm-ci.log 2>&1 || {{
+        # What the published images were installed with mends a lock file that is not that of package.json.
+        grep -q EUSAGE {BUILD_DIR}/npm-ci.log || {{ cat {BUILD_DIR}/npm-ci.log; exit 1; }}
+        npm install
+    }}
 elif [ -f package.json ]; then
     npm install --no-package-lock
 fi
@@ -77,12 +80,12 @@ async def _install_python_project(box: BuildBox, plan: RowPlan, git_dir: Path) -
         await box.put_files(shims.activation_files({**scm_env, **environment.env}))
     if plan.needs_tox:
         await box.put_files(shims.tox_files())
-    await box.put_files({_CONSTRAINTS: ("".join(f"{package}\n" for package in environment.packages or ()), 0o644)})
     await _install_build_requirements(box, texts[0])
     installs = plan.installs or _default_installs(git_dir, plan.row.base_commit)
     for install in installs:
         if isinstance(install, PipInstall):
-            command = ["-m", "pip", "install", "--no-build-isolation", "--constraint", _CONSTRAINTS]
+            # The packages are there already. None of them binds pip: the project, or what it requires, may be one.
+            command = ["-m", "pip", "install", "--no-build-isolation"]
             if install.editable:
                 command += ["--config-settings", shims.EDITABLE_MODE]
             await box.run(
@@ -119,7 +122,7 @@ async def _install_build_requirements(box: BuildBox, pyproject: str) -> None:
     missing = [str(item) for item in requirements if canonicalize_name(item.name) not in installed]
     if missing:
         await box.run(
-            [TESTBED_PYTHON, "-m", "pip", "install", "--constraint", _CONSTRAINTS, *missing],
+            [TESTBED_PYTHON, "-m", "pip", "install", *missing],
             step="installing what the project is built with",
             online=True,
         )

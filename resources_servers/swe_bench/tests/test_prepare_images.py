@@ -197,6 +197,76 @@ def test_a_row_without_repository_names_what_is_missing(store: Path, tmp_path: P
     assert "swebench/sweb.eval.x86_64.nobody_1776_nothing-1:latest" in error
 
 
+def make_row(place: Path, name: str, files: dict[str, str], eval_script: str) -> tuple[dict[str, Any], list[str]]:
+    """A row of a repository made of these files, and the words of `prepare` that name both."""
+    repository = place / "repos" / f"nobody__{name}"
+    repository.mkdir(parents=True)
+    for path, text in files.items():
+        (repository / path).write_text(text)
+    git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for words in (["init", "-q", "-b", "main"], ["add", "."], ["commit", "-qm", "base"]):
+        subprocess.run([*git, *words], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    changed = {"instance_id": f"nobody__{name}-1", "repo": f"nobody/{name}", "base_commit": head}
+    row = {**FIRST, **changed, "eval_script": eval_script}
+    (place / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    return row, [f"rows={place / 'rows.jsonl'}", f"repos={place / 'repos'}", "controls=off"]
+
+
+def prepare_one(store: Path, words: list[str]) -> dict[str, Any]:
+    command_line = [word for word in command(store, "--json") if not word.startswith("rows=")]
+    done = subprocess.run([*command_line, *words], capture_output=True, text=True, timeout=280)
+    (found,) = json.loads(done.stdout)["rows"]
+    return dict(found)
+
+
+def test_packages_that_the_project_requires_in_another_version_are_moved(store: Path, tmp_path: Path) -> None:
+    # As pytest's own repository, whose tests need packages that pin pytest; and pylint's, which pins its astroid.
+    project = """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "iniconfig"
+version = "9.9"
+dependencies = ["packaging>=24"]
+[tool.setuptools]
+py-modules = []
+"""
+    script = f"python -m pip install -e .\ngit checkout {'0' * 40} t.py\npytest -rA t.py\n"
+    row, words = make_row(tmp_path, "moved", {"pyproject.toml": project}, script)
+    packages = ["packaging==23.2", "iniconfig==2.0.0", "pluggy==1.4.0"]
+    entry = {"instance_id": row["instance_id"], "runtime": "python 3", "packages": packages}
+    (tmp_path / "environments.json").write_text(json.dumps([entry]))
+    found = prepare_one(store, [*words, f"environments={tmp_path / 'environments.json'}"])
+    assert found["status"] == "built", found
+
+    async def versions(provider: LocalProvider, handle: SandboxHandle) -> str | None:
+        show = "from importlib.metadata import version as v; print(v('iniconfig'), v('packaging'), v('pluggy'))"
+        return (await provider.exec(handle, ["python", "-c", show])).stdout
+
+    iniconfig, packaging, pluggy = str(in_box(store, row, versions)).split()
+    assert (iniconfig, pluggy) == ("9.9", "1.4.0")
+    assert int(packaging.split(".")[0]) >= 24
+
+
+def test_javascript_project_with_a_lock_file_out_of_sync_is_installed_from_its_package_file(
+    store: Path, tmp_path: Path
+) -> None:
+    package = {"name": "x", "version": "1.0.0", "dependencies": {"is-odd": "3.0.1"}}
+    lock = {"name": "x", "version": "1.0.0", "lockfileVersion": 3, "packages": {"": {"name": "x", "version": "1.0.0"}}}
+    files = {"package.json": json.dumps(package), "package-lock.json": json.dumps(lock)}
+    row, words = make_row(tmp_path, "unlocked", files, ". /opt/nvm/nvm.sh\nnpx jest t.js\n")
+    found = prepare_one(store, words)
+    assert found["status"] == "built", found
+
+    async def look(provider: LocalProvider, handle: SandboxHandle) -> str | None:
+        script = "node -p 'require(\"is-odd\")(3)'; git status --porcelain -uno"
+        return (await provider.exec(handle, script, cwd=TESTBED)).stdout
+
+    assert in_box(store, row, look) == "true\n"
+
+
 def test_a_copied_interpreter_starts_where_the_image_has_another_one(store: Path) -> None:
     """The tree of the interpreter that runs this test, with its own libraries, in a box that has the system's."""
     tree = host_runtime(Runtime("python", ".".join(map(str, sys.version_info[:3]))))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from nemo_gym.errors import ConfigError
+from resources_servers.swe_bench.preparation.boxes import cause_of
 from resources_servers.swe_bench.preparation.plan import (
     Environment,
     PipInstall,
@@ -198,3 +199,47 @@ def test_options_leave_the_sandboxs_settings_to_the_composition() -> None:
     options = Options.parse(["rows=r", "sandbox=local", "++sandbox.local.image_dir=/x", "workers=3", "instances=a,b"])
     assert options.sandbox == ("sandbox=local", "++sandbox.local.image_dir=/x")
     assert (options.workers, options.instances) == (3, frozenset({"a", "b"}))
+
+
+NPM_ERROR = "".join(
+    f"npm error {line}".rstrip() + "\n"
+    for line in (
+        "code EUSAGE",
+        "",
+        "`npm ci` can only install packages when your package.json and package-lock.json are in sync.",
+        "",
+        "Missing: is-odd@3.0.1 from lock file",
+        "",
+        "Clean install a project",
+        "",
+        "Usage:",
+        "npm ci",
+        "",
+        "Options:",
+        *("  --an-option\nnpm error     What the option is good for." for _ in range(100)),
+        "",
+        'Run "npm help ci" for more info',
+        "A complete log of this run can be found in: /root/.npm/_logs/debug-0.log",
+    )
+)
+PIP_ERROR = (
+    "".join(f"Collecting package-{number}\n  Downloading package_{number}-1.0.tar.gz\n" for number in range(100))
+    + "  error: subprocess-exited-with-error\n  × Getting requirements to build wheel did not run successfully.\n"
+    + "".join(f"      File 'frame_{number}.py', line 1, in frame\n" for number in range(100))
+    + "      ModuleNotFoundError: No module named 'numpy'\n      [end of output]\n"
+)
+
+
+def test_error_of_a_step_is_its_cause_and_no_help_text() -> None:
+    said = cause_of(NPM_ERROR)
+    assert said.startswith("npm error code EUSAGE")
+    assert "Missing: is-odd@3.0.1 from lock file" in said
+    assert "--an-option" not in said
+
+
+def test_error_of_a_long_step_has_where_it_began_and_how_it_ended() -> None:
+    said = cause_of(PIP_ERROR)
+    assert said.startswith("error: subprocess-exited-with-error") or said.startswith("  error: subprocess")
+    assert "No module named 'numpy'" in said
+    assert len(said) < 1600
+    assert cause_of("x" * 5000).endswith("x" * 900)

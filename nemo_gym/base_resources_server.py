@@ -17,7 +17,7 @@ import structlog
 from pydantic import PrivateAttr
 from starlette.requests import Request
 
-from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest, BaseRunServerInstanceConfig
+from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest, BaseRunServerInstanceConfig, CommandPath
 from nemo_gym.credentials import Role
 from nemo_gym.environment.attempts import AttemptStore
 from nemo_gym.environment.grading import verdict_of_reply
@@ -109,7 +109,7 @@ class BaseResourcesServerConfig(BaseRunServerInstanceConfig):
     expose_tools_over_mcp: bool = False
     """Serve the tools (typed ``POST /<tool>`` routes) at ``/mcp`` as well, also where the class's ``tool_access`` does
     not name ``mcp``. Needs the extra ``mcp``."""
-    state_dir: str | None = None
+    state_dir: CommandPath | None = None
     """Where verdicts are kept so that they survive a restart; default: the run's directory, else memory."""
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from nemo_gym.command_directory import from_command
 from nemo_gym.errors import ConfigError
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "BaseRunServerConfig",
     "BaseRunServerInstanceConfig",
     "BaseServerConfig",
+    "CommandPath",
     "ConfigError",
     "DatasetConfig",
     "Domain",
@@ -29,6 +32,9 @@ __all__ = [
     "ServerRef",
     "is_server_ref",
 ]
+
+CommandPath = Annotated[Path, AfterValidator(from_command)]
+"""A file or directory of this host in a configuration; a relative one starts where the command was typed."""
 
 
 class ModelServerRef(BaseModel):

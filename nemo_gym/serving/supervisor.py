@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_gym.command_directory import COMMAND_DIRECTORY_VARIABLE
 from nemo_gym.configuration.compose import Composition
 from nemo_gym.configuration.hosts import Hosts
 from nemo_gym.configuration.keys import AGENT_TYPE, ENVIRONMENT_TYPE, MODEL_TYPE
@@ -177,11 +178,15 @@ class Supervisor:
 
     def _environment(self) -> dict[str, str]:
         """Variables that the configuration passes on by name (``pass_env: [HF_TOKEN]``); set in the process, so they
-        are not in the block of variables that other users of the machine may read. And the roots, the user's working
-        directory among them: a server works in its plugin's folder, and still finds files as the command line does."""
+        are not in the block of variables that other users of the machine may read. And the roots, and the user's
+        working directory: a server works in its plugin's folder, and still finds files as the command line does."""
         names = self.composition.values.get("pass_env") or []
         passed = {str(name): os.environ[str(name)] for name in names if str(name) in os.environ}
-        return {**passed, EXTRA_ROOTS_VARIABLE: os.pathsep.join(map(str, self.composition.roots))}
+        return {
+            **passed,
+            EXTRA_ROOTS_VARIABLE: os.pathsep.join(map(str, self.composition.roots)),
+            COMMAND_DIRECTORY_VARIABLE: str(Path.cwd()),
+        }
 
     async def _watch_start(self, server: Server, ready_fd: int) -> None:
         """Read the ready pipe to its end: ``ready``, ``error {…}`` or nothing when the process dies."""

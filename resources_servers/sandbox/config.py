@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
-from nemo_gym.config_types import BaseRunServerInstanceConfig
+from nemo_gym.config_types import BaseRunServerInstanceConfig, CommandPath
 from nemo_gym.sandbox.base import DEFAULT_TTL_S
 from nemo_gym.sandbox.wire.boxes import BoxSpec
 from nemo_gym.sandbox.wire.fields import MAX_STDIN_BYTES, MAX_TTL_S
@@ -35,7 +35,7 @@ class BrokerConfig(BaseRunServerInstanceConfig):
     """The backend: name of a ``sandbox`` block, or a block itself; any provider but ``remote``."""
     database_url: str | None = None
     """``sqlite:////path`` or ``postgresql://user@host/name``; ``None`` is a SQLite file in the state directory."""
-    state_dir: str | None = None
+    state_dir: CommandPath | None = None
     """Where the registry, the spool and the broker's identity are, one process at a time; ``None`` is the run's."""
     identity: str | None = Field(None, min_length=1, max_length=128)
     """Name that this broker's boxes carry as a label, unique among brokers of one backend or database; ``None`` is a

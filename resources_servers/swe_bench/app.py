@@ -70,7 +70,7 @@ class SweBenchServer(SimpleResourcesServer):
                 require_controls=self.config.require_controls,
             )
         if self.config.logs_dir is not None:
-            await asyncio.to_thread(_keep_log, Path(self.config.logs_dir), task, rollout, judgement.log)
+            await asyncio.to_thread(_keep_log, self.config.logs_dir, task, rollout, judgement.log)
         return judgement.verdict
 
     async def gold_solution(self, row: dict[str, Any]) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym.base_resources_server import BaseResourcesServerConfig
+from nemo_gym.config_types import CommandPath
 from nemo_gym.sandbox.base import SandboxResources
 from nemo_gym.session import Topology
 
@@ -66,8 +67,8 @@ class SweBenchConfig(BaseResourcesServerConfig):
     require_controls: Literal["strong", "weak", "none"] = "none"
     """How well every test to be fixed must be controlled; attempts at other rows end without a verdict
     (``controls_weak``)."""
-    controls_dir: str | None = None
+    controls_dir: CommandPath | None = None
     """Where ``ng_prepare`` put the controls; ``null`` is ``~/.local/state/nemo-gym/swe-bench/controls``."""
-    logs_dir: str | None = None
+    logs_dir: CommandPath | None = None
     """Keeps every official run's log as ``<logs_dir>/<instance_id>/<rollout_id>-a<attempt>/test_output.txt``, where
     ``regrade`` finds it."""

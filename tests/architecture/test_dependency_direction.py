@@ -36,6 +36,7 @@ VENDOR_SDKS = frozenset(
 # Lower number = nearer to the ground. A module imports its own layer and those below it.
 LAYERS = {
     "nemo_gym.errors": 0,
+    "nemo_gym.command_directory": 0,
     "nemo_gym.group_commit": 0,
     "nemo_gym.worker_pool": 0,
     "nemo_gym.configuration.suggest": 0,

@@ -38,6 +38,14 @@ def test_wrong_answers_are_rewarded_with_nothing(root: Path) -> None:
         assert rewards(root / RESULTS) == [0.0, 0.0]
 
 
+def test_relative_paths_of_servers_start_where_the_command_was_typed(root: Path) -> None:
+    rows = write_rows(root / "rows.jsonl", 1)
+    kept = "sums.resources_servers.sums.state_dir=kept/attempts"
+    with ng_run(root, *GROUPS, kept, f"input={rows}", f"output={root / RESULTS}") as stack:
+        assert stack.wait_end() == 0, stack.stderr
+    assert [path.suffix for path in (root / "kept" / "attempts").glob("*.sqlite")] == [".sqlite"]
+
+
 def test_rollouts_run_against_a_stack_that_runs_already(root: Path) -> None:
     rows = write_rows(root / "rows.jsonl", 3)
     with ng_run(root, *GROUPS) as stack:

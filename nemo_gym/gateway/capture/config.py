@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pydantic import BaseModel, ConfigDict, Field
+
+from nemo_gym.config_types import CommandPath
 
 
 class CaptureConfig(BaseModel):
@@ -12,7 +12,7 @@ class CaptureConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    directory: Path
+    directory: CommandPath
     """Made when missing. One gateway at a time writes to it."""
     bodies: bool = True
     """Whether request and answer bodies are kept, redacted; otherwise only their sizes."""

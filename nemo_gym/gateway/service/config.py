@@ -10,6 +10,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig
+from nemo_gym.config_types import CommandPath
 from nemo_gym.errors import ConfigError
 from nemo_gym.gateway.capture import CaptureConfig
 from nemo_gym.gateway.engines import EngineConfig
@@ -33,10 +34,10 @@ class PolicyConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    path: Path
+    path: CommandPath
     """The model's local directory: ``tokenizer.json``, ``tokenizer_config.json``, a chat template. Nothing is
     downloaded, and no weights are read."""
-    chat_template: Path | None = None
+    chat_template: CommandPath | None = None
     """A Jinja file in place of the directory's own template."""
     stop_tokens: list[str] = Field(default_factory=list)
     """Tokens that end a turn, beside those that the directory names."""
@@ -114,7 +115,7 @@ class GatewayConfig(BaseResponsesAPIModelConfig):
     ``generation_log_probs``."""
     routing: RoutingConfig = Field(default_factory=RoutingConfig)
     retries: RetryConfig = Field(default_factory=RetryConfig)
-    journal_dir: Path | None = None
+    journal_dir: CommandPath | None = None
     """Where sessions and turns are kept. Default: in the run's directory; started by hand, ``gateway-journal`` in the
     working directory."""
     durability: Durability = "process"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import nemo_gym
+from nemo_gym.command_directory import from_command
 from nemo_gym.configuration.suggest import reject_unknown_keys
 from nemo_gym.errors import ConfigError, SandboxCreateError
 from nemo_gym.sandbox.base import SandboxResources
@@ -82,8 +83,7 @@ class SupervisedOptions:
         known = dict(values)
         for name in ("state_dir", "image_dir"):
             if name in known:
-                path = Path(known[name]).expanduser()
-                known[name] = Path(os.path.abspath(path))  # noqa: PTH100 - links stay as they are given
+                known[name] = from_command(known[name])
         if isinstance(known.get("default_resources"), Mapping):
             known["default_resources"] = SandboxResources.from_mapping(known["default_resources"])
         if "hide" in known:

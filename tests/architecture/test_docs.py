@@ -134,6 +134,14 @@ def test_links_lead_to_files_and_headings(path: Path) -> None:
     assert broken == []
 
 
+def test_licence_file_is_the_one_that_the_package_names() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert (project["license"], project["license-files"]) == ("Apache-2.0", ["LICENSE"])
+    text = " ".join((ROOT / "LICENSE").read_text(encoding="utf-8").split())
+    assert text.startswith("Apache License Version 2.0, January 2004")
+    assert text.endswith("limitations under the License.")
+
+
 # ------------------------------------------------------------------------------------------------------- commands
 
 

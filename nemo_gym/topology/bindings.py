@@ -19,7 +19,7 @@ from nemo_gym.errors import ConfigError
 from nemo_gym.sandbox.base import NetworkPolicy, SandboxResources, SandboxSpec
 from nemo_gym.session import ActRequest, EgressPolicy, SandboxRef, SessionDescriptor, Topology
 from nemo_gym.topology.doors import process_doors, world_doors
-from nemo_gym.topology.merge import HarnessNeeds, merge_env, world_spec
+from nemo_gym.topology.merge import HarnessNeeds, bounded, merge_env, world_spec
 
 _SINGLE_VALUES = ("image", "workdir", "user", "entrypoint", "ready_timeout_s", "ttl_s")
 
@@ -87,6 +87,7 @@ def _scratch(request: ActRequest, needs: HarnessNeeds, boxes: AgentBoxes) -> San
         env=env,
         mounts=(*boxes.scratch.mounts, *needs.mounts),
         requires=tuple(dict.fromkeys((*boxes.scratch.requires, *needs.requires))),
+        resources=bounded(boxes.scratch.resources, descriptor.limits),
         network=NetworkPolicy.OPEN if is_open else NetworkPolicy.NONE,
         doors=process_doors(descriptor, request.inference, topology=Topology.NONE, needs=needs)
         if needs.model_in_box

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nemo_gym.errors import ConfigError
-from nemo_gym.sandbox.base import Mount, NetworkPolicy, SandboxSpec
-from nemo_gym.session import BoxNeeds, Egress, EgressPolicy, SessionDescriptor
+from nemo_gym.sandbox.base import Mount, NetworkPolicy, SandboxResources, SandboxSpec
+from nemo_gym.session import BoxNeeds, Egress, EgressPolicy, Limits, SessionDescriptor
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,20 @@ def world_spec(spec: SandboxSpec, descriptor: SessionDescriptor, needs: HarnessN
             )
     mounts = tuple({**taken, **{mount.target: mount for mount in needs.mounts}}.values())
     requires = tuple(dict.fromkeys((*spec.requires, *descriptor.placement.requires, *needs.requires)))
-    return spec.replace(env=env, mounts=mounts, requires=requires, network=network_policy(descriptor.egress))
+    return spec.replace(
+        env=env,
+        mounts=mounts,
+        requires=requires,
+        resources=bounded(spec.resources, descriptor.limits),
+        network=network_policy(descriptor.egress),
+    )
+
+
+def bounded(resources: SandboxResources, limits: Limits) -> SandboxResources:
+    """A box's resources, with the attempt's limits in place of what was wanted."""
+    given = {name: value for name in ("cpu", "memory_mib") if (value := getattr(limits, name)) is not None}
+    unlimited = tuple(name for name in resources.unlimited if name not in given)
+    return replace(resources, unlimited=unlimited, **given)
 
 
 def network_policy(egress: Egress) -> NetworkPolicy:

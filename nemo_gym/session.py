@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from nemo_gym.errors import ConfigError
 from nemo_gym.sandbox.base import Mount, NetworkPolicy, SandboxResources, SandboxSpec
 
 DESCRIPTOR_VERSION: Literal[1] = 1
@@ -228,10 +229,27 @@ class Egress(_Contract):
 
     policy: EgressPolicy = EgressPolicy.MODEL_ONLY
     allow: tuple[str, ...] = ()
-    """Host names or networks, with ``allowlist`` only."""
+    """With ``allowlist`` only: names (``pypi.org``), all names below one (``*.pypi.org``) or networks
+    (``10.0.0.0/8``), with ``:port`` where it is not 80 and 443. Processes find a proxy to them in ``HTTPS_PROXY`` and
+    ``HTTP_PROXY``. A name that leads to an address that is not public needs that address in the list too."""
     doors: tuple[DoorRequest, ...] = (DoorRequest(name=MODEL_DOOR, port=DEFAULT_MODEL_DOOR_PORT),)
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of every process in the box."""
+
+    @model_validator(mode="after")
+    def _list_fits_policy(self) -> Self:
+        from nemo_gym.sandbox.egress import AllowedHosts
+
+        if (self.policy is EgressPolicy.ALLOWLIST) is not bool(self.allow):
+            raise ValueError(
+                f"egress.allow goes with egress.policy 'allowlist' and with no other; policy is '{self.policy}' and"
+                f" allow has {len(self.allow)} entries"
+            )
+        try:
+            AllowedHosts(self.allow)
+        except ConfigError as error:
+            raise ValueError(error.message) from None
+        return self
 
 
 class GitDiffHarvest(_Contract):

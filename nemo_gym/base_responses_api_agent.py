@@ -8,6 +8,7 @@ row reference instead of the private part of its row.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from uuid import uuid4
@@ -47,13 +48,16 @@ from nemo_gym.serving.server import BaseServer, SimpleServer
 from nemo_gym.session import (
     ActRequest,
     ActResponse,
+    AgentOutcome,
     BoxNeeds,
     InferenceEndpoint,
+    Limits,
     RolloutIdentity,
     SessionDescriptor,
     Topology,
 )
 from nemo_gym.topology.teardown import CLOSE_TIMEOUT_S, shielded
+from nemo_gym.topology.transcript import response_object
 
 if TYPE_CHECKING:
     from nemo_gym.environment.wire import BaseRunRequest, BaseVerifyResponse
@@ -148,7 +152,15 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
             "overrides_run": self.overrides("run"),
             "row_access": self.config.row_access,
             "topologies": [str(topology) for topology in self.topologies],
+            "limits": sorted(self.kept_limits()),
         }
+
+    def kept_limits(self) -> frozenset[str]:
+        """Names of the `Limits` that this agent keeps to. Default: all, as `act_in_world` does; of NeMo Gym's agents,
+        one that answers by ``responses`` is stopped at its wall clock, and one with its own ``run`` keeps none."""
+        if self.overrides("run"):
+            return frozenset()
+        return frozenset(Limits.model_fields) if self.overrides("act") else frozenset({"wall_clock_s"})
 
     # -- wiring --------------------------------------------------------------------------------------------------
 
@@ -221,8 +233,19 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
         header = "; ".join(f"{name}={value}" for name, value in cookies.items())
         headers = [(b"cookie", header.encode("latin-1"))] if header else []
         request = Request({"type": "http", "method": "POST", "path": "/v1/responses", "headers": headers})
-        with inference_context(self._server_name("model_server") or "", asked.inference.token):
-            reply = await PluginCall(self.responses)(request, asked.responses_create_params)
+        seconds = asked.wall_clock_s(None)
+        try:
+            async with asyncio.timeout(seconds) as deadline:
+                with inference_context(self._server_name("model_server") or "", asked.inference.token):
+                    reply = await PluginCall(self.responses)(request, asked.responses_create_params)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            return ActResponse(
+                response=response_object([], model=asked.inference.model),
+                outcome=AgentOutcome.TIMED_OUT,
+                outcome_detail=f"stopped after {seconds:g} s of wall-clock time",
+            )
         return ActResponse(response=plain(reply))
 
     async def _box_needs_route(self, request: Request) -> Response:

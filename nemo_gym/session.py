@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from nemo_gym.errors import ConfigError
 from nemo_gym.sandbox.base import Mount, NetworkPolicy, SandboxResources, SandboxSpec
 
 DESCRIPTOR_VERSION: Literal[1] = 1
@@ -228,10 +229,27 @@ class Egress(_Contract):
 
     policy: EgressPolicy = EgressPolicy.MODEL_ONLY
     allow: tuple[str, ...] = ()
-    """Host names or networks, with ``allowlist`` only."""
+    """With ``allowlist`` only: names (``pypi.org``), all names below one (``*.pypi.org``) or networks
+    (``10.0.0.0/8``), with ``:port`` where it is not 80 and 443. Processes find a proxy to them in ``HTTPS_PROXY`` and
+    ``HTTP_PROXY``. A name that leads to an address that is not public needs that address in the list too."""
     doors: tuple[DoorRequest, ...] = (DoorRequest(name=MODEL_DOOR, port=DEFAULT_MODEL_DOOR_PORT),)
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of every process in the box."""
+
+    @model_validator(mode="after")
+    def _list_fits_policy(self) -> Self:
+        from nemo_gym.sandbox.egress import AllowedHosts
+
+        if (self.policy is EgressPolicy.ALLOWLIST) is not bool(self.allow):
+            raise ValueError(
+                f"egress.allow goes with egress.policy 'allowlist' and with no other; policy is '{self.policy}' and"
+                f" allow has {len(self.allow)} entries"
+            )
+        try:
+            AllowedHosts(self.allow)
+        except ConfigError as error:
+            raise ValueError(error.message) from None
+        return self
 
 
 class GitDiffHarvest(_Contract):
@@ -276,10 +294,22 @@ class Limits(_Contract):
     """Bounds of the attempt; the binding enforces them, whatever the harness does."""
 
     wall_clock_s: float | None = Field(None, gt=0)
+    """Of the harness's work, without what it takes to make the box and to harvest it."""
     max_turns: int | None = Field(None, gt=0)
+    """Answers of the model."""
     max_output_bytes: int | None = Field(None, gt=0)
+    """What the processes that the harness starts in the box write to standard output and error, all together; for a
+    harness without a box, what its tools answer. Passing it ends the attempt as ``max_output``."""
     memory_mib: int | None = Field(None, gt=0)
+    """Of the attempt's box, in place of what its spec says."""
     cpu: float | None = Field(None, gt=0)
+    """Cores of the attempt's box, in place of what its spec says."""
+
+    def over(self, others: Limits) -> Limits:
+        """These limits, and those of ``others`` that are not given here."""
+        return self.model_copy(
+            update={name: getattr(others, name) for name in type(self).model_fields if getattr(self, name) is None}
+        )
 
 
 class SessionDescriptor(_Contract):
@@ -405,6 +435,7 @@ class AgentOutcome(StrEnum):
 
     COMPLETED = "completed"
     MAX_TURNS = "max_turns"
+    MAX_OUTPUT = "max_output"
     TIMED_OUT = "timed_out"
     REFUSED = "refused"
     CRASHED = "crashed"
@@ -422,8 +453,20 @@ class ActRequest(BaseModel):
     """The public part of the row's parameters."""
     descriptor: SessionDescriptor
     inference: InferenceEndpoint
+    limits: Limits = Field(default_factory=Limits)
+    """Those of them that the run sets. They are in the descriptor already, over the environment's; here is what wins
+    over the agent's own configuration."""
     validation: dict[str, Any] | None = None
     """Private row fields, in the explicit validation mode only (see `oracle_agent`); results are labelled so."""
+
+    def turns(self, configured: int | None) -> int | None:
+        """How many turns there are: the run's number, else the lower of the environment's and the agent's own."""
+        given = [most for most in (configured, self.descriptor.limits.max_turns) if most is not None]
+        return self.limits.max_turns or min(given, default=None)
+
+    def wall_clock_s(self, configured: float | None) -> float | None:
+        """The run's seconds, else the environment's, else the agent's own."""
+        return self.descriptor.limits.wall_clock_s or configured
 
 
 class ActResponse(BaseModel):

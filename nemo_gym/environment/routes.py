@@ -49,7 +49,7 @@ from nemo_gym.errors import ConfigError, ContractError, InvalidBodyError, RowErr
 from nemo_gym.serving.middleware import caller_of, require_role
 from nemo_gym.serving.problems import JsonResponse, parse_json_object
 from nemo_gym.serving.sessions import LazySession
-from nemo_gym.session import AgentOutcome, Artifact, BoxNeeds, RolloutIdentity, SessionDescriptor, Topology
+from nemo_gym.session import AgentOutcome, Artifact, BoxNeeds, Limits, RolloutIdentity, SessionDescriptor, Topology
 
 if TYPE_CHECKING:
     from nemo_gym.base_resources_server import SimpleResourcesServer
@@ -85,6 +85,8 @@ class SessionEnvelope(BaseModel):
 
     rollout: RolloutIdentity
     topology: str | None = None
+    limits: Limits = Field(default_factory=Limits)
+    """The run's, which win over the environment's."""
     row_ref: str | None = Field(None, repr=False)
     validation: Literal["gold", "nothing"] | None = None
     artifacts: list[Artifact] = Field(default_factory=list)
@@ -277,6 +279,7 @@ class EnvironmentRoutes:
         if descriptor.rollout != rollout:
             raise ContractError(f"open_session of '{self._server.config.name}' returned another attempt's descriptor")
         descriptor = _placed(descriptor, asked.envelope.topology)
+        descriptor = descriptor.model_copy(update={"limits": asked.envelope.limits.over(descriptor.limits)})
         if self._mcp is not None:
             session.pop(ALLOWED_TOOLS_SESSION_KEY, None)
             if (names := self._server.mcp_allowed_tools_for_session(asked.row)) is not None:

@@ -42,7 +42,7 @@ class CliAgentConfig(BaseResponsesAPIAgentConfig):
     """Settings of the harness itself; its options class says which."""
     max_turns: int | None = Field(None, gt=0)
     """Model answers per attempt, of sub-agents and of side requests (titles, summaries) too: counted at the model's
-    door, which forwards no more. A descriptor's ``limits.max_turns`` lowers it."""
+    door, which forwards no more. A descriptor's ``limits.max_turns`` lowers it; the run's wins."""
     max_model_failures: int | None = Field(10, gt=0)
     """Requests to the model that fail one after another (429, 5xx, no or half an answer), however often the CLI would
     ask again, before the attempt ends as ``model_unreachable``. ``None`` leaves it to the CLI and the wall clock."""
@@ -144,9 +144,8 @@ class CliAgent(SimpleResponsesAPIAgent):
         return package.directory or installed(package)
 
     def _context(self, request: ActRequest) -> HarnessContext:
-        params, limits = request.responses_create_params, request.descriptor.limits
+        params = request.responses_create_params
         system, prompt = prompt_text(params)
-        turns = [limit for limit in (self.config.max_turns, limits.max_turns) if limit is not None]
         return HarnessContext(
             prompt=prompt,
             system=system,
@@ -158,8 +157,8 @@ class CliAgent(SimpleResponsesAPIAgent):
             install_dir=self._harness.package.install_dir,
             executable=self._harness.package.executable,
             session_uuid=str(uuid.uuid5(uuid.NAMESPACE_URL, request.descriptor.rollout.attempt_id)),
-            max_turns=min(turns) if turns else None,
-            wall_clock_s=limits.wall_clock_s or self.config.wall_clock_s,
+            max_turns=request.turns(self.config.max_turns),
+            wall_clock_s=request.wall_clock_s(self.config.wall_clock_s),
             max_output_tokens=params.get("max_output_tokens"),
         )
 

@@ -19,7 +19,7 @@ from nemo_gym.harness.verdict import judge, within_reach
 from nemo_gym.harness.watch import until_over
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest
 from nemo_gym.session import MODEL_DOOR, AgentOutcome, HarvestItem
-from nemo_gym.topology.world import HarnessRun, World
+from nemo_gym.topology.world import HarnessRun, OutputLimitError, World
 
 MAX_OUTPUT_BYTES = 512 * 1024 * 1024
 """Of each stream; it is read and thrown away beyond. Nothing near this much is ever held."""
@@ -73,6 +73,8 @@ async def run_in_box(
         ended = _ended(world, end, stopped, errors, reader, settings.mcp_servers)
         run.outcome, run.detail = judge(harness, ended)
         run.within_reach = within_reach(run.outcome, ended)
+    except OutputLimitError as over:
+        run.outcome, run.detail = AgentOutcome.MAX_OUTPUT, over.message
     except asyncio.CancelledError:
         run.detail = "the attempt was stopped"
         raise
@@ -149,7 +151,8 @@ def _ended(
 def _status(outcome: AgentOutcome) -> InvocationStatus:
     if outcome is AgentOutcome.COMPLETED:
         return "completed"
-    return "incomplete" if outcome in (AgentOutcome.MAX_TURNS, AgentOutcome.TIMED_OUT) else "failed"
+    limited = (AgentOutcome.MAX_TURNS, AgentOutcome.MAX_OUTPUT, AgentOutcome.TIMED_OUT)
+    return "incomplete" if outcome in limited else "failed"
 
 
 def _observations(

@@ -10,6 +10,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_gym.configuration.suggest import reject_unknown_keys
 from nemo_gym.errors import ConfigError
+from nemo_gym.session import Limits
 
 
 def _named(*names: str, default: Any = None, **constraints: Any) -> Any:
@@ -59,6 +60,14 @@ class RolloutRunConfig(BaseModel):
     """Attempts per rollout when the infrastructure fails; EVAL alone is tried as often on the same artifact."""
     retry_delay_s: float = Field(0.5, ge=0)
     """Wait before the second attempt; doubles with each further one, up to 30 s."""
+    wall_clock_s: float | None = Field(None, gt=0)
+    """Of one attempt's agent, which then ends as ``timed_out`` and is graded. This and the next four win over what
+    environments and agents say; ``None`` leaves it to them."""
+    max_turns: int | None = Field(None, ge=1)
+    max_output_bytes: int | None = Field(None, ge=1)
+    memory_mib: int | None = Field(None, ge=1)
+    """Of one attempt's box, and ``cpu`` its cores."""
+    cpu: float | None = Field(None, gt=0)
     lease_s: float = Field(60.0, gt=0)
     """How long a job stays with a silent worker before it returns to the queue."""
 
@@ -111,6 +120,11 @@ class RolloutRunConfig(BaseModel):
             raise ValueError("retry_failed=true needs resume=true")
         if self.shard is not None and self.shard_of[0] >= self.shard_of[1]:
             raise ValueError(f"shard={self.shard}: the first number is at most the second (shard=1/2 and shard=2/2)")
+        if self.wall_clock_s is not None and self.wall_clock_s >= self.run_timeout_s:
+            raise ValueError(
+                f"wall_clock_s={self.wall_clock_s:g} must be less than run_timeout_s={self.run_timeout_s:g}, where a"
+                " rollout ends without a verdict; raise run_timeout_s"
+            )
         if self.resume and self.overwrite:
             raise ValueError("choose one of resume=true (continue) and overwrite=true (discard)")
         return self
@@ -136,6 +150,11 @@ class RolloutRunConfig(BaseModel):
         """Request parameters that win over the row's."""
         chosen = {"temperature": self.temperature, "top_p": self.top_p, "max_output_tokens": self.max_output_tokens}
         return {**self.responses_create_params, **{key: value for key, value in chosen.items() if value is not None}}
+
+    @property
+    def limits(self) -> Limits:
+        """The attempt's limits that this run sets."""
+        return Limits(**{name: getattr(self, name) for name in Limits.model_fields})
 
     @property
     def base_seed(self) -> int | None:

@@ -39,7 +39,24 @@ async def checked_route(client: ServerClient, peers: Peers, agent: str, config: 
         raise ConfigError(
             f"agent '{agent}' only validates environments; run it with oracle=gold or oracle=nothing", key="validation"
         )
-    return replace(route, opaque_run=opaque, box_needs=None if opaque else await _box_needs(peers, route))
+    box_needs = None if opaque else await _box_needs(peers, route)
+    _check_limits(agent, ready, config, owns_boxes=box_needs is not None)
+    return replace(route, opaque_run=opaque, box_needs=box_needs)
+
+
+def _check_limits(agent: str, ready: Any, config: RolloutRunConfig, *, owns_boxes: bool) -> None:
+    """Refuse limits of the run that nobody would keep."""
+    kept = set(ready.get("limits") or ()) if isinstance(ready, dict) else set()
+    if owns_boxes:
+        kept |= {"memory_mib", "cpu"}
+    lost = [name for name in config.limits.model_dump(exclude_none=True) if name not in kept]
+    if lost:
+        able = f"it keeps {', '.join(sorted(kept))}" if kept else "it keeps none of a run's limits"
+        raise ConfigError(
+            f"{' and '.join(lost)} cannot be kept with agent '{agent}': {able}. Leave the key out, or choose an agent"
+            " that works in a box",
+            key=lost[0],
+        )
 
 
 async def _box_needs(peers: Peers, route: Route) -> Mapping[str, Any] | None:

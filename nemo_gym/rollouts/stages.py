@@ -63,6 +63,10 @@ class HttpStage(ABC):
     @abstractmethod
     async def _run(self, attempt: Attempt) -> bytes: ...
 
+    def _limits(self) -> dict[str, Any]:
+        """The limits that the run sets; empty where it leaves them to environment and agent."""
+        return self._config.limits.model_dump(exclude_none=True)
+
     def _peers_of(self, attempt: Attempt) -> Peers:
         return self._peers.of_attempt(attempt.replicas)
 
@@ -158,6 +162,8 @@ class InitStage(HttpStage):
             session["validation"] = validation
         if self._topology is not None:
             session["topology"] = self._topology
+        if limits := self._limits():
+            session["limits"] = limits
         if attempt.route.box_needs is not None:
             session["box_needs"] = attempt.route.box_needs
         body = attempt.row_with(**{SESSION_KEY: session})
@@ -224,6 +230,8 @@ class RunStage(HttpStage):
             "descriptor": attempt.descriptor,
             "inference": endpoint,
         }
+        if limits := self._limits():
+            body["limits"] = limits
         if attempt.validation is not None:
             body["validation"] = attempt.validation
         reply = await self._peers_of(attempt).post(agent, "/act", body, cookies=attempt.cookies)

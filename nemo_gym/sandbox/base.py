@@ -137,7 +137,8 @@ class Door:
     """A listener on the box's loopback that reaches one target outside, and only the routes it allows.
 
     The listener belongs to whoever owns the box's host. It dials ``target``, adds ``headers`` (which never enter the
-    box) and forwards only requests that match ``allow``.
+    box) and forwards only requests that match ``allow``. One of kind ``proxy`` has no target: it is a forward proxy to
+    the hosts of ``allow`` (see `nemo_gym.sandbox.egress`).
     """
 
     name: str
@@ -147,12 +148,14 @@ class Door:
     target: str
     """Base URL outside the box; the request's path is appended to it."""
     allow: tuple[str, ...]
-    """``METHOD /path`` patterns; ``*`` stands for one path segment, a final ``/**`` for any rest."""
+    """``METHOD /path`` patterns; ``*`` stands for one path segment, a final ``/**`` for any rest. Of a proxy: names,
+    ``*.name`` or networks, with ``:port`` where it is not 80 and 443."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Headers set on every forwarded request, over what the box sent. Credentials belong here."""
     counted: tuple[str, ...] = ()
     """Patterns as in ``allow``: routes whose answers are counted (a model's answers). Where there are any, the door's
     statistics judge by them alone whether the target serves."""
+    kind: Literal["routes", "proxy"] = "routes"
     max_answers: int | None = None
     """Answers of ``counted`` routes that it forwards; whoever asks for another gets 403. ``None``: any number."""
 

@@ -27,6 +27,7 @@ from nemo_gym.errors import ConfigError
 from nemo_gym.sandbox.base import Door
 from nemo_gym.sandbox.door_limit import AnswerLimit
 from nemo_gym.sandbox.door_statistics import DoorStatistics, Exchange
+from nemo_gym.sandbox.egress import EgressProxy
 
 GENERATION_ROUTES: tuple[str, ...] = ("POST /v1/responses", "POST /v1/chat/completions", "POST /v1/messages")
 """Where a model answers: what a turn is, in each dialect."""
@@ -381,12 +382,17 @@ def _connection_tokens(headers: CIMultiDictProxy[str]) -> set[str]:
     return {token.strip().lower() for value in headers.getall("Connection", ()) for token in value.split(",")}
 
 
-async def serve_doors(pairs: Sequence[tuple[Door, socket.socket]]) -> list[DoorServer]:
+def door_server(door: Door, sock: socket.socket) -> DoorServer | EgressProxy:
+    """What serves a door of this kind, on a bound socket."""
+    return EgressProxy(door, sock) if door.kind == "proxy" else DoorServer(door, sock)
+
+
+async def serve_doors(pairs: Sequence[tuple[Door, socket.socket]]) -> list[DoorServer | EgressProxy]:
     """Start a server for each door, or none: when one fails, those already started are closed and all sockets too."""
-    servers: list[DoorServer] = []
+    servers: list[DoorServer | EgressProxy] = []
     try:
         for door, sock in pairs:
-            server = DoorServer(door, sock)
+            server = door_server(door, sock)
             await server.start()
             servers.append(server)
     except BaseException:

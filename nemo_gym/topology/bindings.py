@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from nemo_gym.errors import ConfigError
-from nemo_gym.sandbox.base import NetworkPolicy, SandboxResources, SandboxSpec
-from nemo_gym.session import ActRequest, EgressPolicy, SandboxRef, SessionDescriptor, Topology
+from nemo_gym.sandbox.base import Door, SandboxResources, SandboxSpec
+from nemo_gym.session import ActRequest, SandboxRef, SessionDescriptor, Topology
 from nemo_gym.topology.doors import process_doors, world_doors
-from nemo_gym.topology.merge import HarnessNeeds, merge_env, world_spec
+from nemo_gym.topology.merge import HarnessNeeds, bounded, egress_door, merge_env, network_policy, world_spec
 
 _SINGLE_VALUES = ("image", "workdir", "user", "entrypoint", "ready_timeout_s", "ttl_s")
 
@@ -72,25 +72,29 @@ def bind(request: ActRequest, topology: Topology, needs: HarnessNeeds, boxes: Ag
             base = joined(_described(descriptor), boxes.outer, descriptor.environment) if described else boxes.outer
     spec = world_spec(base, descriptor, needs)
     make = process_doors if needs.model_in_box else world_doors
-    return Binding(spec.replace(doors=make(descriptor, request.inference, topology=topology, needs=needs)), True)
+    doors = make(descriptor, request.inference, topology=topology, needs=needs)
+    return Binding(spec.replace(doors=(*spec.doors, *doors)), is_world=True)
 
 
 def _scratch(request: ActRequest, needs: HarnessNeeds, boxes: AgentBoxes) -> SandboxSpec:
     """A box of the agent's own. The environment's egress rules are about its world; from here, the model and the
-    environment's MCP servers are in a process harness's reach, and nothing else unless the task is an open one. The
-    commands of a harness in the agent server find no doors."""
+    environment's MCP servers are in a process harness's reach, and nothing else unless the task is an open one or has
+    an allow-list. The commands of a harness in the agent server find no other doors."""
     descriptor = request.descriptor
-    is_open = descriptor.egress.policy is EgressPolicy.OPEN
     name = descriptor.environment
+    allowed, proxies = egress_door(descriptor.egress)
     env = merge_env(merge_env(descriptor.egress.env, boxes.scratch.env, name=name), needs.env, name=name)
+    env = merge_env(env, proxies, name=name)
+    doors: tuple[Door, ...] = ()
+    if needs.model_in_box:
+        doors = process_doors(descriptor, request.inference, topology=Topology.NONE, needs=needs)
     return boxes.scratch.replace(
         env=env,
         mounts=(*boxes.scratch.mounts, *needs.mounts),
         requires=tuple(dict.fromkeys((*boxes.scratch.requires, *needs.requires))),
-        network=NetworkPolicy.OPEN if is_open else NetworkPolicy.NONE,
-        doors=process_doors(descriptor, request.inference, topology=Topology.NONE, needs=needs)
-        if needs.model_in_box
-        else (),
+        resources=bounded(boxes.scratch.resources, descriptor.limits),
+        network=network_policy(descriptor.egress),
+        doors=(*allowed, *doors),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from nemo_gym.errors import ConfigError
 from nemo_gym.sandbox.base import Door
 from nemo_gym.sandbox.doors import GENERATION_ROUTES, INFERENCE_ROUTES, MCP_ROUTES
+from nemo_gym.sandbox.egress import EGRESS_DOOR
 from nemo_gym.session import (
     DEFAULT_MODEL_DOOR_PORT,
     MODEL_DOOR,
@@ -72,6 +73,8 @@ def world_doors(
         if request.name == MODEL_DOOR:
             if wants_model and (needs.model_in_box or topology is not Topology.ENV_SANDBOXED):
                 doors.append(_model_door(request.port, inference, needs.max_model_answers))
+        elif request.name == EGRESS_DOOR and egress.allow:
+            continue  # whoever makes the box opens it, see `egress_door`
         elif request.name in mcp:
             doors.append(_mcp_door(request.port, mcp[request.name]))
         else:

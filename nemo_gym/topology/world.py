@@ -28,6 +28,9 @@ from nemo_gym.errors import (
 from nemo_gym.harvest import harvest_all
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import (
+    DEFAULT_MAX_OUTPUT_BYTES,
+    ExecEnd,
+    ExecOutput,
     ExecProcess,
     ExecRequest,
     SandboxExecResult,
@@ -65,14 +68,60 @@ class HarnessRun:
     observations: dict[str, Any] = field(default_factory=dict)
 
 
+class OutputLimitError(AgentError):
+    """The harness's processes wrote more than the attempt may (`Limits.max_output_bytes`)."""
+
+
+@dataclass
+class OutputMeter:
+    """What the processes of one attempt wrote, and how much they may."""
+
+    limit: int | None = None
+    used: int = 0
+
+    def cap(self, wanted: int) -> int:
+        """Bytes of one stream to keep: one more than are left shows that there was more."""
+        return wanted if self.limit is None else min(wanted, self.limit - self.used + 1)
+
+    def add(self, count: int) -> None:
+        self.used += count
+        if self.limit is not None and self.used > self.limit:
+            raise OutputLimitError(f"stopped after {self.limit} bytes of output, all it had")
+
+
+@dataclass
+class _MeteredProcess:
+    """An `ExecProcess` whose output is counted."""
+
+    process: ExecProcess
+    meter: OutputMeter
+
+    def __post_init__(self) -> None:
+        self.exec_id = self.process.exec_id
+
+    async def events(self) -> AsyncIterator[ExecOutput | ExecEnd]:
+        async for event in self.process.events():
+            if isinstance(event, ExecOutput):
+                self.meter.add(len(event.data))
+            yield event
+
+    async def signal(self, number: int) -> None:
+        await self.process.signal(number)
+
+    async def kill(self) -> None:
+        await self.process.kill()
+
+
 @dataclass(frozen=True)
 class World:
-    """The box of one attempt, as a harness sees it."""
+    """The box of one attempt, as a harness sees it. Its execs raise `OutputLimitError` when the attempt's output is
+    used up."""
 
     provider: SandboxProvider
     handle: SandboxHandle
     spec: SandboxSpec
     topology: Topology
+    output: OutputMeter = field(default_factory=OutputMeter)
 
     @property
     def workdir(self) -> str:
@@ -81,14 +130,16 @@ class World:
     async def exec(self, command: str | Sequence[str], **options: Any) -> SandboxExecResult:
         """As `SandboxProvider.exec`, in the workdir by default; a lost box raises `SandboxLostError`."""
         options.setdefault("cwd", self.workdir)
+        options["max_output_bytes"] = self.output.cap(options.get("max_output_bytes", DEFAULT_MAX_OUTPUT_BYTES))
         result = await self.provider.exec(self.handle, command, **options)
         if result.error_type == "lost":
             raise SandboxLostError(f"box {self.handle.sandbox_id} was lost while a command ran in it", retryable=True)
+        self.output.add(len(result.stdout_bytes) + len(result.stderr_bytes))
         return result
 
     async def start_exec(self, request: ExecRequest) -> ExecProcess:
         """As `SandboxProvider.start_exec`: a command whose output streams. Give it a ``cwd``."""
-        return await self.provider.start_exec(self.handle, request)
+        return _MeteredProcess(await self.provider.start_exec(self.handle, request), self.output)
 
     def door_url(self, name: str) -> str | None:
         """Root URL of a door as processes in the box see it; ``None`` when there is no such door."""
@@ -143,7 +194,7 @@ async def act_in_world(
     run = HarnessRun()
     async with _acquired(request, provider, topology, binding, lease_ttl_s) as world:
         started = time.monotonic()
-        wall_clock_s = descriptor.limits.wall_clock_s or default_wall_clock_s
+        wall_clock_s = request.wall_clock_s(default_wall_clock_s)
         await _run_in_bounds(harness, world, run, wall_clock_s, grace_s)
         run.observations.setdefault("seconds", round(time.monotonic() - started, 3))
         artifacts = await _harvest(world, request) if binding.is_world and binding.lent is None else []
@@ -161,9 +212,10 @@ async def act_in_world(
 async def _acquired(
     request: ActRequest, provider: SandboxProvider, topology: Topology, binding: Binding, lease_ttl_s: float
 ) -> AsyncIterator[World]:
+    output = OutputMeter(request.descriptor.limits.max_output_bytes)
     if binding.lent is not None:
         async with borrowed(provider, binding.lent, binding.spec.doors) as (lender, handle):
-            yield World(provider=lender, handle=handle, spec=binding.spec, topology=topology)
+            yield World(lender, handle, binding.spec, topology, output)
         return
     rollout = request.descriptor.rollout
     spec = binding.spec.replace(
@@ -175,7 +227,7 @@ async def _acquired(
     handle = await provider.create(spec)
     try:
         async with keep_renewed(provider, handle, spec.ttl_s or lease_ttl_s):
-            yield World(provider=provider, handle=handle, spec=spec, topology=topology)
+            yield World(provider, handle, spec, topology, output)
     finally:
         await shielded(provider.close(handle), CLOSE_TIMEOUT_S, what="close a working box")
 
@@ -192,6 +244,8 @@ async def _run_in_bounds(
             run.outcome, run.detail = AgentOutcome.CRASHED, "the harness timed out within itself"
         else:
             run.outcome, run.detail = AgentOutcome.TIMED_OUT, f"stopped after {wall_clock_s:g} s of wall-clock time"
+    except OutputLimitError as error:
+        run.outcome, run.detail = AgentOutcome.MAX_OUTPUT, error.message
     except ModelError as error:
         run.outcome, run.detail = AgentOutcome.MODEL_UNREACHABLE, error.message
     except (SandboxLostError, SandboxCapabilityError):

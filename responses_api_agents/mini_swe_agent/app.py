@@ -30,7 +30,7 @@ class MiniSWEAgentConfig(BaseResponsesAPIAgentConfig):
     observation_template: str
     format_error_template: str
     step_limit: int = 100
-    """Model calls per attempt; a descriptor's ``limits.max_turns`` lowers it."""
+    """Model calls per attempt; a descriptor's ``limits.max_turns`` lowers it, and the run's wins."""
     command_timeout_s: float = 60.0
     command_env: dict[str, str] = Field(
         default_factory=lambda: {"PAGER": "cat", "MANPAGER": "cat", "LESS": "-R", "PIP_PROGRESS_BAR": "off"}
@@ -86,7 +86,6 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
         config, params = self.config, request.responses_create_params
         executor, http, slots, owner = self._resources()
         system, task = prompt_text(params)
-        limits = request.descriptor.limits
         client = PolicyClient(
             http,
             request.inference,
@@ -111,7 +110,7 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
                 agent={
                     "system_template": system or config.system_template,
                     "instance_template": config.instance_template,
-                    "step_limit": min(config.step_limit, limits.max_turns or config.step_limit),
+                    "step_limit": request.turns(config.step_limit),
                     "cost_limit": 0.0,
                 },
                 command_timeout_s=config.command_timeout_s,

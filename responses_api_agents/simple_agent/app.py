@@ -22,7 +22,7 @@ class SimpleAgentConfig(BaseResponsesAPIAgentConfig):
     resources_server: ResourcesServerRef
     model_server: ModelServerRef
     max_turns: int = Field(50, gt=0)
-    """Model answers per attempt; a descriptor's ``limits.max_turns`` lowers it."""
+    """Model answers per attempt; a descriptor's ``limits.max_turns`` lowers it, and the run's wins."""
     max_steps: int | None = Field(None, ge=0)
     """NeMo Gym's name of ``max_turns``, in place of it; 0 means none."""
     count_tool_calls: bool = False
@@ -52,6 +52,10 @@ class SimpleAgent(SimpleResponsesAPIAgent):
 
     _slots: asyncio.Semaphore | None = PrivateAttr(default=None)
 
+    def kept_limits(self) -> frozenset[str]:
+        # There is no box of this agent's to limit.
+        return super().kept_limits() - {"memory_mib", "cpu"}
+
     async def act(self, request: ActRequest) -> ActResponse:
         return await self.act_in_session(request, {})
 
@@ -68,16 +72,17 @@ class SimpleAgent(SimpleResponsesAPIAgent):
         from responses_api_agents.simple_agent.policy import Policy
         from responses_api_agents.simple_agent.tools import Toolbox, ToolServerError
 
-        config, limits, transcript = self.config, asked.descriptor.limits, Transcript()
+        config, transcript = self.config, Transcript()
         most = config.max_steps or config.max_turns
         rules = Rules(
-            max_turns=limits.max_turns if config.count_tool_calls else min(most, limits.max_turns or most),
+            max_turns=asked.turns(None if config.count_tool_calls else most),
             max_tool_calls=most if config.count_tool_calls else None,
+            max_output_bytes=asked.descriptor.limits.max_output_bytes,
             parallel_calls=config.max_parallel_tool_calls,
             done_flag=config.use_done_flag,
         )
         try:
-            async with asyncio.timeout(limits.wall_clock_s or config.wall_clock_s), AsyncExitStack() as stack:
+            async with asyncio.timeout(asked.wall_clock_s(config.wall_clock_s)), AsyncExitStack() as stack:
                 policy: Policy = await stack.enter_async_context(
                     Policy(asked.inference, config.model_request_timeout_s, config.model_max_tries)
                 )

@@ -25,6 +25,8 @@ class Rules:
     max_turns: int | None = None
     """Answers of the policy."""
     max_tool_calls: int | None = None
+    max_output_bytes: int | None = None
+    """Of all that the tools answer."""
     parallel_calls: int = 1
     """Of one answer, at once."""
     done_flag: bool = False
@@ -50,6 +52,7 @@ async def converse(
         fixed["tools"] = toolbox.definitions
     else:
         fixed.pop("tool_choice", None)
+    said = 0
     while rules.max_turns is None or transcript.turns < rules.max_turns:
         try:
             answer = await policy.answer({**fixed, "input": history})
@@ -66,6 +69,11 @@ async def converse(
             return Ended(AgentOutcome.MAX_TURNS, "an answer was cut off at its limit of tokens, in its tool calls")
         history += items
         outputs = await _call_all(toolbox, calls, transcript, rules.parallel_calls)
+        said += sum(len(output.encode("utf-8", "surrogatepass")) for output in outputs)
+        if rules.max_output_bytes is not None and said > rules.max_output_bytes:
+            return Ended(
+                AgentOutcome.MAX_OUTPUT, f"the tools answered more than {rules.max_output_bytes} bytes, all it had"
+            )
         history += [
             {"type": "function_call_output", "call_id": call["call_id"], "output": output}
             for call, output in zip(calls, outputs, strict=True)

@@ -152,9 +152,14 @@ def descriptor(topology: Topology, mcp: str | None = None, **fields: Any) -> Ses
     return SessionDescriptor(**given)
 
 
-async def act(stack: Stack, words: str, asked: SessionDescriptor, **limits: Any) -> ActResponse:
+async def act(
+    stack: Stack, words: str, asked: SessionDescriptor, *, run: Limits | None = None, **limits: Any
+) -> ActResponse:
+    """One attempt, with ``limits`` of its environment and those of its ``run``, as a seed puts them together."""
+    run = run or Limits()
+    asked = asked.model_copy(update={"limits": run.over(asked.limits)})
     if limits:
-        asked = asked.model_copy(update={"limits": Limits(**limits)})
+        asked = asked.model_copy(update={"limits": run.over(Limits(**limits))})
     client = stack.client()
     opened = await (await client.post("policy", "/sessions", json={"rollout": asked.rollout.model_dump()})).json()
     request = ActRequest(
@@ -163,6 +168,7 @@ async def act(stack: Stack, words: str, asked: SessionDescriptor, **limits: Any)
         inference=InferenceEndpoint(
             base_url=opened["base_url"], token=opened["inference_token"], model=opened["model"]
         ),
+        limits=run,
     )
     reply = await client.post("tiny", "/act", json=request.model_dump(mode="json"))
     body = await reply.json()

@@ -128,7 +128,7 @@ def environment(options: dict[str, Any]) -> FastAPI:
 def agent(options: dict[str, Any]) -> FastAPI:
     """Options: ``hang`` (task indices whose act never ends), ``crash`` (rollouts that answer ``crashed``),
     ``delay_s``, ``overrides_run``, ``status``, ``says`` (members of the act's answer, instead of the right ones),
-    ``box_needs`` (the whole answer, as text)."""
+    ``box_needs`` (the whole answer, as text), ``limits`` (that it keeps)."""
     journal = Journal(options.get("journal"))
 
     @asynccontextmanager
@@ -140,7 +140,8 @@ def agent(options: dict[str, Any]) -> FastAPI:
 
     @app.get("/ready")
     async def ready() -> Response:
-        return answer({"status": "ready", "overrides_run": bool(options.get("overrides_run"))})
+        overrides_run, limits = bool(options.get("overrides_run")), options.get("limits", [])
+        return answer({"status": "ready", "overrides_run": overrides_run, "limits": limits})
 
     @app.post("/act")
     async def act(request: Request) -> Response:

@@ -217,6 +217,23 @@ async def test_agent_that_overrides_run_is_called_once_and_the_environment_tells
     assert chain.notes("verify") == chain.notes("act") == []
 
 
+async def test_limit_of_the_run_that_the_agent_cannot_keep_is_refused_before_anything_runs(
+    make_chain: MakeChain,
+) -> None:
+    chain = make_chain(agent={"limits": ["wall_clock_s"]})
+    chain.write_rows(1)
+    with pytest.raises(ConfigError, match="max_turns and cpu cannot be kept with agent 'trivial': it keeps wall_cl"):
+        await run_collection(chain.client(), chain.run_keys(max_turns=3, cpu=1, wall_clock_s=60))
+    assert chain.notes("seed") == []
+    assert (await run_collection(chain.client(), chain.run_keys(wall_clock_s=60))).valid == 1
+
+
+async def test_wall_clock_beyond_the_stages_time_is_refused(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    with pytest.raises(ConfigError, match=r"wall_clock_s=9000 must be less than run_timeout_s=7200.*raise run_"):
+        await run_collection(chain.client(), chain.run_keys(wall_clock_s=9000))
+
+
 async def test_agent_that_overrides_run_gets_no_reward_when_it_never_asked_for_a_verdict(
     make_chain: MakeChain,
 ) -> None:

@@ -292,6 +292,21 @@ async def test_run_leaves_the_pipelines_session_of_the_same_rollout_alone(tools:
     assert finalized.status == 200, await finalized.text()
 
 
+class EndlessAgent(ToolAgent):
+    async def responses(self, body: NeMoGymResponseCreateParamsNonStreaming) -> NeMoGymResponse:  # type: ignore[override]
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+async def test_agent_in_nemo_gyms_style_is_stopped_at_the_wall_clock(counter: Stack) -> None:
+    counter.add("agent", EndlessAgent, Role.AGENT, ("counter",), resources_server=REFS["resources_server"])
+    assert agent_of(counter).facts()["limits"] == ["wall_clock_s"]
+    body = act_body()
+    body["descriptor"]["limits"] = {"wall_clock_s": 0.2}
+    answer = await (await counter.client().post("agent", "/act", json=body)).json()
+    assert (answer["outcome"], answer["outcome_detail"]) == ("timed_out", "stopped after 0.2 s of wall-clock time")
+
+
 async def test_act_names_the_choices_when_the_agent_cannot_work_in_a_topology(tools: Stack) -> None:
     body = act_body()
     body["descriptor"]["placement"] = {"topology": "whole_interaction"}

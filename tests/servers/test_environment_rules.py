@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_gym.credentials import CONTROL_TOKEN_HEADER, Role
+from nemo_gym.session import Limits, SessionDescriptor
 from tests.servers.plugins import CounterEnvironment, PhraseEnvironment
 from tests.servers.stack import Stack, response, rollout, running_stack
 
@@ -239,6 +240,24 @@ async def test_topology_is_refused_with_the_choices_when_the_environment_cannot_
     session = {"rollout": rollout().model_dump(), "topology": "agent_in_env"}
     status, problem = await call(phrase, "phrase", "/seed_session", {**ROW, "_ng_session": session})
     assert status == 400 and "none" in problem["detail"]
+
+
+async def test_limits_of_the_run_win_over_the_environments_and_leave_it_the_others(phrase: Stack) -> None:
+    session = {"rollout": rollout().model_dump(), "limits": {"max_turns": 7, "memory_mib": 512}}
+    with_limits = Limits(max_turns=3, wall_clock_s=60.0)
+    environment: Any = phrase.servers["phrase"]
+    opened = type(environment).open_session
+
+    async def open_session(self: Any, row: dict[str, Any], who: Any) -> SessionDescriptor:
+        descriptor: SessionDescriptor = await opened(self, row, who)
+        return descriptor.model_copy(update={"limits": with_limits})
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(type(environment), "open_session", open_session)
+        status, seeded = await call(phrase, "phrase", "/seed_session", {**ROW, "_ng_session": session})
+    assert status == 200, seeded
+    limits = Limits.model_validate(seeded["descriptor"]["limits"])
+    assert limits == Limits(max_turns=7, memory_mib=512, wall_clock_s=60.0)
 
 
 async def test_body_error_names_the_field_and_not_its_value(counter: Stack) -> None:

@@ -12,10 +12,22 @@ import pytest
 
 from nemo_gym.harness.base import HarnessCommand, HarnessContext
 from nemo_gym.sandbox import labels
+from nemo_gym.sandbox.base import ExecOutcome, SandboxResources, SandboxSpec
 from nemo_gym.sandbox.providers.local import LocalProvider
-from nemo_gym.session import ActResponse, AgentOutcome, Topology
+from nemo_gym.session import (
+    ActRequest,
+    ActResponse,
+    AgentOutcome,
+    InferenceEndpoint,
+    Limits,
+    ResourcesModel,
+    SandboxClause,
+    SandboxSpecModel,
+    Topology,
+)
 from nemo_gym.topology import doors
-from nemo_gym.topology.world import World
+from nemo_gym.topology.merge import HarnessNeeds, world_spec
+from nemo_gym.topology.world import HarnessRun, OutputLimitError, OutputMeter, World, act_in_world
 from tests.harness.conftest import local, local_settings
 from tests.harness.stage import DONE, RUN, act, bash, descriptor, plugin, stage, task
 from tests.servers.stack import Stack
@@ -112,3 +124,59 @@ async def test_limit_holds_where_the_provider_does_not_count(
     assert answer.outcome is AgentOutcome.MAX_TURNS, answer.outcome_detail
     assert answer.observations["turns"] > 3
     assert "+kept" in patch(answer)
+
+
+async def test_runs_turns_win_over_the_agents_and_over_the_environments(
+    tmp_path: Path, local: LocalProvider, local_settings: dict[str, Any]
+) -> None:
+    with deaf_agent(tmp_path, local_settings, max_turns=3) as running:
+        answer = await act(running, "never stop", WORLD, run=Limits(max_turns=5), max_turns=2, wall_clock_s=60)
+        lowered = await act(running, "never stop", WORLD, max_turns=2, wall_clock_s=60)
+    assert answer.observations["doors"]["model"]["turns"] == 5, answer.outcome_detail
+    assert lowered.observations["doors"]["model"]["turns"] == 2, lowered.outcome_detail
+
+
+async def test_agent_that_writes_more_than_it_may_is_stopped_and_its_work_is_kept(deaf: Stack) -> None:
+    answer = await act(deaf, "never stop", WORLD, max_output_bytes=2_000, wall_clock_s=300)
+    assert answer.outcome is AgentOutcome.MAX_OUTPUT, answer.outcome_detail
+    assert "2000 bytes" in (answer.outcome_detail or "")
+    assert answer.observations["turns"] > 0
+    assert "+kept" in patch(answer)
+
+
+async def test_output_of_commands_is_counted_together(local: LocalProvider) -> None:
+    box = await local.create(SandboxSpec(image="host"))
+    world = World(local, box, SandboxSpec(image="host"), Topology.AGENT_IN_ENV, OutputMeter(1000))
+    try:
+        for _ in range(2):
+            assert len((await world.exec("head -c 400 /dev/zero | tr '\\0' x")).stdout_bytes) == 400
+        with pytest.raises(OutputLimitError, match="1000 bytes"):
+            await world.exec("head -c 100 /dev/zero | tr '\\0' x; head -c 300000000 /dev/zero | tr '\\0' y >&2")
+    finally:
+        await local.close(box)
+
+
+async def test_box_has_the_attempts_memory_whatever_its_spec_says(local: LocalProvider) -> None:
+    spec = SandboxSpecModel(image="host", resources=ResourcesModel(memory_mib=2048, unlimited=("cpu",)))
+    asked = descriptor(
+        Topology.AGENT_IN_ENV,
+        sandbox=SandboxClause(spec=spec),
+        harvest=(),
+        limits=Limits(memory_mib=64, cpu=1),
+    )
+    inference = InferenceEndpoint(base_url="", token="")
+    request = ActRequest(responses_create_params={}, descriptor=asked, inference=inference)
+    seen = []
+
+    async def harness(world: World, _: HarnessRun) -> None:
+        seen.append(world.spec.resources)
+        seen.append((await world.exec("tail -n 7771 /dev/zero", timeout_s=120)).outcome)
+
+    await act_in_world(request, local, harness)
+    assert seen == [SandboxResources(memory_mib=64, cpu=1), ExecOutcome.OUT_OF_MEMORY]
+
+
+def test_limits_of_a_lent_box_are_those_of_its_attempt() -> None:
+    spec = SandboxSpec(resources=SandboxResources(memory_mib=2048, pids=9))
+    asked = descriptor(Topology.AGENT_IN_ENV, limits=Limits(memory_mib=64))
+    assert world_spec(spec, asked, HarnessNeeds()).resources == SandboxResources(memory_mib=64, pids=9)

@@ -17,7 +17,7 @@ from nemo_gym.session import (
     Topology,
 )
 from nemo_gym.topology.doors import world_doors
-from nemo_gym.topology.merge import HarnessNeeds, network_policy, world_spec
+from nemo_gym.topology.merge import HarnessNeeds, world_spec
 
 INFERENCE = InferenceEndpoint(base_url="http://127.0.0.1:9/gateway/v1", token="inference-token")
 TOOLS = McpServer(name="weather", url="http://127.0.0.1:7/mcp", headers={"X-Token": "mcp-token"})
@@ -85,6 +85,23 @@ def test_harness_in_the_box_is_refused_where_nothing_may_leave_it() -> None:
         )
 
 
-def test_allowlist_is_refused_rather_than_left_open() -> None:
-    with pytest.raises(ConfigError, match="allowlist"):
-        network_policy(Egress(policy=EgressPolicy.ALLOWLIST, allow=("pypi",)))
+def test_allow_list_is_a_proxy_behind_a_door_and_what_programs_find_it_by() -> None:
+    asked = descriptor(policy=EgressPolicy.ALLOWLIST, allow=("pypi.org",), doors=(DoorRequest(name="m", port=3128),))
+    spec = world_spec(SandboxSpec(), asked, HarnessNeeds())
+    assert spec.network is NetworkPolicy.NONE
+    assert [(door.name, door.port, door.kind, door.allow) for door in spec.doors] == [
+        ("egress", 3129, "proxy", ("pypi.org",))
+    ]
+    assert spec.env["https_proxy"] == spec.env["HTTP_PROXY"] == "http://127.0.0.1:3129"
+    assert "127.0.0.1" in spec.env["NO_PROXY"].split(",")  # the other doors
+    with pytest.raises(ConfigError, match="sets HTTP_PROXY='http://mine' in the box"):
+        world_spec(SandboxSpec(env={"HTTP_PROXY": "http://mine"}), asked, HarnessNeeds())
+
+
+def test_environment_may_choose_the_port_of_the_proxy() -> None:
+    asked = descriptor(
+        policy=EgressPolicy.ALLOWLIST, allow=("pypi.org",), doors=(DoorRequest(name="egress", port=8080),)
+    )
+    (door,) = world_spec(SandboxSpec(), asked, HarnessNeeds()).doors
+    assert door.port == 8080
+    assert world_doors(asked, INFERENCE, topology=Topology.AGENT_IN_ENV, needs=HarnessNeeds()) == ()

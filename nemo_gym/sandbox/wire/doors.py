@@ -5,7 +5,7 @@ Headers hold credentials: they are hidden in ``repr`` and answered by no route.
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field
 
@@ -23,6 +23,7 @@ class DoorModel(WireModel):
     allow: tuple[Text, ...]
     headers: dict[Text, Text] = Field(default_factory=dict, repr=False)
     counted: tuple[Text, ...] = ()
+    kind: Literal["routes", "proxy"] = "routes"
     max_answers: int | None = Field(None, ge=1)
 
     @classmethod

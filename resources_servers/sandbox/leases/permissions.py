@@ -84,6 +84,12 @@ class Permissions:
         """Raise `BrokerError` ``not_permitted`` for a door that only somebody trusted opens: the broker dials its
         target, from its own host."""
         for door in doors:
+            if door.kind == "proxy":
+                raise _not_permitted(
+                    f"door '{door.name[:80]}': kind",
+                    "a proxy dials from this broker's host; an environment that makes its attempts' boxes here opens"
+                    " it, an agent does not",
+                )
             for route in door.allow:
                 if route not in DOOR_ROUTES:
                     raise _not_permitted(

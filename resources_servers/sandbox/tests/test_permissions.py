@@ -246,6 +246,20 @@ async def test_agents_doors_lead_to_models_and_mcp_servers_alone(host_service: s
         assert (await mine.run(fetch("/secret", 8001))).end["return_code"] != 0
 
 
+async def test_only_an_environment_opens_a_proxy_to_an_allow_list(host_service: str, broker: BrokerProcess) -> None:
+    port = int(host_service.rpartition(":")[2])
+    proxy = {"name": "egress", "port": 3128, "target": "", "allow": [f"127.0.0.0/8:{port}"], "kind": "proxy"}
+    code = (
+        "import urllib.request as u; way = u.build_opener(u.ProxyHandler({'http': 'http://127.0.0.1:3128'}));"
+        f" print(way.open('{host_service}/secret', timeout=20).read().decode())"
+    )
+    async with roles(broker) as callers:
+        refused = await callers[Role.AGENT].create(spec={"doors": [proxy]})
+        assert said(refused) == (403, "not_permitted") and "kind" in refused.json["detail"]
+        owned = await callers[Role.ENVIRONMENT].box(spec={"doors": [proxy]})
+        assert b"inside:/secret" in (await owned.run(f'python3 -c "{code}"')).stdout
+
+
 async def test_borrower_opens_doors_to_models_and_mcp_servers_alone_and_the_owner_any(
     host_service: str, broker: BrokerProcess
 ) -> None:

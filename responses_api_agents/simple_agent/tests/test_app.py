@@ -141,6 +141,16 @@ async def test_attempt_ends_at_the_turn_limit_and_keeps_its_work(attempt: Attemp
     assert len(outputs(answer)) == 3
 
 
+async def test_attempt_ends_when_its_tools_said_all_they_may(attempt: Attempt) -> None:
+    descriptor = (await attempt.seed()).model_copy(update={"limits": Limits(max_output_bytes=100, max_turns=40)})
+    answer = await attempt.act("never stop", descriptor)
+    assert (answer.outcome, answer.outcome_detail) == (
+        "max_output",
+        "the tools answered more than 100 bytes, all it had",
+    )
+    assert 1 <= len(outputs(answer)) < 40
+
+
 async def test_attempt_ends_at_the_wall_clock(attempt: Attempt) -> None:
     descriptor = (await attempt.seed()).model_copy(update={"limits": Limits(wall_clock_s=1.0)})
     assert (await attempt.act("silent model", descriptor)).outcome == "timed_out"

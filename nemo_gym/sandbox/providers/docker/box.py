@@ -13,6 +13,7 @@ from nemo_gym.sandbox.providers.docker.processes import BoxControl
 
 if TYPE_CHECKING:
     from nemo_gym.sandbox.doors import DoorServer
+    from nemo_gym.sandbox.egress import EgressProxy
     from nemo_gym.sandbox.providers.docker.execution import DockerExec
 
 
@@ -29,7 +30,7 @@ class DockerBox:
     """``None`` where the host does not show the box's processes."""
     has_memory_limit: bool
     running: dict[str, DockerExec] = field(default_factory=dict)
-    doors: dict[str, DoorServer] = field(default_factory=dict)
+    doors: dict[str, DoorServer | EgressProxy] = field(default_factory=dict)
 
     @classmethod
     def from_inspection(cls, found: Mapping[str, Any], *, local: bool) -> DockerBox:

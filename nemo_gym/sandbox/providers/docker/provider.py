@@ -419,7 +419,7 @@ class DockerProvider:
 
     async def _open_door(self, box: DockerBox, door: Door) -> None:
         """Serve a door on a listener made in the container's network namespace."""
-        from nemo_gym.sandbox.doors import DoorServer
+        from nemo_gym.sandbox.doors import door_server
         from nemo_gym.sandbox.linux import listen_in_network_namespace
 
         if door.name in box.doors:
@@ -432,7 +432,7 @@ class DockerProvider:
             raise SandboxError(
                 f"docker: the door '{door.name}' could not be opened on port {door.port} of the box: {error}"
             ) from error
-        server = DoorServer(door, listener)
+        server = door_server(door, listener)
         await server.start()
         box.doors[door.name] = server
 

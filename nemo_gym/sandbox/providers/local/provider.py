@@ -31,7 +31,8 @@ from nemo_gym.sandbox.base import (
 )
 from nemo_gym.sandbox.capabilities import SandboxCapabilities
 from nemo_gym.sandbox.door_statistics import DoorStatistics
-from nemo_gym.sandbox.doors import DoorServer
+from nemo_gym.sandbox.doors import DoorServer, door_server
+from nemo_gym.sandbox.egress import EgressProxy
 from nemo_gym.sandbox.providers.local.client import SupervisorClient
 from nemo_gym.sandbox.providers.local.images import ImageError, ImageStore
 from nemo_gym.sandbox.providers.local.options import LocalOptions, SupervisedOptions
@@ -55,7 +56,7 @@ class _LocalBox:
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     workdir: str | None = None
     user: str | None = None
-    doors: dict[str, DoorServer] = dataclasses.field(default_factory=dict)
+    doors: dict[str, DoorServer | EgressProxy] = dataclasses.field(default_factory=dict)
 
 
 class LocalProvider(StreamingProvider):
@@ -298,7 +299,7 @@ class LocalProvider(StreamingProvider):
         _, descriptors = await self._client().request_with_descriptors(
             {"op": "listen", "box": handle.sandbox_id, "port": door.port}
         )
-        server = DoorServer(door, socket(fileno=descriptors[0]))
+        server = door_server(door, socket(fileno=descriptors[0]))
         await server.start()
         box.doors[door.name] = server
 

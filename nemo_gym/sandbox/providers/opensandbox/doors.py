@@ -18,7 +18,8 @@ import structlog
 from nemo_gym.errors import SandboxError, SandboxLostError
 from nemo_gym.sandbox.base import Door
 from nemo_gym.sandbox.door_statistics import DoorStatistics
-from nemo_gym.sandbox.doors import DoorServer
+from nemo_gym.sandbox.doors import DoorServer, door_server
+from nemo_gym.sandbox.egress import EgressProxy
 from nemo_gym.sandbox.providers.opensandbox.box import OpenSandboxBox
 from nemo_gym.sandbox.providers.opensandbox.connection import Connection, sdk_errors
 from nemo_gym.sandbox.providers.opensandbox.relay import (
@@ -55,7 +56,7 @@ class RelayedDoor:
         self._box = box
         self._directory = Path(tempfile.mkdtemp(prefix="nemo-gym-door-"))
         self._relay: Relay | None = None
-        self._server: DoorServer | None = None
+        self._server: DoorServer | EgressProxy | None = None
         self._streams: dict[int, _Stream] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -74,7 +75,7 @@ class RelayedDoor:
         try:
             listener = socket.socket(socket.AF_UNIX)
             listener.bind(str(self._directory / "door"))
-            self._server = DoorServer(self.door, listener)
+            self._server = door_server(self.door, listener)
             await self._server.start()
             self._relay = await self._begin(ANY)
         except BaseException:

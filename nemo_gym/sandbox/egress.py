@@ -1,0 +1,377 @@
+"""The door of an allow-list: a forward proxy for the hosts and ports that a task names, and no others.
+
+A box without a network reaches it on its loopback (``HTTPS_PROXY``, ``HTTP_PROXY``). ``CONNECT`` gets a tunnel, a
+plain ``http://`` request is forwarded. Names are resolved here, not in the box, and the address that was judged is the
+one that is dialled. An address that is not public is refused, whatever name leads to it, unless the list names it.
+
+What passes through a tunnel is not looked at. Where one address serves many sites, a box that may reach one of them
+can ask it for another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from urllib.parse import urlsplit
+
+import orjson
+
+from nemo_gym.errors import ConfigError
+from nemo_gym.sandbox.base import Door
+from nemo_gym.sandbox.door_statistics import DoorStatistics, Exchange
+
+EGRESS_DOOR = "egress"
+"""Name of this door."""
+DEFAULT_EGRESS_DOOR_PORT = 3128
+DEFAULT_PORTS = (80, 443)
+"""Of an entry that names none."""
+
+_CONNECT_TIMEOUT_S = 10.0
+PATIENCE_S = 75.0
+"""For the head of a request."""
+IDLE_S = 600.0
+"""After which a connection on which nothing moves is closed."""
+MAX_CONNECTIONS = 512
+MAX_HEAD_BYTES = 64 * 1024
+_PIECE = 64 * 1024
+_LABEL = r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
+_NAME = re.compile(rf"(?:\*\.)?(?:{_LABEL}\.)*{_LABEL}")
+_ENDS_IN_NUMBER = re.compile(r"(?:.*\.)?(?:\d+|0x[0-9a-f]*)")
+"""Names that resolvers read as addresses (``127.1``, ``0x7f000001``)."""
+_HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\r\n\x00]*)")
+_TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
+_NOT_FORWARDED = frozenset(
+    [b"connection", b"keep-alive", b"proxy-authorization", b"proxy-connection", b"te", b"trailer", b"upgrade", b"host"]
+)
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One line of an allow-list: a name, ``*.name``, or a network, at a port or the default ones."""
+
+    name: str | None
+    network: ipaddress.IPv4Network | ipaddress.IPv6Network | None
+    ports: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> _Entry:
+        host = text.strip().lower()
+        ports: tuple[int, ...] = DEFAULT_PORTS
+        if (bracketed := re.fullmatch(r"\[([^\]]*)\](?::(.*))?", host)) is not None:
+            host, given = bracketed[1], bracketed[2]
+        elif host.count(":") == 1:
+            host, given = host.split(":")
+        else:
+            given = None
+        if given is not None:
+            if not given.isdecimal() or not 1 <= int(given) <= 65535:
+                raise ConfigError(f"egress.allow: '{text}' has no port between 1 and 65535 after its ':'")
+            ports = (int(given),)
+        with contextlib.suppress(ValueError):
+            return cls(None, ipaddress.ip_network(host), ports)
+        host = host.removesuffix(".")
+        if not _NAME.fullmatch(host) or _ENDS_IN_NUMBER.fullmatch(host):
+            raise ConfigError(
+                f"egress.allow: '{text}' is no entry; write a name (pypi.org), *.name for all below it, or a network"
+                " (10.0.0.0/8), with :port where it is not 80 and 443; for everything there is egress.policy 'open'"
+            )
+        return cls(host, None, ports)
+
+    def names(self, host: str) -> bool:
+        if self.name is None:
+            return False
+        return host.endswith(self.name[1:]) if self.name.startswith("*.") else host == self.name
+
+    def holds(self, address: Address) -> bool:
+        return self.network is not None and address.version == self.network.version and address in self.network
+
+
+class AllowedHosts:
+    """An allow-list of hosts. Raises `ConfigError` for an entry that cannot be read."""
+
+    def __init__(self, entries: Sequence[str]) -> None:
+        self._text = ", ".join(entries)
+        self._entries = [_Entry.parse(entry) for entry in entries]
+
+    def __str__(self) -> str:
+        return self._text
+
+    def names(self, host: str, port: int) -> bool:
+        """Whether a host may be asked for, by this name or address; where a name leads is judged by `reaches`."""
+        host = host.lower().removesuffix(".")
+        with contextlib.suppress(ValueError):
+            return self._holds(_plain(ipaddress.ip_address(host)), port)
+        return any(entry.names(host) and port in entry.ports for entry in self._entries)
+
+    def reaches(self, address: Address, port: int) -> bool:
+        """Whether a name that may be asked for may lead to this address."""
+        address = _plain(address)
+        return _is_public(address) or self._holds(address, port)
+
+    def _holds(self, address: Address, port: int) -> bool:
+        return any(entry.holds(address) and port in entry.ports for entry in self._entries)
+
+
+def _plain(address: Address) -> Address:
+    """The IPv4 address that an IPv6 address stands for, where it does."""
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return address.ipv4_mapped
+        if address in _TRANSLATED:
+            return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return address
+
+
+def _is_public(address: Address) -> bool:
+    if isinstance(address, ipaddress.IPv6Address) and (address.sixtofour or address.teredo or address.is_site_local):
+        return False
+    return address.is_global and not address.is_multicast
+
+
+class _Refused(Exception):
+    """The proxy's own answer to a request."""
+
+    def __init__(self, status: int, code: str, detail: str) -> None:
+        super().__init__(detail)
+        self.status, self.code, self.detail = status, code, detail
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The head of a proxy request."""
+
+    method: str
+    host: str
+    port: int
+    head: bytes = b""
+    """What is forwarded; empty of a tunnel."""
+    body_bytes: int = 0
+
+    @classmethod
+    def parse(cls, raw: bytes) -> _Request:
+        line, *rest = raw.removesuffix(b"\r\n\r\n").split(b"\r\n")
+        words = line.decode("latin-1").split(" ")
+        if len(words) != 3 or not words[0].isalpha() or words[2] not in ("HTTP/1.1", "HTTP/1.0"):
+            raise _Refused(400, "bad_request", "this is no HTTP/1.1 request to a proxy")
+        method, target = words[0].upper(), words[1]
+        url = f"//{target}" if method == "CONNECT" else target
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host = port = None
+        if method == "CONNECT":
+            if host is None or port is None or target != parts.netloc or "@" in target:
+                raise _Refused(400, "bad_request", "CONNECT needs host:port")
+            return cls(method, host, port)
+        if parts.scheme.lower() != "http" or host is None or "@" in parts.netloc:
+            raise _Refused(400, "bad_request", "a proxy request names http://host/path; https goes through CONNECT")
+        headers, body_bytes = _headers(rest)
+        path = f"{parts.path or '/'}" + (f"?{parts.query}" if parts.query else "")
+        lines = [f"{method} {path} HTTP/1.1".encode("latin-1"), b"Host: " + parts.netloc.encode("latin-1"), *headers]
+        head = b"\r\n".join([*lines, b"Connection: close", b"", b""])
+        return cls(method, host, port or 80, head, body_bytes)
+
+
+def _headers(lines: Sequence[bytes]) -> tuple[list[bytes], int]:
+    """The headers to forward, and the length of the body."""
+    headers: list[tuple[bytes, bytes]] = []
+    for line in lines:
+        matched = _HEADER.fullmatch(line)
+        if matched is None:
+            raise _Refused(400, "bad_request", "a header line cannot be read")
+        headers.append((matched[1].lower(), line))
+    values = {name: line.partition(b":")[2].strip() for name, line in headers}
+    if b"transfer-encoding" in values:
+        raise _Refused(411, "length_required", "a body through this door needs a Content-Length")
+    lengths = {line.partition(b":")[2].strip() for name, line in headers if name == b"content-length"}
+    if len(lengths) > 1 or any(not length.isdigit() for length in lengths):
+        raise _Refused(400, "bad_request", "Content-Length is no single number")
+    dropped = _NOT_FORWARDED | {word.strip().lower() for word in values.get(b"connection", b"").split(b",")}
+    return [line for name, line in headers if name not in dropped], int(next(iter(lengths), b"0"))
+
+
+class EgressProxy:
+    """Serves an allow-list on a bound socket; the counterpart of `DoorServer` for doors of kind ``proxy``.
+
+    Raises:
+        ConfigError: the door has a target, or an entry of its list cannot be read.
+    """
+
+    def __init__(
+        self,
+        door: Door,
+        sock: socket.socket,
+        *,
+        patience_s: float = PATIENCE_S,
+        idle_s: float = IDLE_S,
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
+        if door.target or door.headers or door.counted or door.max_answers is not None:
+            raise ConfigError(f"door '{door.name}': one of kind 'proxy' has 'allow' and nothing else")
+        self.door = door
+        self.statistics = DoorStatistics()
+        self._hosts = AllowedHosts(door.allow)
+        self._socket = sock
+        self._patience_s, self._idle_s, self._max_connections = patience_s, idle_s, max_connections
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Begin to accept; a start that fails closes the socket."""
+        try:
+            self._server = await asyncio.start_server(
+                self._serve, sock=self._socket, limit=MAX_HEAD_BYTES, backlog=1024
+            )
+        except BaseException:
+            self._socket.close()
+            raise
+
+    async def aclose(self) -> None:
+        """Stop accepting, and close every connection and the socket. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for task in (tasks := [*self._tasks]):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._socket.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._server is None or len(self._tasks) >= self._max_connections:
+            writer.transport.abort()
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            await self._answer(reader, writer)
+        except (OSError, TimeoutError, asyncio.IncompleteReadError):
+            pass  # one side went away, or was silent for too long
+        finally:
+            self._tasks.discard(task)
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            try:
+                async with asyncio.timeout(self._patience_s):
+                    raw = await reader.readuntil(b"\r\n\r\n")
+            except asyncio.LimitOverrunError:
+                raise _Refused(431, "head_too_large", f"a head has at most {MAX_HEAD_BYTES} bytes") from None
+            request = _Request.parse(raw)
+            if not self._hosts.names(request.host, request.port):
+                raise self._forbidden(request, "is not among them")
+            with self.statistics.exchange() as exchange:
+                await self._forward(request, reader, writer, exchange)
+        except _Refused as refused:
+            self.statistics.forbidden += refused.status == HTTPStatus.FORBIDDEN
+            writer.write(_problem(refused))
+            await writer.drain()
+
+    def _forbidden(self, request: _Request, why: str) -> _Refused:
+        detail = f"this box reaches {self._hosts}; {request.host[:253]}:{request.port} {why}"
+        return _Refused(403, "egress_not_allowed", detail)
+
+    async def _forward(
+        self, request: _Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, exchange: Exchange
+    ) -> None:
+        addresses = await self._addresses(request, exchange)
+        upstream_reader, upstream = await self._dialled(request, addresses, exchange)
+        try:
+            exchange.answers(200, {})
+            if request.method == "CONNECT":
+                writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+            else:
+                upstream.write(request.head)
+            limit = None if request.method == "CONNECT" else request.body_bytes
+            async with asyncio.timeout(self._idle_s) as idle:
+                sending = asyncio.create_task(self._pump(reader, upstream, idle, limit))
+                try:
+                    await self._pump(upstream_reader, writer, idle, None)
+                    if request.method == "CONNECT":
+                        await sending
+                finally:
+                    sending.cancel()
+                    await asyncio.gather(sending, return_exceptions=True)
+            exchange.ends()
+        finally:
+            upstream.close()
+
+    async def _addresses(self, request: _Request, exchange: Exchange) -> list[str]:
+        """Where the host may be dialled."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                found = await loop.getaddrinfo(request.host, request.port, type=socket.SOCK_STREAM)
+        except (OSError, TimeoutError, UnicodeError) as error:
+            exchange.unreachable(said := f"{request.host[:253]} has no address: {error or type(error).__name__}")
+            raise _Refused(502, "name_not_resolved", said) from None
+        addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+        allowed = [
+            address for address in addresses if self._hosts.reaches(ipaddress.ip_address(address), request.port)
+        ]
+        if not allowed:
+            raise self._forbidden(
+                request, f"is at {', '.join(addresses)}, which is no public address and no network among them"
+            )
+        return allowed
+
+    async def _dialled(
+        self, request: _Request, addresses: Sequence[str], exchange: Exchange
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        said = ""
+        for address in addresses:
+            try:
+                async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                    return await asyncio.open_connection(address, request.port)
+            except (OSError, TimeoutError) as error:
+                said = f"{request.host[:253]}:{request.port} cannot be reached: {error or type(error).__name__}"
+        exchange.unreachable(said)
+        raise _Refused(502, "unreachable", said)
+
+    async def _pump(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        idle: asyncio.Timeout,
+        left: int | None,
+    ) -> None:
+        """Carry what comes until its end, or ``left`` bytes of it."""
+        loop = asyncio.get_running_loop()
+        while left is None or left > 0:
+            data = await reader.read(_PIECE if left is None else min(_PIECE, left))
+            if not data:
+                break
+            idle.reschedule(loop.time() + self._idle_s)
+            left = None if left is None else left - len(data)
+            writer.write(data)
+            await writer.drain()
+        if left is None and writer.can_write_eof():
+            writer.write_eof()
+
+
+def _problem(refused: _Refused) -> bytes:
+    title = HTTPStatus(refused.status).phrase
+    body = orjson.dumps(
+        {
+            "type": "about:blank",
+            "title": title,
+            "status": refused.status,
+            "code": refused.code,
+            "detail": refused.detail,
+        }
+    )
+    head = (
+        f"HTTP/1.1 {refused.status} {title}\r\nContent-Type: application/problem+json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Collection, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from nemo_gym.rollouts.identity import (
     task_id_of,
 )
 from nemo_gym.rollouts.interfaces import JobSpec
+from nemo_gym.rollouts.results import RecordedRun
 from nemo_gym.rollouts.store.sqlite import store_error
 
 MAX_LISTED = 10
@@ -37,6 +39,7 @@ class MaterializedInputs:
     """What a run is about to do, as a file with one line per rollout."""
 
     path: Path
+    """Where ``materialize`` wrote them; the input itself where it only checked."""
     tasks: int
     rollouts: int
     agents: tuple[str, ...]
@@ -120,12 +123,15 @@ class _Checker:
         return RowError(f"{where}: {problem}", path=str(self.path), line=number, column=column)
 
 
-def materialize(config: RolloutRunConfig, target: Path, agents: Collection[str] = ()) -> MaterializedInputs:
-    """Write the run's rollouts to ``target``, one per line, in task order.
+def materialize(
+    config: RolloutRunConfig, target: Path | None, agents: Collection[str] = (), *, same_as: RecordedRun | None = None
+) -> MaterializedInputs:
+    """Write the run's rollouts to ``target``, one per line, in task order; ``None`` only checks them.
 
-    ``agents`` are the agent instances that exist. Raises `ConfigError` for a missing or empty input, `RowError` naming
-    the bad lines unless ``skip_bad_rows``, and `StoreError` when ``target`` cannot be written; ``target`` appears only
-    when everything is right.
+    ``agents`` are the agent instances that exist, ``same_as`` is the run to go on with. Raises `ConfigError` for a
+    missing or empty input and for another run than ``same_as``, `RowError` naming the bad lines unless
+    ``skip_bad_rows``, and `StoreError` when ``target`` cannot be written; ``target`` appears only when everything is
+    right.
     """
     config.check_input()
     source = config.input
@@ -135,9 +141,9 @@ def materialize(config: RolloutRunConfig, target: Path, agents: Collection[str] 
     remainder, shards = config.shard_of
     used: dict[str, None] = {}
     digest = hashlib.sha256()
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    partial = target and target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:
-        with source.open("rb") as lines, partial.open("wb") as out:
+        with source.open("rb") as lines, partial.open("wb") if partial else nullcontext() as out:
             for number, line in enumerate(lines, 1):
                 position = tasks + others + len(bad)
                 if config.limit is not None and position >= config.limit:
@@ -159,19 +165,24 @@ def materialize(config: RolloutRunConfig, target: Path, agents: Collection[str] 
                     row[ROLLOUT_INDEX_KEY] = sample
                     data = orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
                     digest.update(data)
-                    out.write(data)
+                    if out is not None:
+                        out.write(data)
                     rollouts += 1
         if bad and not config.skip_bad_rows:
             raise _all_of(bad, source)
         if not tasks:
             of = f" for shard {config.shard}" if config.shard else ""
             raise ConfigError(f"input '{source}' holds no usable rows{of}", key="input")
-        partial.replace(target)
+        if same_as is not None:
+            same_as.require_same(config, digest.hexdigest())
+        if target and partial:
+            partial.replace(target)
     except OSError as error:
-        raise store_error(target, error) from error
+        raise store_error(target or source, error) from error
     finally:
-        partial.unlink(missing_ok=True)
-    return MaterializedInputs(target, tasks, rollouts, tuple(used), digest.hexdigest(), tuple(bad))
+        if partial:
+            partial.unlink(missing_ok=True)
+    return MaterializedInputs(target or source, tasks, rollouts, tuple(used), digest.hexdigest(), tuple(bad))
 
 
 def job_specs(path: Path, run_id: str) -> Iterator[JobSpec]:

@@ -93,11 +93,31 @@ def _compose(words: Sequence[str]) -> tuple[Composition, Topology | None]:
 
 def check_rollout_run(composition: Composition) -> tuple[RolloutRunConfig, RunOutlook]:
     """The composition's run, checked as far as that goes before any server starts."""
+    from nemo_gym.environment.rows import NO_PROMPT
     from nemo_gym.rollouts.collection import check_run
     from nemo_gym.rollouts.config import RolloutRunConfig
+    from nemo_gym.rollouts.rows import refuse_rows
 
     config = RolloutRunConfig.parse(run_values(composition))
-    return config, asyncio.run(check_run(config, composition.values))
+    outlook = asyncio.run(check_run(config, composition.values))
+    surely = {agent for agent in outlook.inputs.agents if _words_no_prompt(composition, agent)}
+    without = outlook.inputs.without_prompt
+    refuse_rows(config, {number: NO_PROMPT for number, agent in without.items() if agent in surely})
+    return config, outlook
+
+
+def _words_no_prompt(composition: Composition, agent: str) -> bool:
+    """Whether the sources tell that this agent's work begins with a prompt that only its rows can bring."""
+    from nemo_gym.configuration.plugin_keys import defines
+    from nemo_gym.rollouts.attempt import route_of
+
+    environment = route_of(composition.values, agent).environment
+    if (
+        environment is None
+        or defines(composition.servers[agent], ("run", "needs_prompt"), composition.roots) is not False
+    ):
+        return False
+    return defines(composition.servers[environment], ("public_row",), composition.roots) is False
 
 
 def run_values(composition: Composition) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from nemo_gym.rollouts.peers import Peers
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.progress import RunProgress
 from nemo_gym.rollouts.results import OutputLock, RecordedRun, ResultFiles, RunFiles
-from nemo_gym.rollouts.routing import checked_route, chosen_topology
+from nemo_gym.rollouts.routing import checked_route, chosen_topology, refuse_rows_without_prompt
 from nemo_gym.rollouts.rows import MaterializedInputs, job_specs, materialize
 from nemo_gym.rollouts.stages import http_stages
 from nemo_gym.rollouts.store import SqliteJobStore
@@ -112,6 +112,7 @@ class Collection:
             return await finished_result(config, recorded, inputs)
         for agent in inputs.agents:
             self._routes[agent] = await checked_route(self._client, self._peers, agent, config)
+        await refuse_rows_without_prompt(config, inputs, self._routes, self._peers)
         if recorded is None:
             # As late as this: whatever is wrong with the new run, the old one stands until then.
             files.discard(keep=inputs.path)

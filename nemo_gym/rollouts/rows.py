@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
+import structlog
 
 from nemo_gym.configuration.suggest import nearest
+from nemo_gym.environment.rows import PARAMS_KEY, has_prompt
 from nemo_gym.errors import ConfigError, RowError
 from nemo_gym.rollouts.config import RolloutRunConfig
 from nemo_gym.rollouts.identity import (
@@ -30,6 +32,8 @@ from nemo_gym.rollouts.identity import (
 from nemo_gym.rollouts.interfaces import JobSpec
 from nemo_gym.rollouts.results import RecordedRun
 from nemo_gym.rollouts.store.sqlite import store_error
+
+log = structlog.get_logger(__name__)
 
 MAX_LISTED = 10
 
@@ -46,6 +50,8 @@ class MaterializedInputs:
     digest: str
     """Of the file: a resumed run must be the same run."""
     bad_rows: tuple[RowError, ...] = ()
+    without_prompt: Mapping[int, str] = field(default_factory=dict)
+    """Lines of rows that bring no prompt, with their agents; their environments may word one."""
 
 
 @dataclass(slots=True)
@@ -137,6 +143,7 @@ def materialize(
     source = config.input
     checker = _Checker(source, config, agents)
     bad: list[RowError] = []
+    without_prompt: dict[int, str] = {}
     tasks = rollouts = others = 0
     remainder, shards = config.shard_of
     used: dict[str, None] = {}
@@ -158,6 +165,8 @@ def materialize(
                 if position % shards != remainder:
                     others += 1
                     continue
+                if not has_prompt(row.get(PARAMS_KEY)):
+                    without_prompt[number] = agent
                 tasks += 1
                 used[agent] = None
                 row[TASK_INDEX_KEY] = task_index
@@ -182,7 +191,31 @@ def materialize(
     finally:
         if partial:
             partial.unlink(missing_ok=True)
-    return MaterializedInputs(target or source, tasks, rollouts, tuple(used), digest.hexdigest(), tuple(bad))
+    return MaterializedInputs(
+        target or source, tasks, rollouts, tuple(used), digest.hexdigest(), tuple(bad), without_prompt
+    )
+
+
+def numbered_lines(path: Path, numbers: Collection[int]) -> Iterator[tuple[int, bytes]]:
+    """Lines of a file by their numbers, in its order."""
+    if numbers:
+        with path.open("rb") as lines:
+            yield from ((number, line) for number, line in enumerate(lines, 1) if number in numbers)
+
+
+def refuse_rows(config: RolloutRunConfig, refused: Mapping[int, str]) -> None:
+    """Raise `RowError` naming the lines of ``refused``, with the reasons. With ``skip_bad_rows`` only the log names
+    them."""
+    bad = [
+        RowError(f"{config.input}:{number}: {why}", path=str(config.input), line=number)
+        for number, why in sorted(refused.items())
+    ]
+    if not bad:
+        return
+    if not config.skip_bad_rows:
+        raise _all_of(bad, config.input)
+    for error in bad:
+        log.warning("row ends without a verdict", error=error.message)
 
 
 def job_specs(path: Path, run_id: str) -> Iterator[JobSpec]:
@@ -207,7 +240,7 @@ def _all_of(bad: list[RowError], path: Path) -> RowError:
     listed = "\n  ".join(error.message for error in bad[:MAX_LISTED])
     more = f"\n  … and {len(bad) - MAX_LISTED} more" if len(bad) > MAX_LISTED else ""
     return RowError(
-        f"{len(bad)} row{'s' * (len(bad) > 1)} of '{path}' cannot be read; nothing was run. Mend them, or leave them"
+        f"{len(bad)} row{'s' * (len(bad) > 1)} of '{path}' cannot be used; nothing was run. Mend them, or leave them"
         f" out with skip_bad_rows=true:\n  {listed}{more}",
         path=str(path),
         line=bad[0].details.get("line"),

@@ -98,6 +98,7 @@ def test_finished_run_is_shown_again_and_no_server_starts(root: Path) -> None:
         (["input=rows.jsonl", "output=rows.jsonl/o.jsonl"], "'rows.jsonl' is no directory"),
         (["input=rows.jsonl", "output=foreign.jsonl"], "discard the file with overwrite=true"),
         (["input=rows.jsonl", "output=held.jsonl"], "another collector (process"),
+        (["input=blank.jsonl", "output=o.jsonl"], "blank.jsonl:3: the row has no prompt"),
         (["num_repeats=two"], "num_repeats"),
         (["limit=0"], "limit"),
         (["concurrency=-1"], "concurrency"),
@@ -108,6 +109,8 @@ def test_finished_run_is_shown_again_and_no_server_starts(root: Path) -> None:
 def test_run_is_checked_before_any_server_starts(root: Path, name: str, words: list[str], message: str) -> None:
     write_rows(root / "rows.jsonl", 2)
     (root / "bad.jsonl").write_text((root / "rows.jsonl").read_text().splitlines()[0] + "\nno json\n")
+    blank = '{"responses_create_params": {"input": " "}, "expected": "3"}\n'
+    (root / "blank.jsonl").write_text((root / "rows.jsonl").read_text() + blank)
     (root / "foreign.jsonl").write_text("precious\n")
     with (root / "held.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

@@ -233,7 +233,7 @@ async def test_validation_gives_the_solution_and_labels_rows(make_chain: MakeCha
     chain.write_rows(4)
     await run_collection(chain.client(), chain.run_keys(validation="gold"))
     assert {(row["reward"], row["validation"]) for row in chain.results()} == {(1.0, "gold")}
-    await run_collection(chain.client(), chain.run_keys(validation="nothing"))
+    await run_collection(chain.client(), chain.run_keys(validation="nothing", overwrite=True))
     assert {(row["reward"], row["validation"]) for row in chain.results()} == {(0.0, "nothing")}
 
 
@@ -273,6 +273,40 @@ async def test_run_refuses_bad_rows_by_line_and_column_before_any_task(make_chai
     result = await run_collection(chain.client(), chain.run_keys(skip_bad_rows=True))
     assert (result.tasks, result.valid) == (2, 2)
     assert [row["_ng_task_index"] for row in sorted(chain.results(), key=lambda r: r["_ng_task_index"])] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"input": ""}, {"input": " \n"}, {"input": []}, {"input": [{"role": "user", "content": " "}]}, None],
+    ids=["empty", "blank", "no message", "blank message", "no parameters"],
+)
+async def test_rows_without_a_prompt_are_refused_by_line_before_any_task(make_chain: MakeChain, params: Any) -> None:
+    chain = make_chain()
+    path = chain.write_rows(2)
+    asks_nothing = {"expected_answer": "B", **({"responses_create_params": params} if params else {})}
+    path.write_text(path.read_text() + json.dumps(asks_nothing) + "\n")
+    with pytest.raises(RowError, match=r"in\.jsonl:3: the row has no prompt"):
+        await run_collection(chain.client(), chain.run_keys())
+    assert chain.notes("seed") == []
+    result = await run_collection(chain.client(), chain.run_keys(skip_bad_rows=True))
+    assert (result.valid, result.invalid) == (2, 1)
+    (failed,) = chain.results("out_failures.jsonl")
+    assert (failed["failure_kind"], failed["_ng_attempt_index"]) == ("seed_failed", 0)
+    assert "has no prompt" in failed["failure_reason"]
+    assert len(chain.notes("act")) == 2
+
+
+async def test_rows_whose_environment_words_the_prompt_are_run_and_those_it_cannot_are_refused(
+    make_chain: MakeChain,
+) -> None:
+    chain = make_chain(environment={"words_prompts": True})
+    path = chain.directory / "in.jsonl"
+    path.write_text('{"question": "A or B?", "expected_answer": "B"}\n{"expected_answer": "B"}\n')
+    with pytest.raises(RowError, match=r"in\.jsonl:2: no question"):
+        await run_collection(chain.client(), chain.run_keys())
+    assert chain.notes("seed") == []
+    result = await run_collection(chain.client(), chain.run_keys(limit=1))
+    assert (result.valid, result.invalid) == (1, 0)
 
 
 async def test_overrides_reach_the_agent_and_the_result(make_chain: MakeChain) -> None:

@@ -276,7 +276,10 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
         return app
 
     def facts(self) -> dict[str, Any]:
-        return {} if self.owned_boxes() is None else {"owns_boxes": True}
+        return {
+            "words_prompts": self.overrides("public_row"),
+            **({} if self.owned_boxes() is None else {"owns_boxes": True}),
+        }
 
     def exposes_mcp(self) -> bool:
         """Whether the tools are served over MCP: ``tool_access`` of the class names it, or the configuration does."""

@@ -105,6 +105,9 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
     ROLE: ClassVar[Role] = Role.AGENT
     topologies: ClassVar[tuple[Topology, ...]] = (Topology.NONE, Topology.ENV_SANDBOXED)
     """Where this agent's harness can work. A composition with another topology is refused before it starts."""
+    needs_prompt: ClassVar[bool] = True
+    """Whether its work begins with the row's prompt; rows without one are refused. ``False`` for an agent that
+    gets its task elsewhere: from tools, or from an environment that it steps through."""
 
     _acts: ActRegistry = PrivateAttr(default_factory=ActRegistry)
 
@@ -151,6 +154,7 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
         return {
             "overrides_run": self.overrides("run"),
             "row_access": self.config.row_access,
+            "needs_prompt": self.needs_prompt,
             "topologies": [str(topology) for topology in self.topologies],
             "limits": sorted(self.kept_limits()),
         }

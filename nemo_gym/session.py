@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.errors import ConfigError, ModelError
 from nemo_gym.sandbox.base import Mount, NetworkPolicy, SandboxResources, SandboxSpec
 
 DESCRIPTOR_VERSION: Literal[1] = 1
@@ -51,7 +51,6 @@ class Topology(StrEnum):
     def parse(cls, value: str) -> Topology:
         """Accepts the value, or the letter A–D; anything else raises `ConfigError` with the choices."""
         from nemo_gym.configuration.suggest import nearest
-        from nemo_gym.errors import ConfigError
 
         letters = dict(zip("ABCD", cls, strict=True))
         if value.upper() in letters:
@@ -429,9 +428,9 @@ class Artifact(_Contract):
 
 
 class AgentOutcome(StrEnum):
-    """How the harness ended. Only ``crashed``, ``model_unreachable``, ``mcp_failed`` and ``sandbox_lost`` may be
-    retried as infrastructure, and those not where the policy could cause them; the others are what it did, and are
-    graded."""
+    """How the harness ended. Only ``crashed``, ``model_unreachable``, ``model_refused``, ``mcp_failed`` and
+    ``sandbox_lost`` may be retried as infrastructure, and those not where the policy could cause them.
+    ``context_exceeded`` is no work of the policy either. The others are what it did, and are graded."""
 
     COMPLETED = "completed"
     MAX_TURNS = "max_turns"
@@ -440,8 +439,35 @@ class AgentOutcome(StrEnum):
     REFUSED = "refused"
     CRASHED = "crashed"
     MODEL_UNREACHABLE = "model_unreachable"
+    MODEL_REFUSED = "model_refused"
+    """The model's server was reached and refused to serve: its key, the model's name, or the request."""
+    CONTEXT_EXCEEDED = "context_exceeded"
+    """The very first request does not fit the model's context. Later on it is ``max_turns``: the policy's doing."""
     MCP_FAILED = "mcp_failed"
     SANDBOX_LOST = "sandbox_lost"
+
+
+_REFUSAL_STATUSES = frozenset({400, 401, 403, 404, 405, 413, 422})
+_KEY_REFUSED = re.compile(r"refused its API key|engine_credential|invalid_api_key")
+_CONTEXT_WORDS = re.compile(r"context.{0,3}(length|window)|too many tokens|prompt is too long", re.IGNORECASE)
+
+
+def is_context_exceeded(said: str) -> bool:
+    """Whether an endpoint's refusal speaks of the length of the request."""
+    return _CONTEXT_WORDS.search(said) is not None
+
+
+def outcome_of_refusal(status: int | None, said: str) -> AgentOutcome:
+    """What an endpoint's error means: it refused to serve, or it did not serve. A gateway answers 502 for an engine
+    that refuses the gateway's key."""
+    refused = status in _REFUSAL_STATUSES or _KEY_REFUSED.search(said) is not None
+    return AgentOutcome.MODEL_REFUSED if refused else AgentOutcome.MODEL_UNREACHABLE
+
+
+def outcome_of_model_error(error: ModelError) -> AgentOutcome:
+    """The outcome of an attempt that ended with ``error``; its ``details['status']`` is the endpoint's, if it
+    answered."""
+    return outcome_of_refusal(error.details.get("status"), error.message)
 
 
 class ActRequest(BaseModel):

@@ -23,6 +23,10 @@ class FailureKind(StrEnum):
     EXEC_LOST = "exec_lost"
     HOST_OUT_OF_MEMORY = "host_out_of_memory"
     MODEL_UNREACHABLE = "model_unreachable"
+    MODEL_REFUSED = "model_refused"
+    """The model's server was reached and refused to serve: its key, the model's name, or the request."""
+    CONTEXT_EXCEEDED = "context_exceeded"
+    """The first request of the attempt does not fit the model's context."""
     MCP_FAILED = "mcp_failed"
     """A tool server of the session answered none of the harness's requests."""
     AGENT_CRASHED = "agent_crashed"
@@ -41,6 +45,7 @@ class FailureKind(StrEnum):
 
 RETRYABLE_FAILURES = frozenset(FailureKind) - {
     FailureKind.CANCELLED,
+    FailureKind.CONTEXT_EXCEEDED,
     FailureKind.CONTROL_RUN_FAILED,
     FailureKind.CONTROLS_WEAK,
 }

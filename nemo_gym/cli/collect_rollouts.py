@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 from nemo_gym.cli import command
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from nemo_gym.rollouts.collection import CollectionResult
     from nemo_gym.serving.endpoints import StackEntry
 
 NAME = "ng_collect_rollouts"
@@ -83,20 +86,27 @@ async def _collect_until_signal(stack: StackEntry, values: Mapping[str, Any]) ->
 
 async def collect(stack: StackEntry, values: Mapping[str, Any]) -> int:
     """Run the rollouts that ``values`` configure against ``stack``. 0 when every rollout has a verdict, else 1."""
-    from rich.console import Console
-
     from nemo_gym.rollouts.collection import run_collection
     from nemo_gym.rollouts.config import RolloutRunConfig
     from nemo_gym.serving.client import close_global_aiohttp_client
     from nemo_gym.serving.stack import CONFIG_FILE, pipeline_client
 
     config = RolloutRunConfig.parse(values)
-    # A file has no width; tables cut to 80 columns would be of little use in it.
-    console = Console(width=None if sys.stdout.isatty() else 140)
     try:
         result = await run_collection(
-            pipeline_client(stack), config, console=console, configuration=Path(stack.run_dir, CONFIG_FILE)
+            pipeline_client(stack), config, console=result_console(), configuration=Path(stack.run_dir, CONFIG_FILE)
         )
     finally:
         await close_global_aiohttp_client()
+    return exit_code_of(result)
+
+
+def exit_code_of(result: CollectionResult) -> int:
     return command.EXIT_OK if result.exit_code == 0 else command.EXIT_FAILED
+
+
+def result_console() -> Console:
+    from rich.console import Console
+
+    # A file has no width; tables cut to 80 columns would be of little use in it.
+    return Console(width=None if sys.stdout.isatty() else 140)

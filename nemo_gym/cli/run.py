@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from nemo_gym.cli import command
 
 if TYPE_CHECKING:
-    import asyncio
     import socket
 
     from nemo_gym.configuration.compose import Composition
+    from nemo_gym.rollouts.collection import RunOutlook
+    from nemo_gym.rollouts.config import RolloutRunConfig
     from nemo_gym.serving.supervisor import Supervisor
     from nemo_gym.session import Topology
 
@@ -31,7 +33,17 @@ def run_command(argv: Sequence[str]) -> int:
         "Start the servers of a composition and keep them running. With input= and output=, run the rollouts and"
         " exit.",
     ).parse_args(argv)
-    return with_stack(lambda: _compose(arguments.settings))
+    try:
+        return with_stack(lambda: _compose(arguments.settings))
+    except _NothingLeft as finished:
+        return finished.exit_code
+
+
+class _NothingLeft(Exception):
+    """The run is finished: no server needs to start for it."""
+
+    def __init__(self, exit_code: int) -> None:
+        self.exit_code = exit_code
 
 
 def with_stack(
@@ -65,16 +77,55 @@ def _compose(words: Sequence[str]) -> tuple[Composition, Topology | None]:
 
     composition = compose(words)
     topology = check_everything(composition)
-    run = composition.run_values()
-    if "input" in run or "input_jsonl_fpath" in run:
-        from nemo_gym.rollouts.config import RolloutRunConfig
-
-        RolloutRunConfig.parse(run).check_input()
     for word in words:
         key = word.split("=", 1)[0].lstrip("+~")
         if is_secret_name(key.split(".")[-1]):
             say(f"{key} on the command line can be read by other users of this machine; put it in env.yaml")
+    if composition.has_run:
+        from nemo_gym.cli.collect_rollouts import exit_code_of, result_console
+        from nemo_gym.rollouts.collection import show_finished
+
+        config, outlook = check_rollout_run(composition)
+        if outlook.finished:
+            raise _NothingLeft(exit_code_of(asyncio.run(show_finished(config, outlook, result_console()))))
     return composition, topology
+
+
+def check_rollout_run(composition: Composition) -> tuple[RolloutRunConfig, RunOutlook]:
+    """The composition's run, checked as far as that goes before any server starts."""
+    from nemo_gym.environment.rows import NO_PROMPT
+    from nemo_gym.rollouts.collection import check_run
+    from nemo_gym.rollouts.config import RolloutRunConfig
+    from nemo_gym.rollouts.rows import refuse_rows
+
+    config = RolloutRunConfig.parse(run_values(composition))
+    outlook = asyncio.run(check_run(config, composition.values))
+    surely = {agent for agent in outlook.inputs.agents if _words_no_prompt(composition, agent)}
+    without = outlook.inputs.without_prompt
+    refuse_rows(config, {number: NO_PROMPT for number, agent in without.items() if agent in surely})
+    return config, outlook
+
+
+def _words_no_prompt(composition: Composition, agent: str) -> bool:
+    """Whether the sources tell that this agent's work begins with a prompt that only its rows can bring."""
+    from nemo_gym.configuration.plugin_keys import defines
+    from nemo_gym.rollouts.attempt import route_of
+
+    environment = route_of(composition.values, agent).environment
+    if (
+        environment is None
+        or defines(composition.servers[agent], ("run", "needs_prompt"), composition.roots) is not False
+    ):
+        return False
+    return defines(composition.servers[environment], ("public_row",), composition.roots) is False
+
+
+def run_values(composition: Composition) -> dict[str, Any]:
+    """The run keys of a composition, with the chosen agent for rows that name none."""
+    values = composition.run_values()
+    if "agent" in composition.chosen:
+        values.setdefault("agent_name", composition.chosen["agent"])
+    return values
 
 
 def say(text: str, name: str = NAME) -> None:
@@ -99,7 +150,6 @@ class _Run:
         self.supervisor: Supervisor | None = None
 
     async def run(self) -> int:
-        import asyncio
         import signal
 
         loop = asyncio.get_running_loop()
@@ -125,20 +175,13 @@ class _Run:
         except asyncio.CancelledError:
             if not self.signals:
                 raise
-            return command.EXIT_INTERRUPTED if self._has_run or self.given_work else command.EXIT_OK
+            return command.EXIT_INTERRUPTED if self.composition.has_run or self.given_work else command.EXIT_OK
         finally:
             # Where the stack was never set up, nobody else has ended it.
             stop_nursery(self.process[0])
 
-    @property
-    def _has_run(self) -> bool:
-        run = self.composition.run_values()
-        return "input" in run or "input_jsonl_fpath" in run
-
     async def _work(self, supervisor: Supervisor) -> int:
         """The rollouts, or nothing until the end; whichever ends first, the work or the stack."""
-        import asyncio
-
         work: asyncio.Task[int] = asyncio.create_task(self._chosen_work(supervisor))
         try:
             either: set[asyncio.Future[Any]] = {work, supervisor.failure}
@@ -154,7 +197,7 @@ class _Run:
     async def _chosen_work(self, supervisor: Supervisor) -> int:
         if self.given_work is not None:
             return await self.given_work(supervisor)
-        return await (self._collect(supervisor) if self._has_run else _forever())
+        return await (self._collect(supervisor) if self.composition.has_run else _forever())
 
     async def _collect(self, supervisor: Supervisor) -> int:
         from nemo_gym.cli.collect_rollouts import collect
@@ -163,10 +206,7 @@ class _Run:
 
         if (hosts := Hosts.of(self.composition)) is not None:
             await wait_for_others(hosts, supervisor.settings.startup_timeout_s, say)
-        values = self.composition.run_values()
-        if "agent" in self.composition.chosen:
-            values.setdefault("agent_name", self.composition.chosen["agent"])
-        return await collect(supervisor.stack(), values)
+        return await collect(supervisor.stack(), run_values(self.composition))
 
     def _on_signal(self, task: asyncio.Task[Any]) -> None:
         self.signals += 1
@@ -192,7 +232,5 @@ class _Run:
 
 
 async def _forever() -> int:
-    import asyncio
-
     await asyncio.Event().wait()
     return command.EXIT_OK

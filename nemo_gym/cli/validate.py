@@ -44,6 +44,9 @@ def validate(argv: Sequence[str]) -> int:
         print(f"{server['instance']}: {server['type']}.{server['implementation']} ({server['source']})")
     if report["topology"]:
         print(f"topology: {report['topology']}")
+    if run := report["run"]:
+        left = "finished" if run["finished"] else f"{run['left']} left to run"
+        print(f"run: {run['rollouts']} rollouts of {run['tasks']} tasks, {left}")
     if arguments.dump:
         import yaml
 
@@ -63,6 +66,7 @@ def inspect(words: Sequence[str]) -> tuple[Composition, dict[str, Any]]:
     check_sandbox(composition, topology)
     return composition, {
         "valid": True,
+        "run": _outlook(composition) if composition.has_run else None,
         "servers": [
             {
                 "instance": server.instance,
@@ -74,6 +78,19 @@ def inspect(words: Sequence[str]) -> tuple[Composition, dict[str, Any]]:
         ],
         "composition": composition.chosen,
         "topology": topology and str(topology),
+    }
+
+
+def _outlook(composition: Composition) -> dict[str, Any]:
+    from nemo_gym.cli.run import check_rollout_run
+
+    _, outlook = check_rollout_run(composition)
+    recorded = outlook.recorded
+    return {
+        "tasks": outlook.inputs.tasks,
+        "rollouts": outlook.inputs.rollouts,
+        "finished": outlook.finished,
+        "left": recorded.left if recorded is not None else outlook.inputs.rollouts,
     }
 
 

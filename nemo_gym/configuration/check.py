@@ -54,14 +54,14 @@ def _check_place(server: ServerBlock) -> None:
 
 
 def _check_run_keys(composition: Composition) -> None:
-    """Values of run keys are checked when a run is asked for; half of one is a mistake."""
+    """The values of run keys, also without a run; half of a run is a mistake."""
     run = composition.run_values()
-    has_input = "input" in run or "input_jsonl_fpath" in run
     has_output = "output" in run or "output_jsonl_fpath" in run
-    if has_input != has_output:
-        missing = "output" if has_input else "input"
+    if composition.has_run != has_output:
+        missing = "output" if composition.has_run else "input"
         raise ConfigError(f"a rollout run needs both input= and output=; add {missing}=<file>.jsonl", key=missing)
-    if has_input:
+    if run:
         from nemo_gym.rollouts.config import RolloutRunConfig
 
-        RolloutRunConfig.parse(run)
+        placeholders = {} if composition.has_run else {"input": "rows.jsonl", "output": "rollouts.jsonl"}
+        RolloutRunConfig.parse({**run, **placeholders})

@@ -64,6 +64,12 @@ class Composition:
         assert isinstance(config, DictConfig)
         return config
 
+    @property
+    def has_run(self) -> bool:
+        """Whether rollouts are asked for."""
+        run = self.run_values()
+        return "input" in run or "input_jsonl_fpath" in run
+
     def run_values(self) -> dict[str, Any]:
         """The keys that configure a rollout run."""
         from nemo_gym.rollouts.config import RUN_KEYS

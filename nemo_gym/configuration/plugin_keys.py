@@ -8,7 +8,7 @@ here.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +18,9 @@ from nemo_gym.configuration.roots import find_plugin
 from nemo_gym.configuration.servers import ServerBlock
 from nemo_gym.configuration.suggest import nearest
 from nemo_gym.errors import ConfigError
+
+CORE_BASES = frozenset({"SimpleResourcesServer", "SimpleResponsesAPIAgent", "SimpleResponsesAPIModel"})
+"""Where what a plugin defines itself ends."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,35 @@ def class_constant(server: ServerBlock, name: str, roots: Sequence[Path]) -> lis
         return _constant(_Class(path, running), name, roots)
     except _UnknownSource:
         return None
+
+
+def defines(server: ServerBlock, names: Collection[str], roots: Sequence[Path]) -> bool | None:
+    """Whether a server's class, or a base of it outside the core, defines one of ``names``; ``None`` where the source
+    does not tell."""
+    try:
+        path = entrypoint(server, roots)
+        running = _running_class(path)
+        return None if running is None else _defines(_Class(path, running), frozenset(names), roots)
+    except _UnknownSource:
+        return None
+
+
+def _defines(cls: _Class, names: frozenset[str], roots: Sequence[Path]) -> bool:
+    if cls.node.name in CORE_BASES:
+        return False
+    for statement in cls.node.body:
+        match statement:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                found = name in names
+            case ast.AnnAssign(target=target):
+                found = ast.unparse(target) in names
+            case ast.Assign(targets=targets):
+                found = any(ast.unparse(target) in names for target in targets)
+            case _:
+                found = False
+        if found:
+            return True
+    return any(_defines(base, names, roots) for base in _base_classes(cls, roots) if base is not None)
 
 
 @lru_cache(maxsize=256)

@@ -37,15 +37,18 @@ from nemo_gym.environment.grading import work_digest
 from nemo_gym.environment.lending import Lending
 from nemo_gym.environment.plugin_call import PluginCall, plain
 from nemo_gym.environment.rows import (
+    NO_PROMPT,
+    PARAMS_KEY,
     RESPONSE_KEY,
     SESSION_KEY,
     RowAccess,
     RowStore,
     StoredRow,
+    has_prompt,
     public_verdict,
     row_digest,
 )
-from nemo_gym.errors import ConfigError, ContractError, InvalidBodyError, RowError
+from nemo_gym.errors import ConfigError, ContractError, InvalidBodyError, NemoGymError, RowError
 from nemo_gym.serving.middleware import caller_of, require_role
 from nemo_gym.serving.problems import JsonResponse, parse_json_object
 from nemo_gym.serving.sessions import LazySession
@@ -69,6 +72,7 @@ BASE_ROUTES = frozenset(
         "/verify",
         "/close",
         "/rows",
+        "/row_prompts",
         "/verdict",
         "/aggregate_metrics",
         "/reverify_mode",
@@ -133,6 +137,7 @@ class EnvironmentRoutes:
             "/verify": self.verify,
             "/close": self.close,
             "/rows": self.add_row,
+            "/row_prompts": self.row_prompts,
             "/verdict": self.verdict,
             "/aggregate_metrics": self.aggregate_metrics,
         }
@@ -409,6 +414,23 @@ class EnvironmentRoutes:
         await self.attempts.require_current(rollout)
         ref = self.rows.put(StoredRow(row, rollout, RowAccess(access)))
         return JsonResponse({"row_ref": ref, "public_row": self._server.public_row(row)})
+
+    async def row_prompts(self, request: Request) -> Response:
+        """Which of these rows give their agents no prompt: ``{"without": {"<position>": why}}``."""
+        require_role(request, Role.PIPELINE, Role.OPERATOR)
+        rows = (await parse_json_object(request)).get("rows")
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise InvalidBodyError("/row_prompts needs 'rows': a list of dataset rows")
+        without = {}
+        for position, row in enumerate(rows):
+            try:
+                params = self._server.public_row(row).get(PARAMS_KEY)
+            except NemoGymError as error:
+                without[str(position)] = error.message
+                continue
+            if not has_prompt(params):
+                without[str(position)] = NO_PROMPT
+        return JsonResponse({"without": without})
 
     async def verdict(self, request: Request) -> Response:
         """The stored verdict of an attempt whose agent asked for it by itself."""

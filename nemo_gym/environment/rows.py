@@ -21,6 +21,7 @@ from nemo_gym.session import RolloutIdentity
 PARAMS_KEY = "responses_create_params"
 RESPONSE_KEY = "response"
 SESSION_KEY = "_ng_session"
+NO_PROMPT = "the row has no prompt: 'responses_create_params.input' is missing or blank"
 PUBLIC_ROW_KEYS = frozenset(
     {"agent_ref", "skills_ref", "_ng_task_index", "_ng_rollout_index", "_ng_attempt_index", "_ng_rollout_id"}
 )
@@ -54,6 +55,24 @@ def public_row(row: Mapping[str, Any], metadata_keys: Collection[str] = ()) -> d
     if PARAMS_KEY in row:
         public[PARAMS_KEY] = public_params(row[PARAMS_KEY], metadata_keys)
     return public
+
+
+def has_prompt(params: Any) -> bool:
+    """Whether ``responses_create_params`` ask anything: text that is not blank, an image, an earlier tool call."""
+    return _says(params.get("input")) if isinstance(params, Mapping) else False
+
+
+def _says(value: Any) -> bool:
+    if isinstance(value, str):
+        return bool(value.strip())
+    if isinstance(value, list | tuple):
+        return any(map(_says, value))
+    if not isinstance(value, Mapping):
+        return False
+    if "content" in value or "text" in value:
+        return _says(value.get("content")) or _says(value.get("text"))
+    # A message without content says nothing; an image, a file or a call of a tool does.
+    return bool(value.get("type", "message") != "message")
 
 
 def public_verdict(reply: Mapping[str, Any]) -> dict[str, Any]:

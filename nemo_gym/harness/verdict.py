@@ -7,14 +7,10 @@ without ever getting an answer from the model did not.
 
 from __future__ import annotations
 
-import re
-
 from nemo_gym.harness.base import CliHarness, HarnessEnded, Judgement
 from nemo_gym.sandbox.base import ExecOutcome
 from nemo_gym.sandbox.door_statistics import DoorStatistics
-from nemo_gym.session import AgentOutcome
-
-CONTEXT_WORDS = re.compile(r"context.{0,3}(length|window)|too many tokens|prompt is too long", re.IGNORECASE)
+from nemo_gym.session import AgentOutcome, is_context_exceeded, outcome_of_refusal
 
 
 def judge(harness: CliHarness, ended: HarnessEnded) -> Judgement:
@@ -25,14 +21,20 @@ def judge(harness: CliHarness, ended: HarnessEnded) -> Judgement:
     if ended.stopped is not None and ended.stopped[0] is AgentOutcome.MAX_TURNS:
         return ended.stopped
     said = ended.stopped or _said(harness, ended)
+    if model is not None and model.refused and not model.answered and not model.failing:
+        # The policy never had a word, so nothing of this is its doing.
+        if is_context_exceeded(model.last_error or ""):
+            return AgentOutcome.CONTEXT_EXCEEDED, f"the first request does not fit the model's context{_in(model)}"
+        if said[0] in (AgentOutcome.COMPLETED, AgentOutcome.CRASHED):
+            return AgentOutcome.MODEL_REFUSED, _of_the_model(model, said)
     if model is not None and _model_failed(said[0], model):
-        return AgentOutcome.MODEL_UNREACHABLE, _of_the_model(model, said)
+        return outcome_of_refusal(_last_status(model), model.last_error or ""), _of_the_model(model, said)
     for name, door in ended.mcp_doors.items():
         if _served_nothing(door):
             return AgentOutcome.MCP_FAILED, f"MCP server '{name}' served none of {door.requests} requests{_in(door)}"
     if model is None or model.failing:
         return said
-    if said[0] is AgentOutcome.CRASHED and model.refused and CONTEXT_WORDS.search(model.last_error or ""):
+    if said[0] is AgentOutcome.CRASHED and model.refused and is_context_exceeded(model.last_error or ""):
         return AgentOutcome.MAX_TURNS, "the conversation no longer fits the model's context"
     if said[0] is AgentOutcome.COMPLETED and not model.answered:
         never = "it never asked" if not model.requests else f"none of its {model.requests} requests was answered"
@@ -72,6 +74,12 @@ def _said(harness: CliHarness, ended: HarnessEnded) -> Judgement:
             return AgentOutcome.CRASHED, "killed: the box ran out of memory"
         case ExecOutcome.EXITED | ExecOutcome.SIGNALED | ExecOutcome.LOST:
             return harness.outcome(ended)
+
+
+def _last_status(model: DoorStatistics) -> int | None:
+    """Of the error that the door saw last; ``None`` where there was no answer."""
+    status = (model.last_error or "").partition(":")[0]
+    return int(status) if status.isdecimal() else None
 
 
 def _of_the_model(model: DoorStatistics, said: Judgement) -> str:

@@ -31,6 +31,10 @@ class Route:
     model: str | None
     row_access: str = "public"
     """``public``, ``validation`` (only with run key ``validation``) or ``full``."""
+    needs_prompt: bool = False
+    """A row without a prompt is no task for this agent."""
+    words_prompts: bool = False
+    """The environment may word a prompt for rows that bring none."""
     opaque_run: bool = False
     """The agent overrides NeMo Gym's ``run()``: RUN and EVAL are its one call."""
     box_needs: Mapping[str, Any] | None = None

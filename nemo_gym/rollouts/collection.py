@@ -14,7 +14,6 @@ import structlog
 from rich.console import Console
 from rich.text import Text
 
-from nemo_gym.errors import ConfigError
 from nemo_gym.rollouts.attempt import Route, agent_instances, route_of
 from nemo_gym.rollouts.config import RolloutRunConfig
 from nemo_gym.rollouts.identity import new_run_id
@@ -23,20 +22,19 @@ from nemo_gym.rollouts.metrics import aggregate, for_aggregation, write_aggregat
 from nemo_gym.rollouts.peers import Peers
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.progress import RunProgress
-from nemo_gym.rollouts.results import OutputLock, ResultFiles, RunFiles
-from nemo_gym.rollouts.routing import checked_route, chosen_topology
+from nemo_gym.rollouts.results import OutputLock, RecordedRun, ResultFiles, RunFiles
+from nemo_gym.rollouts.routing import checked_route, chosen_topology, refuse_rows_without_prompt
 from nemo_gym.rollouts.rows import MaterializedInputs, job_specs, materialize
 from nemo_gym.rollouts.stages import http_stages
 from nemo_gym.rollouts.store import SqliteJobStore
 from nemo_gym.rollouts.store.sqlite import store_error
-from nemo_gym.rollouts.table import print_agents, print_key_metrics, print_table
+from nemo_gym.rollouts.table import counted, print_agents, print_key_metrics, print_table
 from nemo_gym.rollouts.tally import RolloutSummary, Tally
 from nemo_gym.serving.client import ServerClient
 
 log = structlog.get_logger(__name__)
 
 SUBMIT_BATCH = 1000
-UNFINISHED = frozenset({JobState.QUEUED, JobState.CLAIMED})
 
 
 @dataclass(slots=True)
@@ -49,7 +47,8 @@ class CollectionResult:
     rollouts: int
     valid: int
     invalid: int
-    seconds: float
+    seconds: float | None
+    """``None`` for a run that was finished before."""
     aggregates: list[dict[str, Any]] = field(default_factory=list)
     summaries: list[RolloutSummary] = field(default_factory=list)
 
@@ -57,6 +56,16 @@ class CollectionResult:
     def exit_code(self) -> int:
         """0 when every rollout has a verdict, else 3: the run is complete, and some of it is masked."""
         return 0 if self.invalid == 0 else 3
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutlook:
+    """What a run is about to do."""
+
+    inputs: MaterializedInputs
+    recorded: RecordedRun | None
+    """The run to go on with; ``None`` for a new one."""
+    finished: bool
 
 
 class Collection:
@@ -82,22 +91,31 @@ class Collection:
         lock = OutputLock(self._files)
         lock.acquire()
         try:
-            return await self._run_locked()
+            result = await self._run_locked()
         finally:
             lock.release()
+        if self._console is not None:
+            show(self._console, result, self._config)
+        return result
 
     async def _run_locked(self) -> CollectionResult:
         config, files = self._config, self._files
         start = asyncio.get_running_loop().time()
-        await self._check_output()
+        recorded = await RecordedRun.of(config, files)
         agents = agent_instances(self._client.global_config_dict)
         if config.agent_name is not None:
             route_of(self._client.global_config_dict, config.agent_name)
-        inputs = await asyncio.to_thread(self._materialize, agents)
+        inputs = await asyncio.to_thread(materialize, config, files.materialized_inputs, agents, same_as=recorded)
         for error in inputs.bad_rows:
             log.warning("row left out", error=error.message)
+        if recorded is not None and is_finished(config, recorded, inputs):
+            return await finished_result(config, recorded, inputs)
         for agent in inputs.agents:
             self._routes[agent] = await checked_route(self._client, self._peers, agent, config)
+        await refuse_rows_without_prompt(config, inputs, self._routes, self._peers)
+        if recorded is None:
+            # As late as this: whatever is wrong with the new run, the old one stands until then.
+            files.discard(keep=inputs.path)
         sink = ResultFiles(files)
         store = SqliteJobStore(files.store, sink=sink)
         try:
@@ -105,58 +123,15 @@ class Collection:
             await sink.recover(store)
             tally = await self._tally(store)
             await self._drive(store, tally, total)
-            result = await self._conclude(store, run_id, inputs, start)
+            return await self._conclude(store, run_id, inputs, start)
         finally:
             await store.aclose()
             sink.close()
-        self._show(result)
-        return result
 
     # Before
 
-    async def _check_output(self) -> None:
-        """Keep what an unfinished run has; replace what a finished one left, as NeMo Gym does."""
-        config, files = self._config, self._files
-        files.output.parent.mkdir(parents=True, exist_ok=True)
-        if files.store.is_dir() or files.output.is_dir():
-            raise ConfigError(f"output '{files.output}' is a directory", key="output")
-        has_store = files.store.exists()
-        if config.resume or config.overwrite:
-            if config.overwrite:
-                files.discard()
-            elif not has_store and _has_content(files.output):
-                raise ConfigError(
-                    f"output '{files.output}' has results but its run database '{files.store.name}' is missing, so it"
-                    " cannot be resumed; restore the database, or choose another 'output'",
-                    key="output",
-                )
-            return
-        if has_store:
-            store = SqliteJobStore(files.store)
-            try:
-                counts = await store.counts()
-            finally:
-                await store.aclose()
-            left = sum(counts[state] for state in UNFINISHED)
-            if left:
-                raise ConfigError(
-                    f"output '{files.output}' holds an unfinished run ({left} of {sum(counts.values())} rollouts"
-                    " left): continue it with resume=true, or discard it with overwrite=true",
-                    key="output",
-                )
-        elif _has_content(files.output):
-            raise ConfigError(
-                f"output '{files.output}' exists and is not a run of this pipeline; choose another 'output', or"
-                " discard it with overwrite=true",
-                key="output",
-            )
-        files.discard()
-
-    def _materialize(self, agents: list[str]) -> MaterializedInputs:
-        return materialize(self._config, self._files.materialized_inputs, agents)
-
     async def _open(self, store: JobStore, inputs: MaterializedInputs) -> tuple[str, int]:
-        """Record the run and its jobs; a resumed one must be the same run."""
+        """Record the run and its jobs, or go on with what is recorded."""
         config = self._config
         info = {
             "run_id": config.run_id or new_run_id(),
@@ -164,15 +139,7 @@ class Collection:
             "input": str(config.input),
             "validation": config.validation,
         }
-        recorded = await store.open_run(info)
-        for key, what in (("inputs_sha256", "rows, repeats or parameters"), ("validation", "'validation'")):
-            if recorded[key] != info[key]:
-                raise ConfigError(
-                    f"output '{self._files.output}' holds run '{recorded['run_id']}' with other {what}; a resumed run"
-                    " keeps them: choose another 'output', or discard it with overwrite=true",
-                    key="resume",
-                )
-        run_id = str(recorded["run_id"])
+        run_id = str((await store.open_run(info))["run_id"])
         self._keep_configuration()
         batch = []
         for spec in job_specs(inputs.path, run_id):
@@ -216,7 +183,7 @@ class Collection:
             try:
                 await dispatcher.drain()
             except asyncio.CancelledError:
-                self._say(f"stopping; continue with the same command and resume=true (output {self._files.output})")
+                self._say(f"stopping; the same command continues (output {self._files.output})")
                 raise
             finally:
                 await _uninterrupted(dispatcher.stop)
@@ -239,48 +206,122 @@ class Collection:
                 rows[record.spec.agent].append(for_aggregation(row))
         aggregates: list[dict[str, Any]] = []
         if not self._config.disable_aggregation:
-            for agent, counted in tally.agents.items():
-                total = counted.valid + counted.invalid
-                aggregates.append(await aggregate(self._peers, self._routes[agent], rows[agent], counted, total))
+            for agent, of_agent in tally.agents.items():
+                total = of_agent.valid + of_agent.invalid
+                aggregates.append(await aggregate(self._peers, self._routes[agent], rows[agent], of_agent, total))
             await asyncio.to_thread(write_aggregates, self._files.aggregate_metrics, aggregates)
-        return CollectionResult(
-            run_id=run_id,
-            files=self._files,
-            tasks=inputs.tasks,
-            rollouts=inputs.rollouts,
-            valid=sum(counted.valid for counted in tally.agents.values()),
-            invalid=sum(counted.invalid for counted in tally.agents.values()),
-            seconds=asyncio.get_running_loop().time() - start,
-            aggregates=aggregates,
-            summaries=summaries,
-        )
-
-    def _show(self, result: CollectionResult) -> None:
-        console = self._console
-        if console is None:
-            return
-        title = f"{result.rollouts} rollouts of {result.tasks} tasks in {result.seconds:.1f} s"
-        if self._config.validation is not None:
-            title += f" (validation: {self._config.validation})"
-        print_table(console, result.summaries, title=title)
-        tally = Tally()
-        for item in result.summaries:
-            tally.add_row(item.agent, {"reward": item.reward, "failure_kind": item.outcome, "findings": item.findings})
-        print_agents(console, tally)
-        print_key_metrics(console, result.aggregates)
-        files = result.files
-        for name, path in (
-            ("Rollouts", files.output),
-            ("Materialized inputs", files.materialized_inputs),
-            ("Failures", files.failures),
-            ("Aggregate metrics", files.aggregate_metrics),
-        ):
-            if path.exists():
-                console.print(Text(f"{name}: {path}"), soft_wrap=True)
+        seconds = asyncio.get_running_loop().time() - start
+        return _result(run_id, self._files, inputs, tally, summaries, aggregates, seconds=seconds)
 
     def _say(self, text: str) -> None:
         if self._console is not None:
             self._console.print(Text(text), soft_wrap=True)
+
+
+async def check_run(config: RolloutRunConfig, servers: Mapping[str, Any]) -> RunOutlook:
+    """Everything that is known of a run without its servers: input, rows, output and the lock on it. ``servers`` is
+    their configuration. Raises what `run_collection` would; leaves nothing behind."""
+    files = RunFiles(config.output, config.store)
+    config.check_input()
+    OutputLock(files).check()
+    recorded = await RecordedRun.of(config, files)
+    inputs = await asyncio.to_thread(materialize, config, None, agent_instances(servers), same_as=recorded)
+    return RunOutlook(inputs, recorded, recorded is not None and is_finished(config, recorded, inputs))
+
+
+def is_finished(config: RolloutRunConfig, recorded: RecordedRun, inputs: MaterializedInputs) -> bool:
+    """Whether nothing is left to do: every rollout has ended, and the metrics are written."""
+    if recorded.left or recorded.rollouts < inputs.rollouts:
+        return False
+    if config.retry_failed and recorded.counts[JobState.DONE] < recorded.rollouts:
+        return False
+    return config.disable_aggregation or recorded.files.aggregate_metrics.is_file()
+
+
+async def finished_result(
+    config: RolloutRunConfig, recorded: RecordedRun, inputs: MaterializedInputs
+) -> CollectionResult:
+    """What a finished run came to, from its files, which are mended where something is missing. The caller holds the
+    output's lock."""
+    files = recorded.files
+    sink = ResultFiles(files)
+    store = SqliteJobStore(files.store, sink=sink)
+    summaries, tally = [], Tally()
+    try:
+        await sink.recover(store)
+        async for record in store.iterate(JobSelector()):
+            if record.result is not None:
+                row = orjson.loads(record.result)
+                summaries.append(RolloutSummary.of_row(row))
+                tally.add_row(record.spec.agent, row)
+    finally:
+        await store.aclose()
+        sink.close()
+    aggregates = [] if config.disable_aggregation else orjson.loads(files.aggregate_metrics.read_bytes())
+    return _result(recorded.run_id, files, inputs, tally, summaries, aggregates, seconds=None)
+
+
+async def show_finished(config: RolloutRunConfig, outlook: RunOutlook, console: Console) -> CollectionResult:
+    """Show a finished run again; no server is asked."""
+    assert outlook.recorded is not None
+    lock = OutputLock(outlook.recorded.files)
+    lock.acquire()
+    try:
+        result = await finished_result(config, outlook.recorded, outlook.inputs)
+    finally:
+        lock.release()
+    show(console, result, config)
+    return result
+
+
+def _result(
+    run_id: str,
+    files: RunFiles,
+    inputs: MaterializedInputs,
+    tally: Tally,
+    summaries: list[RolloutSummary],
+    aggregates: list[dict[str, Any]],
+    *,
+    seconds: float | None,
+) -> CollectionResult:
+    return CollectionResult(
+        run_id=run_id,
+        files=files,
+        tasks=inputs.tasks,
+        rollouts=inputs.rollouts,
+        valid=sum(counted.valid for counted in tally.agents.values()),
+        invalid=sum(counted.invalid for counted in tally.agents.values()),
+        seconds=seconds,
+        aggregates=aggregates,
+        summaries=summaries,
+    )
+
+
+def show(console: Console, result: CollectionResult, config: RolloutRunConfig) -> None:
+    """The tables of a run, and where its files are."""
+    title = f"{counted(result.rollouts, 'rollout')} of {counted(result.tasks, 'task')}"
+    title += ", finished before" if result.seconds is None else f" in {result.seconds:.1f} s"
+    if config.validation is not None:
+        title += f" (validation: {config.validation})"
+    print_table(console, result.summaries, title=title)
+    tally = Tally()
+    for item in result.summaries:
+        tally.add_row(item.agent, {"reward": item.reward, "failure_kind": item.outcome, "findings": item.findings})
+    print_agents(console, tally)
+    print_key_metrics(console, result.aggregates)
+    files = result.files
+    for name, path in (
+        ("Rollouts", files.output),
+        ("Materialized inputs", files.materialized_inputs),
+        ("Failures", files.failures),
+        ("Aggregate metrics", files.aggregate_metrics),
+    ):
+        if path.exists():
+            console.print(Text(f"{name}: {path}"), soft_wrap=True)
+    if result.seconds is None:
+        again = " (rollouts without a verdict: retry_failed=true)" if result.invalid else ""
+        done = f"This run is finished, and nothing was run again{again}. overwrite=true discards it and starts anew."
+        console.print(Text(done), soft_wrap=True)
 
 
 async def run_collection(
@@ -310,7 +351,3 @@ async def _uninterrupted(action: Callable[[], Any]) -> None:
     except asyncio.CancelledError:
         await task
         raise
-
-
-def _has_content(path: Path) -> bool:
-    return path.exists() and path.stat().st_size > 0

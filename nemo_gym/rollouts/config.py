@@ -71,12 +71,13 @@ class RolloutRunConfig(BaseModel):
     lease_s: float = Field(60.0, gt=0)
     """How long a job stays with a silent worker before it returns to the queue."""
 
-    resume: bool = _named("resume", "resume_from_cache", default=False)
-    """Continue the run that ``output`` holds; what is finished is kept, what was under way starts as a new attempt."""
+    resume: bool = _named("resume", "resume_from_cache", default=True)
+    """Continue the run that ``output`` holds; what is finished is kept, what was under way starts as a new attempt.
+    ``false`` refuses an ``output`` that holds a run."""
     retry_failed: bool = False
-    """With ``resume``: give rollouts that ended without a verdict a new budget."""
+    """Give rollouts of that run that ended without a verdict a new budget."""
     overwrite: bool = False
-    """Discard an unfinished run, or a file of other origin, that stands at ``output``."""
+    """Discard what stands at ``output``: a run, finished or not, or a file of other origin."""
 
     responses_create_params: dict[str, Any] = Field(default_factory=dict)
     """Overrides of every row's request parameters (model settings only)."""
@@ -116,8 +117,9 @@ class RolloutRunConfig(BaseModel):
     def _output_is_a_jsonl_file(self) -> Self:
         if self.output.suffix != ".jsonl":
             raise ValueError(f"output '{self.output}' must end in .jsonl; the run's other files are named after it")
-        if self.retry_failed and not self.resume:
-            raise ValueError("retry_failed=true needs resume=true")
+        if self.retry_failed and (self.overwrite or not self.resume):
+            other = "overwrite=true discards it" if self.overwrite else "resume=false refuses it"
+            raise ValueError(f"retry_failed=true continues the run at 'output', and {other}; leave one of them out")
         if self.shard is not None and self.shard_of[0] >= self.shard_of[1]:
             raise ValueError(f"shard={self.shard}: the first number is at most the second (shard=1/2 and shard=2/2)")
         if self.wall_clock_s is not None and self.wall_clock_s >= self.run_timeout_s:
@@ -125,7 +127,7 @@ class RolloutRunConfig(BaseModel):
                 f"wall_clock_s={self.wall_clock_s:g} must be less than run_timeout_s={self.run_timeout_s:g}, where a"
                 " rollout ends without a verdict; raise run_timeout_s"
             )
-        if self.resume and self.overwrite:
+        if self.overwrite and self.resume and "resume" in self.model_fields_set:
             raise ValueError("choose one of resume=true (continue) and overwrite=true (discard)")
         return self
 

@@ -27,6 +27,8 @@ MAX_REASON_CHARS = 500
 INFRASTRUCTURE_OUTCOMES = {
     AgentOutcome.CRASHED: FailureKind.AGENT_CRASHED,
     AgentOutcome.MODEL_UNREACHABLE: FailureKind.MODEL_UNREACHABLE,
+    AgentOutcome.MODEL_REFUSED: FailureKind.MODEL_REFUSED,
+    AgentOutcome.CONTEXT_EXCEEDED: FailureKind.CONTEXT_EXCEEDED,
     AgentOutcome.MCP_FAILED: FailureKind.MCP_FAILED,
     # A lost box leaves nothing that could be graded.
     AgentOutcome.SANDBOX_LOST: FailureKind.SANDBOX_LOST,
@@ -97,7 +99,8 @@ def of_outcome(outcome: AgentOutcome, detail: Any) -> StageFailure | None:
     kind = INFRASTRUCTURE_OUTCOMES.get(outcome)
     if kind is None:
         return None
-    return StageFailure(StageName.RUN, kind, str(detail or f"the agent reported '{outcome}'")[:MAX_REASON_CHARS])
+    reason = str(detail or f"the agent reported '{outcome}'")[:MAX_REASON_CHARS]
+    return StageFailure(StageName.RUN, kind, reason, retryable=kind in RETRYABLE_FAILURES)
 
 
 def of_verdict(stage: StageName, row: Mapping[str, Any]) -> StageFailure | None:

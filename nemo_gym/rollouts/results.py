@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -15,8 +16,10 @@ from typing import BinaryIO
 import orjson
 
 from nemo_gym.errors import ConfigError
+from nemo_gym.rollouts.config import RolloutRunConfig
 from nemo_gym.rollouts.identity import ROLLOUT_ID_KEY
 from nemo_gym.rollouts.interfaces import JobSelector, JobState, JobStore
+from nemo_gym.rollouts.store import SqliteJobStore
 from nemo_gym.rollouts.store.sqlite import store_error
 
 
@@ -59,8 +62,8 @@ class RunFiles:
     def lock(self) -> Path:
         return self._beside(".lock")
 
-    def discard(self) -> None:
-        """Remove what an earlier run left."""
+    def discard(self, *, keep: Path) -> None:
+        """Remove what an earlier run left, but for ``keep``, which is the new one's."""
         for path in (
             self.output,
             self.materialized_inputs,
@@ -71,7 +74,80 @@ class RunFiles:
             self.store,
             *(self.store.with_name(self.store.name + suffix) for suffix in ("-wal", "-shm")),
         ):
-            path.unlink(missing_ok=True)
+            if path != keep:
+                path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """The run that an output holds, which the next command goes on with."""
+
+    files: RunFiles
+    run_id: str
+    inputs_sha256: str | None
+    validation: str | None
+    counts: Mapping[JobState, int]
+
+    @property
+    def rollouts(self) -> int:
+        return sum(self.counts.values())
+
+    @property
+    def left(self) -> int:
+        """Rollouts without an end."""
+        return sum(count for state, count in self.counts.items() if not state.terminal)
+
+    def require_same(self, config: RolloutRunConfig, inputs_sha256: str) -> None:
+        """Raise `ConfigError` when ``config`` describes another run."""
+        for mine, asked, what in (
+            (self.inputs_sha256, inputs_sha256, "rows, repeats or parameters"),
+            (self.validation, config.validation, "'validation'"),
+        ):
+            if mine != asked:
+                state = f"{self.left} of {self.rollouts} rollouts left" if self.left else "finished"
+                raise ConfigError(
+                    f"output '{self.files.output}' holds run '{self.run_id}' ({state}) with other {what}: choose"
+                    " another 'output', or discard that run with overwrite=true",
+                    key="output",
+                )
+
+    @classmethod
+    async def of(cls, config: RolloutRunConfig, files: RunFiles) -> RecordedRun | None:
+        """What stands at the output; ``None`` where a new run may begin. Raises `ConfigError` for what must not be
+        replaced: a run that is not to be continued, or a file of other origin."""
+        if files.store.is_dir() or files.output.is_dir():
+            raise ConfigError(f"output '{files.output}' is a directory", key="output")
+        if config.overwrite:
+            return None
+        if not files.store.exists():
+            if files.output.exists() and files.output.stat().st_size > 0:
+                raise ConfigError(
+                    f"output '{files.output}' has content, and no run database '{files.store.name}' stands beside it:"
+                    " restore the database to go on with that run, choose another 'output', or discard the file with"
+                    " overwrite=true",
+                    key="output",
+                )
+            return None
+        store = SqliteJobStore(files.store)
+        try:
+            info, counts = await store.run_info(), await store.counts()
+        finally:
+            await store.aclose()
+        if info is None:
+            return None
+        recorded = cls(files, str(info["run_id"]), info.get("inputs_sha256"), info.get("validation"), counts)
+        if not config.resume:
+            state = (
+                f"an unfinished run ({recorded.left} of {recorded.rollouts} rollouts left)"
+                if recorded.left
+                else f"a finished run ({recorded.rollouts} rollouts)"
+            )
+            raise ConfigError(
+                f"output '{files.output}' holds {state}: leave resume=false out to go on with it, choose another"
+                " 'output', or discard the run with overwrite=true",
+                key="output",
+            )
+        return recorded
 
 
 class OutputLock:
@@ -81,6 +157,18 @@ class OutputLock:
         self._path = files.lock
         self._output = files.output
         self._file: BinaryIO | None = None
+
+    def check(self) -> None:
+        """A look that leaves nothing behind: raises as `acquire` would now."""
+        folder = self._path.parent
+        while not folder.exists():
+            folder = folder.parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            why = "cannot be written to" if folder.is_dir() else "is no directory"
+            raise ConfigError(f"output '{self._output}' cannot be written: '{folder}' {why}", key="output")
+        if self._path.exists():
+            self.acquire()
+            self.release()
 
     def acquire(self) -> None:
         """Raises `ConfigError` when another collector writes to the same output."""

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import orjson
 
+from nemo_gym.environment.rows import NO_PROMPT
 from nemo_gym.errors import ConfigError
 from nemo_gym.rollouts.attempt import Route, route_of
 from nemo_gym.rollouts.config import RolloutRunConfig
 from nemo_gym.rollouts.failures import PeerError
 from nemo_gym.rollouts.peers import Peers
+from nemo_gym.rollouts.rows import MaterializedInputs, numbered_lines, refuse_rows
 from nemo_gym.serving.client import ServerClient
+
+PROMPT_BATCH_BYTES = 1 << 20
+"""Of rows in one question to an environment."""
 
 
 async def checked_route(client: ServerClient, peers: Peers, agent: str, config: RolloutRunConfig) -> Route:
@@ -24,7 +30,8 @@ async def checked_route(client: ServerClient, peers: Peers, agent: str, config: 
         ready = (await peers.get(agent, "/ready")).json()
     except PeerError as error:
         raise ConfigError(f"agent '{agent}' is not ready: {error}", key=agent) from error
-    opaque = bool(ready.get("overrides_run")) if isinstance(ready, dict) else False
+    told = ready if isinstance(ready, dict) else {}
+    opaque = bool(told.get("overrides_run"))
     if route.environment is None and not opaque:
         raise ConfigError(
             f"agent '{agent}' names no 'resources_server', so nothing could judge its work; name one", key=agent
@@ -39,9 +46,18 @@ async def checked_route(client: ServerClient, peers: Peers, agent: str, config: 
         raise ConfigError(
             f"agent '{agent}' only validates environments; run it with oracle=gold or oracle=nothing", key="validation"
         )
-    box_needs = None if opaque else await _box_needs(peers, route)
-    _check_limits(agent, ready, config, owns_boxes=box_needs is not None)
-    return replace(route, opaque_run=opaque, box_needs=box_needs)
+    if opaque or route.environment is None:
+        _check_limits(agent, ready, config, owns_boxes=False)
+        return replace(route, opaque_run=opaque)
+    facts = await _facts(peers, route.environment)
+    owns_boxes = bool(facts.get("owns_boxes"))
+    _check_limits(agent, ready, config, owns_boxes=owns_boxes)
+    return replace(
+        route,
+        needs_prompt=bool(told.get("needs_prompt", True)),
+        words_prompts=bool(facts.get("words_prompts")),
+        box_needs=await _box_needs(peers, route) if owns_boxes else None,
+    )
 
 
 def _check_limits(agent: str, ready: Any, config: RolloutRunConfig, *, owns_boxes: bool) -> None:
@@ -59,14 +75,17 @@ def _check_limits(agent: str, ready: Any, config: RolloutRunConfig, *, owns_boxe
         )
 
 
-async def _box_needs(peers: Peers, route: Route) -> Mapping[str, Any] | None:
-    """What the agent needs of boxes, where its environment makes them."""
-    if route.environment is None:
-        return None
+async def _facts(peers: Peers, environment: str) -> Mapping[str, Any]:
     try:
-        facts = (await peers.get(route.environment, "/ready")).json()
-        if not isinstance(facts, dict) or not facts.get("owns_boxes"):
-            return None
+        facts = (await peers.get(environment, "/ready")).json()
+    except PeerError as error:
+        raise ConfigError(f"environment '{environment}' is not ready: {error}", key=environment) from error
+    return facts if isinstance(facts, dict) else {}
+
+
+async def _box_needs(peers: Peers, route: Route) -> Mapping[str, Any]:
+    """What the agent needs of boxes, where its environment makes them."""
+    try:
         told = await peers.get(route.agent, "/box_needs")
     except PeerError as error:
         raise ConfigError(
@@ -79,6 +98,47 @@ async def _box_needs(peers: Peers, route: Route) -> Mapping[str, Any] | None:
     if not isinstance(needs, dict):
         raise ConfigError(f"agent '{route.agent}' answers /box_needs with no JSON object", key=route.agent)
     return needs
+
+
+async def refuse_rows_without_prompt(
+    config: RolloutRunConfig, inputs: MaterializedInputs, routes: Mapping[str, Route], peers: Peers
+) -> None:
+    """Raise `RowError` for rows that ask their agents nothing, also by the word of their environments. With
+    ``skip_bad_rows`` they are named in the log, and end without a verdict."""
+    refused: dict[int, str] = {}
+    for environment, rows in _without_prompt(config, inputs, routes, refused):
+        try:
+            reply = (await peers.post(environment, "/row_prompts", {"rows": list(rows.values())})).json()
+            without = dict(reply["without"])
+        except (PeerError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(
+                f"environment '{environment}' does not say which rows have a prompt: {error}", key=environment
+            ) from error
+        numbers = list(rows)
+        refused |= {numbers[int(position)]: str(why) for position, why in without.items()}
+    refuse_rows(config, refused)
+
+
+def _without_prompt(
+    config: RolloutRunConfig, inputs: MaterializedInputs, routes: Mapping[str, Route], refused: dict[int, str]
+) -> Iterator[tuple[str, dict[int, dict[str, Any]]]]:
+    """Batches of rows, by their line numbers, whose environment is to be asked; the others go into ``refused``."""
+    batches: dict[str, dict[int, dict[str, Any]]] = {}
+    sizes: Counter[str] = Counter()
+    for number, line in numbered_lines(config.input, inputs.without_prompt):
+        route = routes[inputs.without_prompt[number]]
+        if not route.needs_prompt or route.environment is None:
+            continue
+        if not route.words_prompts:
+            refused[number] = NO_PROMPT
+            continue
+        batch = batches.setdefault(route.environment, {})
+        batch[number] = orjson.loads(line)
+        sizes[route.environment] += len(line)
+        if sizes[route.environment] >= PROMPT_BATCH_BYTES:
+            yield route.environment, batches.pop(route.environment)
+            del sizes[route.environment]
+    yield from batches.items()
 
 
 def chosen_topology(client: ServerClient) -> str | None:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
+import structlog
 
 from nemo_gym.configuration.suggest import nearest
+from nemo_gym.environment.rows import PARAMS_KEY, has_prompt
 from nemo_gym.errors import ConfigError, RowError
 from nemo_gym.rollouts.config import RolloutRunConfig
 from nemo_gym.rollouts.identity import (
@@ -27,7 +30,10 @@ from nemo_gym.rollouts.identity import (
     task_id_of,
 )
 from nemo_gym.rollouts.interfaces import JobSpec
+from nemo_gym.rollouts.results import RecordedRun
 from nemo_gym.rollouts.store.sqlite import store_error
+
+log = structlog.get_logger(__name__)
 
 MAX_LISTED = 10
 
@@ -37,12 +43,15 @@ class MaterializedInputs:
     """What a run is about to do, as a file with one line per rollout."""
 
     path: Path
+    """Where ``materialize`` wrote them; the input itself where it only checked."""
     tasks: int
     rollouts: int
     agents: tuple[str, ...]
     digest: str
     """Of the file: a resumed run must be the same run."""
     bad_rows: tuple[RowError, ...] = ()
+    without_prompt: Mapping[int, str] = field(default_factory=dict)
+    """Lines of rows that bring no prompt, with their agents; their environments may word one."""
 
 
 @dataclass(slots=True)
@@ -120,24 +129,28 @@ class _Checker:
         return RowError(f"{where}: {problem}", path=str(self.path), line=number, column=column)
 
 
-def materialize(config: RolloutRunConfig, target: Path, agents: Collection[str] = ()) -> MaterializedInputs:
-    """Write the run's rollouts to ``target``, one per line, in task order.
+def materialize(
+    config: RolloutRunConfig, target: Path | None, agents: Collection[str] = (), *, same_as: RecordedRun | None = None
+) -> MaterializedInputs:
+    """Write the run's rollouts to ``target``, one per line, in task order; ``None`` only checks them.
 
-    ``agents`` are the agent instances that exist. Raises `ConfigError` for a missing or empty input, `RowError` naming
-    the bad lines unless ``skip_bad_rows``, and `StoreError` when ``target`` cannot be written; ``target`` appears only
-    when everything is right.
+    ``agents`` are the agent instances that exist, ``same_as`` is the run to go on with. Raises `ConfigError` for a
+    missing or empty input and for another run than ``same_as``, `RowError` naming the bad lines unless
+    ``skip_bad_rows``, and `StoreError` when ``target`` cannot be written; ``target`` appears only when everything is
+    right.
     """
     config.check_input()
     source = config.input
     checker = _Checker(source, config, agents)
     bad: list[RowError] = []
+    without_prompt: dict[int, str] = {}
     tasks = rollouts = others = 0
     remainder, shards = config.shard_of
     used: dict[str, None] = {}
     digest = hashlib.sha256()
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    partial = target and target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:
-        with source.open("rb") as lines, partial.open("wb") as out:
+        with source.open("rb") as lines, partial.open("wb") if partial else nullcontext() as out:
             for number, line in enumerate(lines, 1):
                 position = tasks + others + len(bad)
                 if config.limit is not None and position >= config.limit:
@@ -152,6 +165,8 @@ def materialize(config: RolloutRunConfig, target: Path, agents: Collection[str] 
                 if position % shards != remainder:
                     others += 1
                     continue
+                if not has_prompt(row.get(PARAMS_KEY)):
+                    without_prompt[number] = agent
                 tasks += 1
                 used[agent] = None
                 row[TASK_INDEX_KEY] = task_index
@@ -159,19 +174,48 @@ def materialize(config: RolloutRunConfig, target: Path, agents: Collection[str] 
                     row[ROLLOUT_INDEX_KEY] = sample
                     data = orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
                     digest.update(data)
-                    out.write(data)
+                    if out is not None:
+                        out.write(data)
                     rollouts += 1
         if bad and not config.skip_bad_rows:
             raise _all_of(bad, source)
         if not tasks:
             of = f" for shard {config.shard}" if config.shard else ""
             raise ConfigError(f"input '{source}' holds no usable rows{of}", key="input")
-        partial.replace(target)
+        if same_as is not None:
+            same_as.require_same(config, digest.hexdigest())
+        if target and partial:
+            partial.replace(target)
     except OSError as error:
-        raise store_error(target, error) from error
+        raise store_error(target or source, error) from error
     finally:
-        partial.unlink(missing_ok=True)
-    return MaterializedInputs(target, tasks, rollouts, tuple(used), digest.hexdigest(), tuple(bad))
+        if partial:
+            partial.unlink(missing_ok=True)
+    return MaterializedInputs(
+        target or source, tasks, rollouts, tuple(used), digest.hexdigest(), tuple(bad), without_prompt
+    )
+
+
+def numbered_lines(path: Path, numbers: Collection[int]) -> Iterator[tuple[int, bytes]]:
+    """Lines of a file by their numbers, in its order."""
+    if numbers:
+        with path.open("rb") as lines:
+            yield from ((number, line) for number, line in enumerate(lines, 1) if number in numbers)
+
+
+def refuse_rows(config: RolloutRunConfig, refused: Mapping[int, str]) -> None:
+    """Raise `RowError` naming the lines of ``refused``, with the reasons. With ``skip_bad_rows`` only the log names
+    them."""
+    bad = [
+        RowError(f"{config.input}:{number}: {why}", path=str(config.input), line=number)
+        for number, why in sorted(refused.items())
+    ]
+    if not bad:
+        return
+    if not config.skip_bad_rows:
+        raise _all_of(bad, config.input)
+    for error in bad:
+        log.warning("row ends without a verdict", error=error.message)
 
 
 def job_specs(path: Path, run_id: str) -> Iterator[JobSpec]:
@@ -196,7 +240,7 @@ def _all_of(bad: list[RowError], path: Path) -> RowError:
     listed = "\n  ".join(error.message for error in bad[:MAX_LISTED])
     more = f"\n  … and {len(bad) - MAX_LISTED} more" if len(bad) > MAX_LISTED else ""
     return RowError(
-        f"{len(bad)} row{'s' * (len(bad) > 1)} of '{path}' cannot be read; nothing was run. Mend them, or leave them"
+        f"{len(bad)} row{'s' * (len(bad) > 1)} of '{path}' cannot be used; nothing was run. Mend them, or leave them"
         f" out with skip_bad_rows=true:\n  {listed}{more}",
         path=str(path),
         line=bad[0].details.get("line"),

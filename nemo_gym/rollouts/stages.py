@@ -17,6 +17,7 @@ from typing import Any
 import orjson
 import structlog
 
+from nemo_gym.environment.rows import NO_PROMPT, has_prompt
 from nemo_gym.errors import NemoGymError
 from nemo_gym.rollouts import failures
 from nemo_gym.rollouts.attempt import Attempt, GatewaySession, public_params_of
@@ -181,6 +182,11 @@ class InitStage(HttpStage):
         public = seeded.get("public_row")
         if isinstance(public, dict) and "responses_create_params" in public:
             attempt.public_params = public["responses_create_params"]
+        params = attempt.public_params or public_params_of(attempt.job.spec.row)
+        if attempt.route.needs_prompt and not has_prompt(params):
+            # Nobody was asked anything: whatever came of it would be no reward.
+            kind = FailureKind.SEED_FAILED
+            raise StageError(StageFailure(StageName.INIT, kind, NO_PROMPT, retryable=False))
         if validation:
             if seeded.get("validation") is None:
                 raise StageError(

@@ -66,6 +66,10 @@ def print_key_metrics(console: Console, aggregates: Sequence[Mapping[str, Any]])
             console.print(Text(f"  {name}: {shown}"), soft_wrap=True)
 
 
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def _reward(item: RolloutSummary) -> Text:
     if item.reward is None:
         return Text("–", style="yellow")

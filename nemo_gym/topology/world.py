@@ -42,7 +42,7 @@ from nemo_gym.sandbox.base import (
 from nemo_gym.sandbox.capabilities import SupportsDoorStatistics
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.facade import keep_renewed
-from nemo_gym.session import ActRequest, ActResponse, AgentOutcome, Artifact, Topology
+from nemo_gym.session import ActRequest, ActResponse, AgentOutcome, Artifact, Topology, outcome_of_model_error
 from nemo_gym.topology.bindings import AgentBoxes, Binding, bind
 from nemo_gym.topology.borrowing import borrowed
 from nemo_gym.topology.merge import HarnessNeeds
@@ -247,7 +247,7 @@ async def _run_in_bounds(
     except OutputLimitError as error:
         run.outcome, run.detail = AgentOutcome.MAX_OUTPUT, error.message
     except ModelError as error:
-        run.outcome, run.detail = AgentOutcome.MODEL_UNREACHABLE, error.message
+        run.outcome, run.detail = outcome_of_model_error(error), error.message
     except (SandboxLostError, SandboxCapabilityError):
         raise
     except AgentError as error:

@@ -37,10 +37,12 @@ from pydantic import BaseModel
 
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 CONTEXT_EXCEEDED = "ContextExceeded"
+FIRST_CONTEXT_EXCEEDED = "FirstContextExceeded"
 EXIT_OUTCOMES = {
     "Submitted": AgentOutcome.COMPLETED,
     "LimitsExceeded": AgentOutcome.MAX_TURNS,
     CONTEXT_EXCEEDED: AgentOutcome.MAX_TURNS,
+    FIRST_CONTEXT_EXCEEDED: AgentOutcome.CONTEXT_EXCEEDED,
     "TimeExceeded": AgentOutcome.TIMED_OUT,
     "RepeatedFormatError": AgentOutcome.REFUSED,
 }
@@ -140,14 +142,20 @@ class PolicyModel:
         self.config = config
         self._client, self._bridge = client, bridge
         self.usage = {"input_tokens": 0, "output_tokens": 0}
+        self.answers = 0
+        self.stopped_by: str | None = None
+        """The endpoint's words, where they ended the loop."""
 
     def query(self, messages: list[dict[str, Any]], **_: Any) -> dict[str, Any]:
         history = [{key: value for key, value in message.items() if key != "extra"} for message in messages]
         try:
             completion = self._bridge.call(self._client.complete(history, tools=[BASH_TOOL]))
         except ContextExceededError as error:
-            extra = {"exit_status": CONTEXT_EXCEEDED, "submission": ""}
+            status = CONTEXT_EXCEEDED if self.answers else FIRST_CONTEXT_EXCEEDED
+            self.stopped_by = error.message
+            extra = {"exit_status": status, "submission": ""}
             raise LimitsExceeded({"role": "exit", "content": error.message, "extra": extra}) from None
+        self.answers += 1
         usage = completion.get("usage") or {}
         self.usage["input_tokens"] += usage.get("prompt_tokens") or 0
         self.usage["output_tokens"] += usage.get("completion_tokens") or 0
@@ -212,7 +220,8 @@ async def drive(
         status = info.get("exit_status", "")
         run.outcome = EXIT_OUTCOMES.get(status, AgentOutcome.CRASHED)
         if run.outcome is not AgentOutcome.COMPLETED:
-            run.detail = f"mini-swe-agent stopped with {status or 'no exit status'}"
+            why = f": {policy.stopped_by}" if policy.stopped_by else ""
+            run.detail = f"mini-swe-agent stopped with {status or 'no exit status'}{why}"
     finally:
         bridge.stop()
         if not thread.done():

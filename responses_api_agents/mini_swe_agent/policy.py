@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import Any
 
 import aiohttp
@@ -11,9 +10,8 @@ import orjson
 
 from nemo_gym.errors import ModelError
 from nemo_gym.gateway.refusals import SHOULD_RETRY_HEADER
-from nemo_gym.session import InferenceEndpoint
+from nemo_gym.session import InferenceEndpoint, is_context_exceeded
 
-CONTEXT_WORDS = re.compile(rb"context.{0,3}(length|window)|too many tokens|prompt is too long", re.IGNORECASE)
 RETRIED_STATUSES = frozenset({429, 500, 502, 503, 504})
 
 
@@ -51,8 +49,8 @@ class PolicyClient:
                     if reply.status == 200:
                         return _completion(content)
                     problem = f"answered {reply.status}: {_problem(content)}"
-                    if reply.status in (400, 413) and CONTEXT_WORDS.search(content[:2000]):
-                        raise ContextExceededError("the conversation no longer fits the model's context")
+                    if reply.status in (400, 413) and is_context_exceeded(problem):
+                        raise ContextExceededError(f"the conversation exceeds the model's context ({problem})")
                     final = reply.headers.get(SHOULD_RETRY_HEADER) == "false"
                     if final or reply.status not in RETRIED_STATUSES:
                         raise ModelError(f"the policy endpoint {problem}", status=reply.status)

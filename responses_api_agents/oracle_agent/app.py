@@ -40,6 +40,7 @@ class OracleAgent(SimpleResponsesAPIAgent):
     config: OracleAgentConfig
     topologies = (Topology.AGENT_IN_ENV, Topology.ENV_SANDBOXED, Topology.NONE)
     tool_access: ClassVar[tuple[str, ...]] = ("exec",)
+    needs_prompt: ClassVar[bool] = False
 
     _owner: SandboxOwner | None = PrivateAttr(default=None)
 

@@ -11,7 +11,7 @@ import orjson
 
 from nemo_gym.errors import ModelError
 from nemo_gym.harness.transcript import Transcript
-from nemo_gym.session import AgentOutcome
+from nemo_gym.session import AgentOutcome, outcome_of_model_error
 from responses_api_agents.simple_agent.policy import ContextExceededError, Policy
 from responses_api_agents.simple_agent.tools import Toolbox, ToolServerError
 
@@ -57,9 +57,11 @@ async def converse(
         try:
             answer = await policy.answer({**fixed, "input": history})
         except ContextExceededError as error:
+            if not transcript.turns:
+                return Ended(AgentOutcome.CONTEXT_EXCEEDED, f"the first request does not fit: {error.message}")
             return Ended(AgentOutcome.MAX_TURNS, error.message)
         except ModelError as error:
-            return Ended(AgentOutcome.MODEL_UNREACHABLE, error.message)
+            return Ended(outcome_of_model_error(error), error.message)
         items = [item for item in answer["output"] if isinstance(item, dict)]
         _observe(transcript, answer, items)
         calls = [item for item in items if item.get("type") == "function_call"]

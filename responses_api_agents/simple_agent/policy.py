@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import ssl
 from types import TracebackType
 from typing import Any, Self
@@ -10,9 +9,7 @@ from typing import Any, Self
 import openai
 
 from nemo_gym.errors import ModelError
-from nemo_gym.session import InferenceEndpoint
-
-_CONTEXT_WORDS = re.compile(r"context.{0,3}(length|window)|too many tokens|prompt is too long", re.IGNORECASE)
+from nemo_gym.session import InferenceEndpoint, is_context_exceeded
 
 
 class ContextExceededError(ModelError):
@@ -47,9 +44,10 @@ class Policy:
             reply: Any = await self._client.post("/responses", cast_to=object, body={**body, "model": self._model})
         except openai.APIStatusError as error:
             said = error.message[:500]
-            if error.status_code in (400, 413) and _CONTEXT_WORDS.search(said):
-                raise ContextExceededError("the conversation no longer fits the model's context") from None
-            raise ModelError(f"the policy endpoint answered {error.status_code}: {said}") from error
+            if error.status_code in (400, 413) and is_context_exceeded(said):
+                raise ContextExceededError(f"the conversation exceeds the model's context ({said})") from None
+            status = error.status_code
+            raise ModelError(f"the policy endpoint answered {status}: {said}", status=status) from error
         except openai.APIError as error:
             raise ModelError(f"the policy endpoint failed: {error.message}", retryable=True) from error
         if not isinstance(reply, dict) or not isinstance(reply.get("output"), list):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -70,11 +71,63 @@ def test_interrupted_run_stops_servers_and_can_be_resumed(root: Path) -> None:
         assert stack.wait_end() == 130
         assert not any(map(is_alive, processes))
         assert no_traceback(stack.stderr)
+        assert "the same command continues" in stack.stdout
     kept = len(rewards(root / RESULTS))
     assert 3 <= kept < 400
-    with ng_run(root, *words[:-1], "resume=true") as stack:
+    with ng_run(root, *words) as stack:
         assert stack.wait_end() == 0, stack.stderr
     assert rewards(root / RESULTS) == [1.0] * 400
+
+
+def test_finished_run_is_shown_again_and_no_server_starts(root: Path) -> None:
+    rows = write_rows(root / "rows.jsonl", 2)
+    words = [*GROUPS, f"input={rows}", f"output={root / RESULTS}"]
+    with ng_run(root, *words) as stack:
+        assert stack.wait_end() == 0, stack.stderr
+    with ng_run(root, *words, run_dir=root / "second") as stack:
+        assert stack.wait_end() == 0, stack.stderr
+        assert "2 rollouts of 2 tasks, finished before" in stack.stdout
+        assert "nothing was run again" in stack.stdout
+        assert not stack.run_dir.exists()
+    with ng_run(root, *words, "limit=1", run_dir=root / "third") as stack:
+        assert stack.wait_end() == 2
+        assert "overwrite=true" in stack.stderr
+        assert not stack.run_dir.exists()
+    assert rewards(root / RESULTS) == [1.0, 1.0]
+    assert "run: 2 rollouts of 2 tasks, finished" in command(root, "validate", *words).stdout
+
+
+@pytest.mark.parametrize("name", ["run", "validate"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["input=bad.jsonl", "output=o.jsonl"], "bad.jsonl:2:1: not a JSON value"),
+        (["input=nothing.jsonl", "output=o.jsonl"], "input 'nothing.jsonl' does not exist"),
+        (["input=rows.jsonl", "output=rows.jsonl/o.jsonl"], "'rows.jsonl' is no directory"),
+        (["input=rows.jsonl", "output=foreign.jsonl"], "discard the file with overwrite=true"),
+        (["input=rows.jsonl", "output=held.jsonl"], "another collector (process"),
+        (["input=blank.jsonl", "output=o.jsonl"], "blank.jsonl:3: the row has no prompt"),
+        (["num_repeats=two"], "num_repeats"),
+        (["limit=0"], "limit"),
+        (["concurrency=-1"], "concurrency"),
+        (["input=rows.jsonl", "output=o.jsonl", "agent_name=addr"], "unknown agent 'addr' (did you mean 'adder'?)"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_run_is_checked_before_any_server_starts(root: Path, name: str, words: list[str], message: str) -> None:
+    write_rows(root / "rows.jsonl", 2)
+    (root / "bad.jsonl").write_text((root / "rows.jsonl").read_text().splitlines()[0] + "\nno json\n")
+    blank = '{"responses_create_params": {"input": " "}, "expected": "3"}\n'
+    (root / "blank.jsonl").write_text((root / "rows.jsonl").read_text() + blank)
+    (root / "foreign.jsonl").write_text("precious\n")
+    with (root / "held.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        done = command(root, name, *GROUPS, *words, f"run_dir={root / 'run'}")
+    assert done.returncode in (1, 2)
+    assert message in done.stderr
+    assert no_traceback(done.stderr)
+    assert not (root / "run").exists()
+    assert (root / "foreign.jsonl").read_text() == "precious\n"
 
 
 def test_agent_killed_in_mid_run_costs_no_rollout(root: Path) -> None:

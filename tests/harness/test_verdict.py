@@ -18,6 +18,7 @@ from nemo_gym.session import AgentOutcome
 
 COMPLETED, CRASHED, MAX_TURNS = AgentOutcome.COMPLETED, AgentOutcome.CRASHED, AgentOutcome.MAX_TURNS
 UNREACHABLE, TIMED_OUT, MCP_FAILED = AgentOutcome.MODEL_UNREACHABLE, AgentOutcome.TIMED_OUT, AgentOutcome.MCP_FAILED
+REFUSED_BY_MODEL, CONTEXT_EXCEEDED = AgentOutcome.MODEL_REFUSED, AgentOutcome.CONTEXT_EXCEEDED
 
 
 class Says(CliHarness):
@@ -44,6 +45,8 @@ def seen(**counts: object) -> DoorStatistics:
 WELL = seen(requests=3, answered=3)
 DOWN = seen(requests=5, answered=1, failed=4, failures_since_answer=4, last_error="500: boom")
 LONG = seen(requests=3, answered=2, refused=1, last_error="400: maximum context length is 4096 tokens")
+TOO_LONG_AT_ONCE = seen(requests=1, refused=1, last_error="400: maximum context length is 4096 tokens")
+NO_KEY = seen(requests=3, failed=3, failures_since_answer=3, last_error="502: engine 'e' refused its API key (401)")
 
 
 def ended(
@@ -66,7 +69,13 @@ def judged(said: AgentOutcome, how: HarnessEnded) -> Judgement:
         (COMPLETED, WELL, COMPLETED, None),
         (COMPLETED, None, COMPLETED, None),
         (COMPLETED, seen(), CRASHED, "it never asked"),
-        (COMPLETED, seen(requests=2, refused=2, last_error="400: no"), CRASHED, "none of its 2 requests .*400: no"),
+        (COMPLETED, seen(requests=2, refused=2, last_error="400: no"), REFUSED_BY_MODEL, "2 of 2 requests .*400: no"),
+        (CRASHED, seen(requests=2, refused=2, last_error="404: no such model"), REFUSED_BY_MODEL, "no such model"),
+        (CRASHED, NO_KEY, REFUSED_BY_MODEL, "refused its API key"),
+        (CRASHED, seen(requests=1, failed=1, failures_since_answer=1, last_error="401: no"), REFUSED_BY_MODEL, "no"),
+        (CRASHED, TOO_LONG_AT_ONCE, CONTEXT_EXCEEDED, "first request does not fit .*4096 tokens"),
+        (COMPLETED, TOO_LONG_AT_ONCE, CONTEXT_EXCEEDED, "first request"),
+        (MAX_TURNS, TOO_LONG_AT_ONCE, CONTEXT_EXCEEDED, "first request"),
         (COMPLETED, DOWN, UNREACHABLE, "the last 4 of 5 .*500: boom.*it completed"),
         (CRASHED, DOWN, UNREACHABLE, "500: boom.*it crashed: its own words"),
         (CRASHED, WELL, CRASHED, "its own words"),

@@ -39,14 +39,20 @@ class Journal:
 def environment(options: dict[str, Any]) -> FastAPI:
     """Options: ``seed_status``/``verify_status`` (fail with it), ``verify_failures`` (that many per rollout, then
     right), ``invalid`` (a failure kind), ``fenced`` (409 for first attempts), ``no_solution``, ``no_verdict``,
-    ``plain`` (no cookies), ``owns_boxes``."""
+    ``plain`` (no cookies), ``owns_boxes``, ``words_prompts`` (from the row's ``question``)."""
     app = FastAPI()
     journal = Journal(options.get("journal"))
     tries: Counter[str] = Counter()
 
     @app.get("/ready")
     async def ready() -> Response:
-        return answer({"status": "ready", **({"owns_boxes": True} if options.get("owns_boxes") else {})})
+        facts = {name: True for name in ("owns_boxes", "words_prompts") if options.get(name)}
+        return answer({"status": "ready", **facts})
+
+    @app.post("/row_prompts")
+    async def row_prompts(request: Request) -> Response:
+        rows = orjson.loads(await request.body())["rows"]
+        return answer({"without": {str(at): "no question" for at, row in enumerate(rows) if not row.get("question")}})
 
     @app.post("/seed_session")
     async def seed(request: Request) -> Response:
@@ -60,6 +66,8 @@ def environment(options: dict[str, Any]) -> FastAPI:
         reply: dict[str, Any] = {"descriptor": descriptor, "control_token": f"control-{rollout['rollout_id']}"}
         if "validation" in session and not options.get("no_solution"):
             reply["validation"] = {"text": row["expected_answer"] if session["validation"] == "gold" else ""}
+        if options.get("words_prompts"):
+            reply["public_row"] = {"responses_create_params": {"input": row.get("question", "")}}
         response = answer(reply)
         if not options.get("plain"):
             response.set_cookie("env_session", rollout["rollout_id"])

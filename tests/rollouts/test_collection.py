@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -249,7 +250,7 @@ async def test_validation_gives_the_solution_and_labels_rows(make_chain: MakeCha
     chain.write_rows(4)
     await run_collection(chain.client(), chain.run_keys(validation="gold"))
     assert {(row["reward"], row["validation"]) for row in chain.results()} == {(1.0, "gold")}
-    await run_collection(chain.client(), chain.run_keys(validation="nothing"))
+    await run_collection(chain.client(), chain.run_keys(validation="nothing", overwrite=True))
     assert {(row["reward"], row["validation"]) for row in chain.results()} == {(0.0, "nothing")}
 
 
@@ -291,6 +292,40 @@ async def test_run_refuses_bad_rows_by_line_and_column_before_any_task(make_chai
     assert [row["_ng_task_index"] for row in sorted(chain.results(), key=lambda r: r["_ng_task_index"])] == [0, 2]
 
 
+@pytest.mark.parametrize(
+    "params",
+    [{"input": ""}, {"input": " \n"}, {"input": []}, {"input": [{"role": "user", "content": " "}]}, None],
+    ids=["empty", "blank", "no message", "blank message", "no parameters"],
+)
+async def test_rows_without_a_prompt_are_refused_by_line_before_any_task(make_chain: MakeChain, params: Any) -> None:
+    chain = make_chain()
+    path = chain.write_rows(2)
+    asks_nothing = {"expected_answer": "B", **({"responses_create_params": params} if params else {})}
+    path.write_text(path.read_text() + json.dumps(asks_nothing) + "\n")
+    with pytest.raises(RowError, match=r"in\.jsonl:3: the row has no prompt"):
+        await run_collection(chain.client(), chain.run_keys())
+    assert chain.notes("seed") == []
+    result = await run_collection(chain.client(), chain.run_keys(skip_bad_rows=True))
+    assert (result.valid, result.invalid) == (2, 1)
+    (failed,) = chain.results("out_failures.jsonl")
+    assert (failed["failure_kind"], failed["_ng_attempt_index"]) == ("seed_failed", 0)
+    assert "has no prompt" in failed["failure_reason"]
+    assert len(chain.notes("act")) == 2
+
+
+async def test_rows_whose_environment_words_the_prompt_are_run_and_those_it_cannot_are_refused(
+    make_chain: MakeChain,
+) -> None:
+    chain = make_chain(environment={"words_prompts": True})
+    path = chain.directory / "in.jsonl"
+    path.write_text('{"question": "A or B?", "expected_answer": "B"}\n{"expected_answer": "B"}\n')
+    with pytest.raises(RowError, match=r"in\.jsonl:2: no question"):
+        await run_collection(chain.client(), chain.run_keys())
+    assert chain.notes("seed") == []
+    result = await run_collection(chain.client(), chain.run_keys(limit=1))
+    assert (result.valid, result.invalid) == (1, 0)
+
+
 async def test_overrides_reach_the_agent_and_the_result(make_chain: MakeChain) -> None:
     chain = make_chain()
     chain.write_rows(1)
@@ -321,13 +356,13 @@ async def test_cancelled_run_continues_where_it_stopped(make_chain: MakeChain, t
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
-    with pytest.raises(ConfigError, match="unfinished run"):
-        await run_collection(chain.client(), chain.run_keys())
+    with pytest.raises(ConfigError, match=r"unfinished run \(\d of 8 rollouts left\)"):
+        await run_collection(chain.client(), chain.run_keys(resume=False))
     kept = {row["_ng_rollout_id"] for row in chain.results()}
     agent = chain.servers["agent"]
     agent.kill()
     agent.restart(hang=[])
-    await run_collection(chain.client(), chain.run_keys(resume=True))
+    await run_collection(chain.client(), chain.run_keys())
     ids = [row["_ng_rollout_id"] for row in chain.results()]
     assert len(ids) == len(set(ids)) == 8
     assert kept <= set(ids)
@@ -356,13 +391,54 @@ async def test_retry_failed_gives_a_new_budget_and_withdraws_the_failure(make_ch
     assert {row["_ng_attempt_index"] for row in chain.results()} == {1}
 
 
-async def test_finished_run_is_replaced_when_started_again(make_chain: MakeChain) -> None:
+async def test_finished_run_stays_as_it_is_and_says_so_when_started_again(
+    make_chain: MakeChain, tmp_path: Path
+) -> None:
     chain = make_chain()
     chain.write_rows(2)
     first = await run_collection(chain.client(), chain.run_keys())
-    second = await run_collection(chain.client(), chain.run_keys())
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("out*.json*")}
+    shown = io.StringIO()
+    second = await run_collection(chain.client(), chain.run_keys(), console=Console(file=shown, width=120))
+    assert second.run_id == first.run_id
+    assert second.aggregates == first.aggregates
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("out*.json*")} == before
+    assert len(chain.notes("seed")) == 2
+    assert "2 rollouts of 2 tasks, finished before" in shown.getvalue()
+    assert "This run is finished, and nothing was run again." in shown.getvalue()
+
+
+@pytest.mark.parametrize("changed", [{"limit": 1}, {"num_repeats": 2}, {"temperature": 0.5}, {"resume": False}])
+async def test_finished_run_is_not_replaced_by_another_one(
+    make_chain: MakeChain, tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    chain = make_chain()
+    chain.write_rows(2)
+    await run_collection(chain.client(), chain.run_keys())
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("out*.json*")}
+    with pytest.raises(ConfigError, match="overwrite=true"):
+        await run_collection(chain.client(), chain.run_keys(**changed))
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("out*.json*")} == before
+
+
+async def test_finished_run_is_replaced_when_overwrite_is_asked_for(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    chain.write_rows(2)
+    first = await run_collection(chain.client(), chain.run_keys())
+    second = await run_collection(chain.client(), chain.run_keys(overwrite=True, limit=1))
     assert first.run_id != second.run_id
     assert {row["_ng_rollout_id"].split(".")[0] for row in chain.results()} == {second.run_id}
+    assert len(chain.results("out_materialized_inputs.jsonl")) == 1
+
+
+async def test_finished_run_outlives_an_overwrite_whose_rows_are_bad(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    chain.write_rows(2)
+    await run_collection(chain.client(), chain.run_keys())
+    (chain.directory / "in.jsonl").write_text("{broken\n")
+    with pytest.raises(RowError):
+        await run_collection(chain.client(), chain.run_keys(overwrite=True))
+    assert len(chain.results()) == 2
 
 
 async def test_foreign_output_is_not_overwritten_unasked(make_chain: MakeChain) -> None:

@@ -103,7 +103,7 @@ def test_each_result_stands_once_when_ng_run_was_killed_and_resumed(tmp_path: Pa
     process.wait()
     before = results_so_far(tmp_path)
     assert len(before) < 400
-    finish(ng_run(tmp_path, *words, "resume=true"))
+    finish(ng_run(tmp_path, *words))
     ids = [row["_ng_rollout_id"] for row in results(tmp_path)]
     assert len(ids) == len(set(ids)) == 400
     assert before <= set(ids)

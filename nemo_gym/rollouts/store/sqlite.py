@@ -62,6 +62,15 @@ class SqliteJobStore:
 
         return await self._writer.call(operation)
 
+    async def run_info(self) -> dict[str, Any] | None:
+        """What `open_run` recorded; ``None`` where no run was opened."""
+
+        def operation(connection: sqlite3.Connection) -> dict[str, Any] | None:
+            found = connection.execute("SELECT info FROM run").fetchone()
+            return None if found is None else dict(orjson.loads(found[0]))
+
+        return await self._writer.call(operation)
+
     async def submit(self, specs: Sequence[JobSpec]) -> int:
         digests = [hashlib.blake2b(spec.row, digest_size=16).digest() for spec in specs]
 
@@ -248,15 +257,14 @@ def store_error(path: Path, error: Exception) -> StoreError:
             free_mib = 0.0
         return StoreError(
             f"no space left to write '{path}' ({free_mib:.0f} MiB free on its file system): free some space, or move"
-            " the run's files to a larger disk, then start the same command with resume=true; nothing recorded is"
-            " lost",
+            " the run's files to a larger disk, then start the same command again; nothing recorded is lost",
             retryable=True,
             path=str(path),
         )
     if isinstance(error, sqlite3.DatabaseError) and "not a database" in text:
         return StoreError(f"'{path}' is not a run database: move it away or choose another 'output'", path=str(path))
     return StoreError(
-        f"cannot write '{path}': {text}; mend that and start again with resume=true (the store needs a local, writable"
+        f"cannot write '{path}': {text}; mend that and start the same command again (the store needs a local, writable"
         " file system)",
         path=str(path),
     )

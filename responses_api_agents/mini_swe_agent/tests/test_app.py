@@ -254,7 +254,7 @@ async def test_model_that_keeps_failing_is_an_outcome_not_a_reward(stack: Stack)
     assert "500" in (answer.outcome_detail or "")
 
 
-async def test_unknown_inference_token_is_model_unreachable(stack: Stack) -> None:
+async def test_unknown_inference_token_is_model_refused(stack: Stack) -> None:
     rollout = RolloutIdentity(rollout_id="x", task_id="t", group_id="g")
     asked = ActRequest(
         responses_create_params={"input": "fix the greeting"},
@@ -268,5 +268,5 @@ async def test_unknown_inference_token_is_model_unreachable(stack: Stack) -> Non
         inference=InferenceEndpoint(base_url=f"{stack.url('policy')}/v1", token="forged"),
     )
     answer = ActResponse.model_validate(await (await stack.client().post("mini", "/act", json=asked)).json())
-    assert answer.outcome is AgentOutcome.MODEL_UNREACHABLE
+    assert answer.outcome is AgentOutcome.MODEL_REFUSED
     assert "401" in (answer.outcome_detail or "")

@@ -84,7 +84,8 @@ class Inference(Generic[C, D]):
         """Before a session's body is parsed. Raises `TooManyValuesError`."""
         await check_values(raw, self.limits.max_body_values)
         if len(raw) > LARGE_BYTES:
-            live.share.owed_s = max(live.share.owed_s, LONG_S)  # so that several that come at once are not read at once
+            # So that several that come at the same time are not read in one turn of the loop.
+            live.share.owed_s = max(live.share.owed_s, LONG_S)
         await self.turns.wait(live.share)
 
     async def answer(

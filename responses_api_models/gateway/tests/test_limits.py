@@ -12,6 +12,7 @@ import orjson
 import pytest
 
 from nemo_gym.gateway.service.limits import LONG_S, SMALL_BYTES, LoopTurns, SessionShare, step_begins
+from nemo_gym.gateway.testing import Status
 from nemo_gym.gateway.tokens import IncrementalEncoder
 from nemo_gym.gateway.tokens.history import HistoryReader
 from responses_api_models.gateway.tests.conftest import GatewayStack, Opened, until
@@ -228,3 +229,22 @@ async def test_count_of_tokens_of_a_long_history_holds_nobody_up(
     assert not counting.done()
     go.set()
     assert (await (await counting).json())["input_tokens"] > 999
+
+
+async def test_harness_that_repeats_a_failing_request_is_told_to_stop_and_others_keep_their_retries(
+    gateway: GatewayStack,
+) -> None:
+    await gateway.restart(retries={"first_backoff_s": 0, "session_budget_capacity": 8, "budget_ratio": 0})
+    session, other = await gateway.open(), await gateway.open(rollout_id="other")
+    gateway.engine.chance = lambda: Status(500)
+    told: list[str | None] = []
+    while told[-1:] != ["false"]:
+        reply = await session.post("/chat/completions", {"messages": session.messages})
+        assert reply.status == 502 and len(told) < 10
+        told.append(reply.headers.get("x-should-retry"))
+    assert told == ["true", "true", "false"] and len(gateway.engine.calls) == 9
+    gateway.engine.chance = lambda: None
+    gateway.engine.faults.append(Status(500))
+    await other.say("hello")
+    assert len(gateway.engine.calls) == 11
+    await session.say("hello")

@@ -16,10 +16,9 @@ from starlette.types import Scope
 from nemo_gym.errors import NemoGymError
 from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.dialects.errors import anthropic_error, openai_error
+from nemo_gym.openai_types.client import SHOULD_RETRY_HEADER
 from nemo_gym.serving.problems import http_error
 
-SHOULD_RETRY_HEADER = "x-should-retry"
-"""``true`` or ``false``: what the official SDKs obey before they look at the status."""
 _RATE_LIMITED = 429
 _RETRIED_BY_STATUS = frozenset({408, 409, _RATE_LIMITED})
 _DIALECT_BY_ROUTE = {**PATHS, "/v1/messages/count_tokens": Dialect.MESSAGES}
@@ -35,7 +34,9 @@ def dialect_error(dialect: Dialect, error: NemoGymError) -> Response:
         # Whole seconds, and never none: Codex gives up at once over a 429 that does not say when to come back, or says
         # at once.
         headers["Retry-After"] = str(max(1, math.ceil(retry_after_s or 0)))
-    if error.retryable:
+    if error.details.get("retries_spent"):
+        headers[SHOULD_RETRY_HEADER] = "false"
+    elif error.retryable:
         headers[SHOULD_RETRY_HEADER] = "true"
     elif status >= 500 or status in _RETRIED_BY_STATUS:
         headers[SHOULD_RETRY_HEADER] = "false"

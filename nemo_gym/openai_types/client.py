@@ -14,6 +14,8 @@ from nemo_gym.serving.client import get_response_json, raise_for_status, request
 RATE_LIMIT_ERROR_CODES = [429, 502, 503, 504, 520]
 """The endpoint is overloaded or in between: worth waiting for."""
 RETRY_ERROR_CODES = [*RATE_LIMIT_ERROR_CODES, 500]
+SHOULD_RETRY_HEADER = "x-should-retry"
+"""``true`` or ``false``: what the official SDKs obey before they look at the status."""
 MAX_TRIES = 5
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
@@ -43,6 +45,8 @@ class NeMoGymAsyncOpenAI(BaseModel):
         for attempt in range(1, MAX_TRIES + 1):
             response = await request(method, url, self.internal, json=json, headers=headers)
             if response.status not in RETRY_ERROR_CODES or attempt == MAX_TRIES:
+                break
+            if response.headers.get(SHOULD_RETRY_HEADER) == "false":  # a gateway knows what has been tried
                 break
             wait_s = retry_after_s(response, backoff_s)
             await response.read()

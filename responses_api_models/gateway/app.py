@@ -205,7 +205,7 @@ class Gateway(SimpleResponsesAPIModel):
         self._session_of(request)
         body = await parse_json_object(request, max_values=self.config.max_body_values)
         self._inference.limits.check_body(body)
-        count = self._backend.count_tokens(adapter_of(Dialect.MESSAGES).lower({"max_tokens": 1, **body}))
+        count = await self._backend.count_tokens(adapter_of(Dialect.MESSAGES).lower({"max_tokens": 1, **body}))
         if count is None:
             raise InvalidBodyError("count_tokens: nobody here knows the endpoint's tokenizer")
         return JsonResponse({"input_tokens": count})

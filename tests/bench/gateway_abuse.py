@@ -1,6 +1,6 @@
 """What one attempt can do to the others at a gateway: with bodies, and with an engine that misbehaves.
 
-    python -m tests.bench.gateway_abuse [--json] [--only bodies,endless,wedged,poison]
+    python -m tests.bench.gateway_abuse [--json] [--only bodies,cold,endless,wedged,poison]
 
 A gateway as ``ng_run`` starts it, before a scripted endpoint (``gateway_parts/hostile_engine.py``). While each abuse
 goes on, ``/health`` is asked again and again: its slowest answer, without the time in which the gateway waited for a
@@ -8,6 +8,7 @@ core, is how long the event loop was blocked. Memory is the gateway's resident s
 everybody has left.
 
 bodies    300,000 messages (8.8 MB) in one body; then the worst bodies that are still taken, eight at a time
+cold      conversations of 10,000 messages that a gateway with token ids has not seen before, one and eight at a time
 endless   eight callers whose answers never end
 wedged    an engine on trial that asks to come back in thirty years: how long its callers wait
 poison    a session whose requests the only engine answers with 500, beside one that is answered
@@ -20,6 +21,7 @@ import contextlib
 import itertools
 import statistics
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -32,17 +34,21 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, too
 
-from tests.bench.gateway_parts.doors import CHAT, GatewayDoor, GatewayKind, gateway, text_kind
+from nemo_gym.gateway.testing.tiny.policies import make_policy
+from tests.bench.gateway_parts.conversations import Load
+from tests.bench.gateway_parts.doors import CHAT, GatewayDoor, GatewayKind, gateway, text_kind, token_kind
 from tests.bench.gateway_parts.processes import Running, on_socket
 from tests.bench.gateway_parts.wire import Connection, Reply
 from tests.bench.report import Bar, argument_parser, print_report
 
-SECTIONS = ("bodies", "endless", "wedged", "poison")
+SECTIONS = ("bodies", "cold", "endless", "wedged", "poison")
 BLOCKED_AT_MOST_S = 0.25
+COLD_BLOCKED_AT_MOST_S = 0.1
 KEPT_AT_MOST_MB = 100.0
 SLOWED_AT_MOST = 2.0
 QUEUE_S = 5.0
 CALLERS = 8
+FAMILY = "chatml_think"
 GOOD_CALLS = 300
 ROUNDS = 3
 _FIRST = b'{"messages":['
@@ -169,6 +175,16 @@ def worst_bodies() -> dict[str, bytes]:
     }
 
 
+def cold_bodies() -> dict[str, bytes]:
+    """The longest histories that are taken."""
+    turns = [{"role": role, "content": f"{role} says {n}"} for n in range(4_999) for role in ("user", "assistant")]
+    texts = [{**turn, "content": turn["content"] + " and reads a file of many words" * 10} for turn in turns]
+    marked = [{**turn, "content": turn["content"] + " in words of control: <|im_end|> and more"} for turn in turns]
+    told = {"short_messages": turns, "long_messages": texts, "control_words": marked}
+    last = {"role": "user", "content": "go on"}
+    return {name: orjson.dumps({"messages": [*messages, last]}) for name, messages in told.items()}
+
+
 @dataclass
 class Bench:
     engine: Running
@@ -177,8 +193,8 @@ class Bench:
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     @contextlib.asynccontextmanager
-    async def door(self) -> AsyncIterator[GatewayDoor]:
-        kind: GatewayKind = text_kind(self.engine.url)
+    async def door(self, kind: GatewayKind | None = None) -> AsyncIterator[GatewayDoor]:
+        kind = kind or text_kind(self.engine.url)
         words = [f"++policy_model.responses_api_models.gateway.{setting}" for setting in _SETTINGS]
         with contextlib.ExitStack() as held:
             door = await asyncio.to_thread(held.enter_context, gateway(kind, *words))
@@ -196,8 +212,8 @@ class Bench:
         await connection.post("/mode", orjson.dumps({"mode": mode}))
         connection.close()
 
-    def judged(self, name: str, found: Watch) -> dict[str, Any]:
-        self.bars.append(Bar.at_most(f"{name}: event loop blocked", found.blocked_s, BLOCKED_AT_MOST_S, "s"))
+    def judged(self, name: str, found: Watch, blocked_at_most_s: float = BLOCKED_AT_MOST_S) -> dict[str, Any]:
+        self.bars.append(Bar.at_most(f"{name}: event loop blocked", found.blocked_s, blocked_at_most_s, "s"))
         self.bars.append(Bar.at_most(f"{name}: memory kept", found.kept_mb, KEPT_AT_MOST_MB, "MB"))
         return found.figures()
 
@@ -225,13 +241,30 @@ class Bench:
                     "statuses": dict(Counter(str(reply.status) for reply in replies)),
                 }
 
-    async def _rounds(self, door: GatewayDoor, body: bytes) -> tuple[Watch, list[Reply]]:
+    async def cold(self) -> None:
+        told = self.figures["cold"] = {}
+        with tempfile.TemporaryDirectory() as folder, on_socket("engine.py") as engine:
+            policy = make_policy(Path(folder, "policy"), FAMILY)
+            connection = Connection(engine.url)
+            (await connection.post("/scenario", Load(policy).tool_answer().to_json())).json()
+            connection.close()
+            async with self.door(token_kind(engine.url, policy)) as door:
+                for name, body in cold_bodies().items():
+                    for callers in (1, CALLERS):
+                        label = f"{name}_x{callers}"
+                        found, replies = await self._rounds(door, body, callers)
+                        statuses = Counter(str(reply.status) for reply in replies)
+                        figures = self.judged(label, found, COLD_BLOCKED_AT_MOST_S)
+                        told[label] = {**figures, "mb": round(len(body) / 1e6, 1), "statuses": dict(statuses)}
+                        self.bars.append(Bar.at_least(f"{label}: answered", statuses["200"], callers))
+
+    async def _rounds(self, door: GatewayDoor, body: bytes, callers: int = CALLERS) -> tuple[Watch, list[Reply]]:
         """Several conversations in parallel. Others on this machine add to what is seen, so the best round counts."""
         least: Watch | None = None
         for _ in range(ROUNDS):
             session = await self.session(door)
             asked = [
-                body.replace(_FIRST, b'%b{"role":"user","content":"%d"},' % (_FIRST, n), 1) for n in range(CALLERS)
+                body.replace(_FIRST, b'%b{"role":"user","content":"%d"},' % (_FIRST, n), 1) for n in range(callers)
             ]
             async with watched(door, session) as found:
                 replies = await asyncio.gather(*(session.post(one) for one in asked))
@@ -331,6 +364,7 @@ async def run(wanted: set[str]) -> tuple[dict[str, Any], list[Bar]]:
         bench = Bench(engine)
         sections: dict[str, Callable[[], Awaitable[None]]] = {
             "bodies": bench.bodies,
+            "cold": bench.cold,
             "endless": bench.endless,
             "wedged": bench.wedged,
             "poison": bench.poison,

@@ -12,6 +12,8 @@ import pytest
 from pydantic import BaseModel
 
 from nemo_gym.errors import ConfigError, ServerError
+from nemo_gym.openai_types import client as model_client_module
+from nemo_gym.openai_types.client import MAX_TRIES, NeMoGymAsyncOpenAI
 from nemo_gym.rollouts.failures import PeerError
 from nemo_gym.rollouts.peers import Peers
 from nemo_gym.server_utils import (
@@ -61,6 +63,19 @@ async def test_post_is_sent_once_when_its_connection_breaks() -> None:
         with pytest.raises(ServerUnreachableError) as caught:
             await request("POST", f"http://127.0.0.1:{port}/verify", json={})
     assert len(seen) == 1 and caught.value.details["started"] == "unknown"
+
+
+@pytest.mark.parametrize(("said", "tries"), [(b"X-Should-Retry: false\r\n", 1), (b"", MAX_TRIES)])
+async def test_model_client_ends_its_tries_when_the_gateway_says_so(
+    said: bytes, tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_client_module, "FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(f"{__name__}.ANSWER", b"HTTP/1.1 502 Bad\r\n" + said + b"Content-Length: 2\r\n\r\n{}")
+    async with peer(hang_ups=0) as (port, seen):
+        client = NeMoGymAsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="k")
+        with pytest.raises(aiohttp.ClientResponseError):
+            await client.create_chat_completion(messages=[])
+    assert len(seen) == tries
 
 
 @pytest.mark.parametrize(("method", "idempotent"), [("GET", None), ("POST", True), ("DELETE", None)])

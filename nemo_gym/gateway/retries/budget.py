@@ -1,4 +1,5 @@
-"""A bound on retries that holds for all calls together, so that failing engines are not buried under repetition."""
+"""Bounds on retries that hold for all calls of an engine pool, and for all of one session, whoever repeats them: so
+failing engines are not buried under repetition, and one session's requests do not use up what others may need."""
 
 from __future__ import annotations
 

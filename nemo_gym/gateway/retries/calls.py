@@ -1,7 +1,9 @@
 """One call to whichever engine serves it: routed, guarded, and tried again where that can help.
 
 A call is tried again only while nothing of its answer has been handed on, only for failures that say that another
-try may succeed, and only as often as its own bound and the shared budget allow.
+try may succeed, and only as often as its own bound, its session's budget and that of all calls allow. A session's
+budget pays for every failure at an engine in service, also for the one that is handed on: the harness's own
+repetitions come out of the same budget, and once it is spent the harness is told not to try again.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from nemo_gym.gateway.routing.replica import E
 from nemo_gym.gateway.routing.router import Router
 
 T = TypeVar("T")
+SESSION_RETRIES = 10.0
+"""Saved up by a session, and there at its start."""
 log = structlog.get_logger(__name__)
 
 
@@ -36,21 +40,47 @@ class EngineCalls(Generic[E]):
     own."""
 
     def __init__(
-        self, router: Router[E], *, options: RetryOptions | None = None, budget: RetryBudget | None = None
+        self,
+        router: Router[E],
+        *,
+        options: RetryOptions | None = None,
+        budget: RetryBudget | None = None,
+        session_budget: Callable[[], RetryBudget] = lambda: RetryBudget(capacity=SESSION_RETRIES),
     ) -> None:
         self.router = router
         self.options = options or RetryOptions()
         self.budget = budget or RetryBudget()
+        self._session_budget = session_budget
+        self._sessions: dict[str, RetryBudget] = {}
+
+    def forget(self, session_id: str) -> None:
+        """A session has ended."""
+        self._sessions.pop(session_id, None)
+
+    def answered(self, session_id: str | None) -> None:
+        """A call was answered."""
+        if session_id is not None and (budget := self._sessions.get(session_id)) is not None:
+            budget.earn()
+
+    def pays(self, session_id: str | None) -> bool:
+        """Whether a session's budget has paid for a failure."""
+        if session_id is None:
+            return True
+        if (budget := self._sessions.get(session_id)) is None:
+            budget = self._sessions[session_id] = self._session_budget()
+        return budget.spend()
 
     async def call(self, session_id: str | None, operation: Callable[[E], Awaitable[T]]) -> T:
         """The answer of the first try that succeeds; raises the `EngineError` of the last."""
-        tries = _Tries(self)
+        tries = _Tries(self, session_id)
         while True:
             reservation = await self.router.acquire(session_id, without=tries.without())
             try:
                 with reservation:
                     async with reservation.guard():
-                        return await operation(reservation.engine)
+                        answer = await operation(reservation.engine)
+                        self.answered(session_id)
+                        return answer
             except EngineError as error:
                 await tries.failed(reservation.engine, error)
 
@@ -64,7 +94,7 @@ class EngineCalls(Generic[E]):
         """The items of the first try that yields one. A failure after that is the caller's: it has handed items on.
         ``avoid`` names engines to ask only when no other is in service. Closing the generator ends the call at the
         engine."""
-        tries = _Tries(self, avoid)
+        tries = _Tries(self, session_id, avoid)
         while True:
             reservation = await self.router.acquire(session_id, without=tries.without())
             handed_on = False
@@ -76,6 +106,7 @@ class EngineCalls(Generic[E]):
                                 async with reservation.guard():
                                     item = await anext(items)
                             except StopAsyncIteration:
+                                self.answered(session_id)
                                 return
                             if not handed_on:
                                 reservation.answering()
@@ -90,8 +121,9 @@ class EngineCalls(Generic[E]):
 class _Tries(Generic[E]):
     """The tries of one call so far."""
 
-    def __init__(self, calls: EngineCalls[E], avoid: Collection[str] = ()) -> None:
+    def __init__(self, calls: EngineCalls[E], session_id: str | None, avoid: Collection[str] = ()) -> None:
         self._calls = calls
+        self._session_id = session_id
         self._count = 0
         self._failed: set[str] = {*avoid}
         self._refused: set[str] = set()
@@ -115,6 +147,13 @@ class _Tries(Generic[E]):
             self._refused.add(engine.name)  # nothing was begun there; and it is out of service now
         else:
             self._count += 1
+        # Moving off an engine that is out of service is free: a killed engine takes many calls with it at the same
+        # moment. Where there is no other, the call waits until one is in service, which is no load for any.
+        moving_off = not self._calls.router.in_service(engine.name)
+        if error.unhealthy and not moving_off and not self._calls.pays(self._session_id):
+            log.warning("no retry: the session's budget is spent", engine=engine.name, error=str(error))
+            error.details["retries_spent"] = True
+            raise error
         if not error.elsewhere or self._count >= self._calls.options.max_tries:
             raise error
         self._failed.add(engine.name)
@@ -122,9 +161,6 @@ class _Tries(Generic[E]):
         if not another and (isinstance(error, EngineRateLimitedError) or not error.retryable):
             # The caller can wait as well as we can, and knows better whether it wants to.
             raise error
-        # Moving off an engine that is out of service is free: a killed engine takes many calls with it at the same
-        # moment. Where there is no other, the call waits until one is in service, which is no load for any.
-        moving_off = not self._calls.router.in_service(engine.name)
         if not moving_off and not self._calls.budget.spend():
             log.warning("no retry: the budget is spent", engine=engine.name, error=str(error))
             raise error

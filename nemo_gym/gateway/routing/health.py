@@ -5,7 +5,8 @@ UP ── a fatal failure, or several in a row ──▶ DOWN ── a probe suc
                                                  └───── that call fails ─────┘
 
 Several failures in a row that one session alone sees only make an engine suspected: its requests may be what the
-engine fails at. The next probe decides then, and should come at once.
+engine fails at. The next probe decides then, and should come at once. Once another session was answered after that,
+what this one sees is no news about the engine, in a trial neither, until it is answered itself.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from nemo_gym.gateway.engines.errors import EngineError
 
 PROBES_IN_TRIAL = 2
 """Successful ones during a trial call that are as good as its answer."""
+
+
+_FAILING_AT_MOST = 1024
+"""Sessions that are remembered as such."""
 
 
 class HealthState(StrEnum):
@@ -37,6 +42,10 @@ class Health:
         """Of calls, since the last answer."""
         self._failed_for: set[object] = set()
         """Sessions of those calls."""
+        self._failing: dict[str, int] = {}
+        """Session → its failures in a row, also from before an outage."""
+        self._to_blame: set[str] = set()
+        """Those of them whose own requests fail: others were answered meanwhile."""
         self.suspected = False
         self._probe_failures = 0
         self.state = HealthState.UP
@@ -51,8 +60,11 @@ class Health:
         """Whether one more call may go there, beside ``in_flight`` others."""
         return self.state is HealthState.UP or (self.state is HealthState.TRIAL and in_flight == 0)
 
-    def succeeded(self, epoch: int) -> bool:
+    def succeeded(self, epoch: int, session_id: str | None = None) -> bool:
         """A call was answered; also a refusal is an answer. Returns whether that put the engine into service."""
+        if self._failing:
+            self._failing.pop(session_id or "", None)
+            self._to_blame = {one for one, count in self._failing.items() if count >= self._failures_to_down}
         if epoch != self.epoch or self.state is HealthState.DOWN:
             return False
         self._forget_failures()
@@ -78,6 +90,12 @@ class Health:
         self.last_error = str(error)
         if self.state is HealthState.DOWN:
             return False
+        if session_id is not None and not probe:
+            self._failing[session_id] = self._failing.pop(session_id, 0) + 1
+            if len(self._failing) > _FAILING_AT_MOST:
+                del self._failing[next(iter(self._failing))]
+            if session_id in self._to_blame and not error.fatal:
+                return False
         if probe:
             self._probe_failures += 1
         else:

@@ -260,7 +260,7 @@ class Router(Generic[E]):
                 self.ask_now(replica)
         elif outcome is not False:
             replica.heard_from = True
-            if replica.health.succeeded(epoch):
+            if replica.health.succeeded(epoch, session_id):
                 self._settle()
         self._place_waiters()
 

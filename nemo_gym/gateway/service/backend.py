@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from nemo_gym.gateway.lowered import Answer, AnswerTokens, LoweredRequest
-from nemo_gym.gateway.service.limits import LoopTurns, SessionShare
+from nemo_gym.gateway.service.limits import SMALL_BYTES, LoopTurns, SessionShare, apart, step_begins
+from nemo_gym.gateway.tokens.forest import Prepared, TokenForest
 from nemo_gym.gateway.tokens.splits import SplitReason
 
 
@@ -33,6 +36,40 @@ class Conversations(Protocol):
     def forget_requests(self) -> None:
         """Let go of what only makes further answers cheaper."""
         ...
+
+
+class Preparing:
+    """Prepares the requests of one session, one at a time: long ones without holding the event loop."""
+
+    def __init__(self, forest: TokenForest) -> None:
+        self._forest = forest
+        self._lock = asyncio.Lock()
+
+    async def prepared(self, request: LoweredRequest, context: CallContext) -> Prepared:
+        """See `TokenForest.prepare`."""
+        async with self._lock:
+            if context.body_bytes <= SMALL_BYTES:
+                return self._forest.prepare(request.messages, request.tools)
+            working = step_begins(context.body_bytes)
+            step = partial(_next, self._forest.preparing(request.messages, request.tools))
+            reached = step()
+            while not isinstance(reached, Prepared):
+                if reached:
+                    context.share.worked(working)
+                    reached = await apart(step)
+                    working = step_begins(context.body_bytes)
+                else:
+                    reached = step()
+            context.share.worked(working)
+            return reached
+
+
+def _next(steps: Generator[bool, None, Prepared]) -> bool | Prepared:
+    try:
+        return next(steps)
+    except StopIteration as done:
+        prepared: Prepared = done.value
+        return prepared
 
 
 C = TypeVar("C", bound=Conversations)
@@ -90,7 +127,7 @@ class Backend(Protocol[C, D]):
         """Undo the latest ``commit``: its turn could not be made durable."""
         ...
 
-    def count_tokens(self, request: LoweredRequest) -> int | None:
+    async def count_tokens(self, request: LoweredRequest) -> int | None:
         """Tokens of the request as a prompt; nothing where that cannot be known."""
         ...
 

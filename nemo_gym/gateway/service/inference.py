@@ -32,7 +32,7 @@ from nemo_gym.gateway.service.backend import Backend, C, CallContext, D
 from nemo_gym.gateway.service.call import Call, CallRequest
 from nemo_gym.gateway.service.committed import Committed, encode_committed, large_texts
 from nemo_gym.gateway.service.delivered import DeliveredEvents, DeliveredJson, DeliveredStream, pieces
-from nemo_gym.gateway.service.limits import CallLimits, LoopTurns, step_begins
+from nemo_gym.gateway.service.limits import LARGE_BYTES, LONG_S, CallLimits, LoopTurns, step_begins
 from nemo_gym.gateway.service.live import LiveSession
 from nemo_gym.gateway.service.sessions import DurableSessions
 from nemo_gym.gateway.streaming import FIRST_EVENT_GRACE_S, PING_INTERVAL_S, KeepAlive
@@ -83,6 +83,9 @@ class Inference(Generic[C, D]):
     async def admit(self, raw: bytes, live: LiveSession[C]) -> None:
         """Before a session's body is parsed. Raises `TooManyValuesError`."""
         await check_values(raw, self.limits.max_body_values)
+        if len(raw) > LARGE_BYTES:
+            # So that several that come at the same time are not read in one turn of the loop.
+            live.share.owed_s = max(live.share.owed_s, LONG_S)
         await self.turns.wait(live.share)
 
     async def answer(
@@ -133,6 +136,9 @@ class Inference(Generic[C, D]):
             call.lowered = replace(call.lowered, token_ids=True)
         if live is None:
             return await self._reply(call, self._alone(call))
+        live.share.worked(working)
+        await self.turns.wait(live.share)
+        working = step_begins(call.body_bytes)
         call.fingerprint = request_fingerprint(call.dialect, call.body, live.fingerprints)
         live.share.worked(working)
         hints = request_hints(request.headers, call.connection, live.answered_on(call.fingerprint))

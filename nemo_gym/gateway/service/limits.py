@@ -1,17 +1,20 @@
 """What one request and one session may take of a gateway that others use as well.
 
 The limits are far above what harnesses need: the longest conversations of CLIs are thousands of messages in a few MB,
-and images are tens of MB in few values. Below them a request can still hold the event loop for some tens of
-milliseconds; a session that does so waits as long before its next step, behind all others that did.
+and images are tens of MB in few values. What a long history costs once, reading and encoding it, is done in a thread.
+The other steps of a request below the limits can still hold the event loop for some tens of milliseconds; a session
+that does so waits as long before its next step, behind all others that did.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from nemo_gym.errors import ModelError
 from nemo_gym.serving.body_values import check_messages
@@ -20,7 +23,12 @@ LONG_S = 0.005
 """Of a step; shorter ones are nobody's concern."""
 SMALL_BYTES = 32 << 10
 """Of a body whose steps are surely short: asking the system for the time would be a good part of them."""
+LARGE_BYTES = 512 << 10
+"""Of a body whose steps are surely long."""
 _COME_BACK_S = 1
+_APART = ThreadPoolExecutor(1, "long requests")
+"""One step at a time: the event loop waits some milliseconds behind each thread that wants the interpreter."""
+T = TypeVar("T")
 
 
 class SessionTooLargeError(ModelError):
@@ -111,6 +119,21 @@ class SessionShare:
 def step_begins(body_bytes: int) -> float:
     """Before a step with a body of that size; for `SessionShare.worked`."""
     return time.thread_time() if body_bytes > SMALL_BYTES else 0.0
+
+
+async def apart(step: Callable[[], T]) -> T:
+    """Run a long step where it does not hold the event loop. It is over when this is, also when this is cancelled."""
+    work = _APART.submit(step)
+    running = asyncio.wrap_future(work)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        work.cancel()
+        while not running.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({running})
+        running.cancelled() or running.exception()  # nobody else asks for it
+        raise
 
 
 class LoopTurns:

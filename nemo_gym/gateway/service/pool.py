@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from nemo_gym.errors import ConfigError
 from nemo_gym.gateway.engines import EngineConfig, EngineConnections, HttpEngine, OpenAIEngine, TokenEngine
 from nemo_gym.gateway.retries import EngineCalls, RetryBudget, RetryOptions, TokenCalls
+from nemo_gym.gateway.retries.calls import SESSION_RETRIES
 from nemo_gym.gateway.retries.resuming import MAX_RESUMES
 from nemo_gym.gateway.routing import PROBE_INTERVAL_S, Prober, Router, RouterOptions
 
@@ -63,6 +64,10 @@ class RetryConfig(BaseModel):
     calls. Leaving an engine that has just gone out of service is free."""
     budget_capacity: float = Field(20.0, ge=0)
     """Retries that can be saved up, and are there at the start."""
+    session_budget_capacity: float = Field(SESSION_RETRIES, ge=0)
+    """The same for each session alone, whose answered calls earn ``budget_ratio`` each. Every failure at an engine in
+    service costs one, whether it is tried again here or by the harness; once they are spent, failures are handed on at
+    once, with ``x-should-retry: false``."""
     max_resumes: int = Field(MAX_RESUMES, ge=0)
     """How often an answer that broke off after its first token is continued from there (token engines only)."""
 
@@ -75,6 +80,9 @@ class RetryConfig(BaseModel):
 
     def budget(self) -> RetryBudget:
         return RetryBudget(ratio=self.budget_ratio, capacity=self.budget_capacity)
+
+    def session_budget(self) -> RetryBudget:
+        return RetryBudget(ratio=self.budget_ratio, capacity=self.session_budget_capacity)
 
 
 class EnginePool:
@@ -101,7 +109,12 @@ class EnginePool:
         self._routing = routing or RoutingConfig()
         retries = retries or RetryConfig()
         self.router: Router[Any] = Router(self._routing.options())
-        self._calls: EngineCalls[Any] = EngineCalls(self.router, options=retries.options(), budget=retries.budget())
+        self._calls: EngineCalls[Any] = EngineCalls(
+            self.router,
+            options=retries.options(),
+            budget=retries.budget(),
+            session_budget=retries.session_budget,
+        )
         self._token_calls: TokenCalls[Any] = TokenCalls(
             self._calls, max_resumes=retries.max_resumes, keep_partial_answers=retries.keep_partial_answers
         )
@@ -157,6 +170,7 @@ class EnginePool:
     def forget(self, session_id: str) -> None:
         """A session has ended: nobody keeps a place for it."""
         self.router.forget(session_id)
+        self._calls.forget(session_id)
 
     # -- membership ----------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from nemo_gym.gateway.engines import EngineAnswerError, OpenAIEngine, TextReply
 from nemo_gym.gateway.engines.completions import Completion, completion_in, tokens_in
 from nemo_gym.gateway.lowered import Answer, AnswerTokens, AnswerUsage, LoweredRequest
 from nemo_gym.gateway.relayed import JsonText
-from nemo_gym.gateway.service.backend import CallContext, TurnFacts
+from nemo_gym.gateway.service.backend import CallContext, Preparing, TurnFacts
 from nemo_gym.gateway.service.limits import step_begins
 from nemo_gym.gateway.service.message_json import MessagesJson
 from nemo_gym.gateway.service.pool import EnginePool
@@ -54,6 +54,7 @@ class TextConversations:
         self.forest = TokenForest(
             cast("IncrementalEncoder", nothing), cast("PolicyTokenizer", nothing), History.VERBATIM, now
         )
+        self.preparing = Preparing(self.forest)
         self.said: list[Mapping[str, Any]] = []
         """By turn: the ``messages`` since its parent, the answer last; ``tools`` where they are not the parent's."""
         self.written = MessagesJson()
@@ -145,9 +146,7 @@ class TextBackend:
     async def sample(
         self, conversations: TextConversations, request: LoweredRequest, context: CallContext
     ) -> TextSample:
-        working = step_begins(context.body_bytes)
-        prepared = conversations.forest.prepare(request.messages, request.tools)
-        context.share.worked(working)
+        prepared = await conversations.preparing.prepared(request, context)
         await context.turns.wait(context.share)
         working = step_begins(context.body_bytes)
         body = self._body(request, context)
@@ -197,7 +196,7 @@ class TextBackend:
         conversations.said.pop()
         conversations.relayed.pop()
 
-    def count_tokens(self, request: LoweredRequest) -> None:
+    async def count_tokens(self, request: LoweredRequest) -> None:
         return None
 
     def forget(self, session_id: str) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from nemo_gym.errors import InvalidBodyError, ModelError
@@ -22,8 +23,8 @@ from nemo_gym.gateway.engines import (
 from nemo_gym.gateway.lowered import Answer, AnswerEnd, AnswerTokens, AnswerUsage, LoweredRequest
 from nemo_gym.gateway.parsing import AnswerParser, ParsedAnswer
 from nemo_gym.gateway.relayed import JsonText
-from nemo_gym.gateway.service.backend import CallContext, TurnFacts
-from nemo_gym.gateway.service.limits import step_begins
+from nemo_gym.gateway.service.backend import CallContext, Preparing, TurnFacts
+from nemo_gym.gateway.service.limits import apart
 from nemo_gym.gateway.service.pool import EnginePool
 from nemo_gym.gateway.tokens import (
     History,
@@ -35,7 +36,7 @@ from nemo_gym.gateway.tokens import (
     trajectories_of,
 )
 from nemo_gym.gateway.tokens.export import as_row
-from nemo_gym.gateway.tokens.messages import calls_of, text_of
+from nemo_gym.gateway.tokens.messages import calls_of, is_long, text_of
 from nemo_gym.gateway.tokens.prompts import Prompt
 from nemo_gym.gateway.tokens.records import record_of, restore
 from nemo_gym.gateway.tokens.turns import json_of
@@ -52,6 +53,7 @@ class TokenConversations:
 
     def __init__(self, forest: TokenForest, policy: PolicyTokenizer) -> None:
         self.forest = forest
+        self.preparing = Preparing(forest)
         self._policy = policy
         self._sampling: tuple[Mapping[str, Any], Mapping[str, Any], Sampling] | None = None
 
@@ -166,9 +168,7 @@ class TokenBackend:
         _refuse_constraints(request)
         if context.body_bytes > self._limits.context * _BYTES_PER_TOKEN:
             self._refuse_overflow(request)
-        working = step_begins(context.body_bytes)
-        prepared = conversations.forest.prepare(request.messages, request.tools)
-        context.share.worked(working)
+        prepared = await conversations.preparing.prepared(request, context)
         await context.turns.wait(context.share)
         prompt = prepared.prompt
         room = self._limits.context - len(prompt)
@@ -245,9 +245,10 @@ class TokenBackend:
     def take_back(self, conversations: TokenConversations, turn_id: int) -> None:
         conversations.forest.take_back(turn_id)
 
-    def count_tokens(self, request: LoweredRequest) -> int:
+    async def count_tokens(self, request: LoweredRequest) -> int:
         self._refuse_overflow(request)
-        return len(self._encoder.full(request.messages, tools=request.tools))
+        encode = partial(self._encoder.full, request.messages, tools=request.tools)
+        return len(await apart(encode) if request.tools or is_long(request.messages) else encode())
 
     def forget(self, session_id: str) -> None:
         self._pool.forget(session_id)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -24,7 +24,15 @@ from nemo_gym.errors import InvalidBodyError, ModelError
 from nemo_gym.gateway.packed import LARGE, packed
 from nemo_gym.gateway.tokens.history import HistoryReader, Reading
 from nemo_gym.gateway.tokens.incremental import IncrementalEncoder, Unproven
-from nemo_gym.gateway.tokens.messages import Message, calls_of, continues_answer, media_parts, role_of, text_of
+from nemo_gym.gateway.tokens.messages import (
+    Message,
+    calls_of,
+    continues_answer,
+    is_long,
+    media_parts,
+    role_of,
+    text_of,
+)
 from nemo_gym.gateway.tokens.policy import PolicyTokenizer
 from nemo_gym.gateway.tokens.prompts import Prompt
 from nemo_gym.gateway.tokens.splits import SplitReason, continuation_reason, start_reason
@@ -111,17 +119,33 @@ class TokenForest:
         Raises `InvalidBodyError` for a request without messages, `TemplateRefusedError` for one that the policy's
         chat template does not take.
         """
+        steps = self.preparing(messages, tools)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as done:
+                prepared: Prepared = done.value
+                return prepared
+
+    def preparing(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Generator[bool, None, Prepared]:
+        """`prepare` in steps, each preceded by whether it may take long. It may then run in a thread of its own, while
+        turns are committed; not while another request of this session is prepared."""
         if not messages:
             raise InvalidBodyError("messages: is empty; a request needs at least one message")
+        yield self._reader.reads_long(messages, tools)
         reading = self._reader.read(messages, tools)
         parent, shared, other_tools = self._deepest(reading)
         reason, detail = (SplitReason.TOOLS_CHANGED if other_tools else None), None
         if parent is not None:
+            yield is_long(reading.messages[reading.start_of(shared) :])
             context = self._continued(parent, reading, shared)
             if not isinstance(context, Prepared):
                 reason, detail = context
             else:
                 return context
+        yield True
         ids = array("i", self._encoder.full(messages, tools=tools, now=self.now))
         if parent is not None and reason is SplitReason.TEMPLATE and ids[: parent.end] == parent.tokens[: parent.end]:
             # Not proven in general, but here the template's own tokens are the ones that were sampled.

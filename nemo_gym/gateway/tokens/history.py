@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym.gateway.tokens.canonical import NO_REMINDERS, Entry, entries_of, entry_at, tools_digest
-from nemo_gym.gateway.tokens.messages import Message, continues_answer, role_of, text_of
+from nemo_gym.gateway.tokens.messages import Message, continues_answer, is_long, role_of, text_of
 from nemo_gym.gateway.tokens.prefixes import Prefix
 
 _ROOT = b"\0" * 16
@@ -73,6 +73,11 @@ class HistoryReader:
         self._views: list[Reading] = []
         self._said: deque[tuple[Message, bytes]] = deque(maxlen=_VIEWS)
 
+    def reads_long(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> bool:
+        """Whether `read` may take more than some milliseconds."""
+        known, common = self._nearest(messages)
+        return known is None or known.offered != (tools or ()) or is_long(messages[common:])
+
     def read(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> Reading:
         """``messages`` and ``tools`` are kept and must not be changed afterwards."""
         known, common = self._nearest(messages)
@@ -85,6 +90,7 @@ class HistoryReader:
             while kept and not (known.entries[kept - 1].end <= common and _ends(known.entries[kept - 1], messages)):
                 kept -= 1
         begun = known if known is not None else _nothing(self._said)
+        said = tuple(reversed(self._said))  # at once: a turn may be committed meanwhile
         starts = {begun.start_of(at): at for at in range(kept, len(begun.entries))}
         first = at = begun.start_of(kept)
         key, seen = begun.keys[kept], begun.seen[kept]
@@ -96,7 +102,7 @@ class HistoryReader:
             if again is not None and _same_entry(begun, messages, again):
                 entry = begun.entries[again]
             else:
-                entry = self._answer_at(messages, at) or entry_at(messages, at)
+                entry = _answer_at(messages, at, said) or entry_at(messages, at)
             key, seen, at = roll(key, entry.digest), seen | entry.reminders if entry.reminders else seen, entry.end
             entries.append(entry)
             keys.append(key)
@@ -114,16 +120,6 @@ class HistoryReader:
         self._views = [reading, *(view for view in self._views if view is not known)][:_VIEWS]
         return reading
 
-    def _answer_at(self, messages: Sequence[Message], at: int) -> Entry | None:
-        """The entry of an answer that comes back as it was delivered, which its digest is known of."""
-        message = messages[at]
-        if message.get("role") != "assistant" or (at + 1 < len(messages) and role_of(messages[at + 1]) == "assistant"):
-            return None
-        for said, digest in reversed(self._said):
-            if said == message:
-                return Entry(at + 1, digest, NO_REMINDERS, "assistant")
-        return None
-
     def _nearest(self, messages: Sequence[Message]) -> tuple[Reading | None, int]:
         """The remembered request that shares the most first messages with this one, and how many."""
         nearest: Reading | None = None
@@ -135,6 +131,17 @@ class HistoryReader:
             if common > most and (common or view.messages[1:2] == messages[1:2] != []):
                 nearest, most = view, common
         return nearest, max(most, 0)
+
+
+def _answer_at(messages: Sequence[Message], at: int, answers: Sequence[tuple[Message, bytes]]) -> Entry | None:
+    """The entry of an answer that comes back as it was delivered, which its digest is known of."""
+    message = messages[at]
+    if message.get("role") != "assistant" or (at + 1 < len(messages) and role_of(messages[at + 1]) == "assistant"):
+        return None
+    for said, digest in answers:
+        if said == message:
+            return Entry(at + 1, digest, NO_REMINDERS, "assistant")
+    return None
 
 
 def roll(key: bytes, digest: bytes | None) -> bytes:

@@ -47,7 +47,8 @@ class _Shape:
 
 
 class IncrementalEncoder:
-    """Encodes continuations for one policy, and remembers which shapes of them are proven."""
+    """Encodes continuations for one policy, and remembers which shapes of them are proven. Several threads may use it
+    at once."""
 
     def __init__(self, policy: PolicyTokenizer) -> None:
         self._policy = policy
@@ -92,11 +93,14 @@ class IncrementalEncoder:
         prefill = bool(new) and continues_answer(new)
         media = any(True for message in new for _ in media_parts(message.get("content")))
         continued = _Shape(system, tools, min(len(calls_of(last)), 2), roles, prefill, media)
-        if continued not in self._proofs and len(self._proofs) >= _MAX_PROOFS:
-            self._proofs.clear()
-        if continued not in self._proofs:
-            self._proofs[continued] = self._prove(last, new, continued, now)
-        if (refuted := self._proofs[continued]) is not None:
+        try:
+            refuted = self._proofs[continued]
+        except KeyError:
+            refuted = self._prove(last, new, continued, now)
+            if len(self._proofs) >= _MAX_PROOFS:
+                self._proofs.clear()
+            self._proofs[continued] = refuted
+        if refuted is not None:
             return refuted
         if (filled := self._filled(last, new, continued)) is not None:
             return self._behind(last_id, self._policy.encode(filled))
@@ -133,13 +137,15 @@ class IncrementalEncoder:
         policy = self._policy
         shaped = policy.marked(shape(new, policy.traits, leading=False))
         key = (continued, len(calls_of(last)), *(tuple(message) for message in shaped))
-        if key not in self._pieces:
+        try:
+            pieces = self._pieces[key]
+        except KeyError:
             if not all(message.get("content") for message in shaped):
                 return None  # which says nothing of other messages
+            pieces = self._pieces_of(last, shaped, continued)
             if len(self._pieces) >= _MAX_PROOFS:
                 self._pieces.clear()
-            self._pieces[key] = self._pieces_of(last, shaped, continued)
-        pieces = self._pieces[key]
+            self._pieces[key] = pieces
         return None if pieces is None else pieces.filled(shaped)
 
     def _pieces_of(self, last: Message, shaped: Sequence[Mapping[str, Any]], continued: _Shape) -> Pieces | None:

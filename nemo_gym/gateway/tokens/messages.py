@@ -13,6 +13,9 @@ Message = Mapping[str, Any]
 """A Chat Completions message: ``role``, ``content`` (text, parts or nothing), ``tool_calls``, ``tool_call_id``."""
 
 _MANY_DIGITS = re.compile(r"[0-9]{19}")
+_LONG_CHARS = 64 << 10
+_MESSAGE_CHARS = 512
+"""What a message of any length costs, as that many characters do."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -52,6 +55,24 @@ def calls_of(message: Message) -> Sequence[Mapping[str, Any]]:
     """The tool calls of an assistant message."""
     calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
     return calls
+
+
+def is_long(messages: Sequence[Message]) -> bool:
+    """Whether reading, rendering and encoding these may take more than some milliseconds."""
+    weight = 0
+    for message in messages:
+        content = message.get("content")
+        parts = (content,) if isinstance(content, str) else content or ()
+        weight += _MESSAGE_CHARS + sum(len(part) if isinstance(part, str) else _part_chars(part) for part in parts)
+        weight += sum(len(str(call)) for call in calls_of(message))
+        if weight > _LONG_CHARS:
+            return True
+    return False
+
+
+def _part_chars(part: Any) -> int:
+    text = part.get("text") if isinstance(part, Mapping) else None
+    return _MESSAGE_CHARS + (len(text) if isinstance(text, str) else 0)
 
 
 def continues_answer(messages: Sequence[Message]) -> bool:

@@ -62,7 +62,7 @@ class SpecialText:
     def encode(self, text: str) -> list[int]:
         """Token ids of rendered text that has marks."""
         named = self._added.sub(lambda found: self._names.get(found[0], found[0]), text).replace(MARK, "")
-        ids: list[int] = self._named.encode(named, add_special_tokens=False).ids
+        ids: list[int] = self._named.encode_batch_fast([named], add_special_tokens=False)[0].ids
         return [known if (known := self._ids.get(one)) is not None else one for one in ids]
 
     @cached_property

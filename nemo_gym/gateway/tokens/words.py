@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _MAX_WORDS = 1 << 16
+_LONG_CHARS = 64 << 10
 _MAX_CHARS = 64
 """Of a word that is remembered."""
 _ASCII = [*map(chr, range(128))]
@@ -85,14 +86,17 @@ class AsciiWords:
 
     def _encode_words(self, piece: str, ids: list[int]) -> None:
         first, *others = self._cuts
-        words: list[str] = first.findall(piece)
+        # A search of many milliseconds would hold the interpreter, and so the event loop, also from a thread.
+        words: list[str] = (
+            first.findall(piece) if len(piece) < _LONG_CHARS else [found[0] for found in first.finditer(piece)]
+        )
         if len("".join(words)) != len(piece):
             words = _cut(first, piece)
         for cut in others:
             words = [part for word in words for part in _cut(cut, word)]
-        known = self._known
+        known = self._known.get
         for word in words:
-            ids += known[word] if word in known else self._found(word)
+            ids += known(word) or self._found(word)
 
     def _found(self, word: str) -> tuple[int, ...]:
         ids = tuple(token.id for token in self._model.tokenize(word.translate(_ALPHABET)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,6 +12,9 @@ import orjson
 import pytest
 
 from nemo_gym.gateway.service.limits import LONG_S, SMALL_BYTES, LoopTurns, SessionShare, step_begins
+from nemo_gym.gateway.testing import Status
+from nemo_gym.gateway.tokens import IncrementalEncoder
+from nemo_gym.gateway.tokens.history import HistoryReader
 from responses_api_models.gateway.tests.conftest import GatewayStack, Opened, until
 
 DIALECTS = {"/chat/completions": "messages", "/messages": "messages", "/responses": "input"}
@@ -143,3 +147,104 @@ async def test_wait_that_is_broken_off_pays_nothing() -> None:
         one.cancel()
     await asyncio.wait(waiting)
     assert heavy.owed_s == 3600.0
+
+
+class HeldReader(HistoryReader):
+    """Reads long histories only once it is let go."""
+
+    reached, go = threading.Event(), threading.Event()
+
+    def read(self, messages: Any, tools: Any) -> Any:
+        if len(messages) > 500:
+            self.reached.set()
+            self.go.wait(10)
+        return super().read(messages, tools)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> HeldReader:
+    """Of all sessions that are opened from now on."""
+    monkeypatch.setattr("nemo_gym.gateway.tokens.forest.HistoryReader", HeldReader)
+    HeldReader.reached, HeldReader.go = threading.Event(), threading.Event()
+    return HeldReader()
+
+
+def long_history() -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[turn % 2], "content": f"line {turn} " * 10} for turn in range(999)]
+
+
+async def test_others_are_answered_while_a_long_history_is_read(gateway: GatewayStack, held: HeldReader) -> None:
+    session, other = await gateway.open(), await gateway.open(rollout_id="other")
+    session.messages = long_history()
+    asking = asyncio.create_task(session.chat())
+    assert await asyncio.to_thread(held.reached.wait, 10)
+    for _ in range(3):
+        await other.say("hello")
+    assert not held.go.is_set() and not asking.done()
+    held.go.set()
+    session.messages += [(await asking)["choices"][0]["message"], {"role": "user", "content": "go on"}]
+    await session.chat()
+    (row,) = (await session.finalize(reward=1.0, trajectories=True))["trajectories"]
+    assert sum(row["response_mask"]) and len(row["turns"]) == 2
+
+
+async def test_requests_of_a_session_wait_for_its_long_one_also_when_its_caller_left(
+    gateway: GatewayStack, held: HeldReader
+) -> None:
+    session = await gateway.open()
+    short, long = session.messages, long_history()
+    leaving = asyncio.create_task(session.post("/chat/completions", {"messages": long}))
+    assert await asyncio.to_thread(held.reached.wait, 10)
+    leaving.cancel()
+    await asyncio.wait({leaving})
+    beside = asyncio.create_task(session.chat())
+    again = asyncio.create_task(session.post("/chat/completions", {"messages": [*long, *long[:2]]}))
+    await (await gateway.open(rollout_id="other")).say("hello")
+    assert not beside.done() and not again.done()
+    held.go.set()
+    session.messages = [*short, (await beside)["choices"][0]["message"], {"role": "user", "content": "go on"}]
+    assert (await again).status == 200
+    await session.chat()
+    rows = (await session.finalize(trajectories=True))["trajectories"]
+    assert sorted(len(row["turns"]) for row in rows) == [1, 2]
+
+
+async def test_count_of_tokens_of_a_long_history_holds_nobody_up(
+    gateway: GatewayStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, go = threading.Event(), threading.Event()
+    full = IncrementalEncoder.full
+
+    def encode(self: IncrementalEncoder, messages: Any, **more: Any) -> list[int]:
+        if len(messages) > 500:
+            reached.set()
+            go.wait(10)
+        return full(self, messages, **more)
+
+    monkeypatch.setattr(IncrementalEncoder, "full", encode)
+    session, other = await gateway.open(), await gateway.open(rollout_id="other")
+    counting = asyncio.create_task(session.post("/messages/count_tokens", {"messages": long_history()}))
+    assert await asyncio.to_thread(reached.wait, 10)
+    await other.say("hello")
+    assert not counting.done()
+    go.set()
+    assert (await (await counting).json())["input_tokens"] > 999
+
+
+async def test_harness_that_repeats_a_failing_request_is_told_to_stop_and_others_keep_their_retries(
+    gateway: GatewayStack,
+) -> None:
+    await gateway.restart(retries={"first_backoff_s": 0, "session_budget_capacity": 8, "budget_ratio": 0})
+    session, other = await gateway.open(), await gateway.open(rollout_id="other")
+    gateway.engine.chance = lambda: Status(500)
+    told: list[str | None] = []
+    while told[-1:] != ["false"]:
+        reply = await session.post("/chat/completions", {"messages": session.messages})
+        assert reply.status == 502 and len(told) < 10
+        told.append(reply.headers.get("x-should-retry"))
+    assert told == ["true", "true", "false"] and len(gateway.engine.calls) == 9
+    gateway.engine.chance = lambda: None
+    gateway.engine.faults.append(Status(500))
+    await other.say("hello")
+    assert len(gateway.engine.calls) == 11
+    await session.say("hello")

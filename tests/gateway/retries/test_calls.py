@@ -198,6 +198,63 @@ async def test_retries_over_all_calls_stay_within_the_budget() -> None:
     assert 1000 + 100 <= tries <= 1000 + 10 + 100
 
 
+async def failing(engine: StubEngine) -> None:
+    raise EngineFailedError("500", retryable=True)
+
+
+async def test_retries_of_one_session_leave_those_of_the_others() -> None:
+    router: Router[StubEngine] = Router(RouterOptions(failures_to_down=10_000))
+    router.add(StubEngine("a"))
+    calls = EngineCalls(router, options=RetryOptions(first_backoff_s=0))
+    for _ in range(100):
+        with pytest.raises(EngineFailedError):
+            await calls.call("bad", failing)
+    faults = iter([EngineFailedError("500", retryable=True)])
+
+    async def once(engine: StubEngine) -> str:
+        if (error := next(faults, None)) is not None:
+            raise error
+        return "answer"
+
+    assert await calls.call("good", once) == "answer"
+
+
+async def test_session_that_only_fails_costs_engines_its_budget_and_one_try_for_each_call() -> None:
+    router: Router[StubEngine] = Router(RouterOptions(failures_to_down=10_000))
+    router.add(StubEngine("a"))
+    calls = EngineCalls(
+        router, options=RetryOptions(first_backoff_s=0), session_budget=lambda: RetryBudget(ratio=0.5, capacity=4)
+    )
+    tries = 0
+
+    async def counted(engine: StubEngine) -> None:
+        nonlocal tries
+        tries += 1
+        await failing(engine)
+
+    async def answered(engine: StubEngine) -> str:
+        return "answer"
+
+    def spent(error: EngineError) -> bool:
+        return bool(error.details.get("retries_spent"))
+
+    seen = []
+    for _ in range(4):
+        with pytest.raises(EngineFailedError) as raised:
+            await calls.call("s", counted)
+        seen.append((tries, spent(raised.value)))
+    assert seen == [(3, False), (5, True), (6, True), (7, True)]
+    for _ in range(2):
+        await calls.call("s", answered)
+    with pytest.raises(EngineFailedError) as raised:
+        await calls.call("s", counted)
+    assert (tries, spent(raised.value)) == (9, True), "answers earn one retry"
+    calls.forget("s")
+    with pytest.raises(EngineFailedError):
+        await calls.call("s", counted)
+    assert tries == 12
+
+
 def test_budget_is_earned_by_calls_and_never_more_than_its_capacity() -> None:
     budget = RetryBudget(ratio=0.5, capacity=2)
     assert [budget.spend() for _ in range(3)] == [True, True, False]

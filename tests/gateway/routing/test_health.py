@@ -257,6 +257,37 @@ async def test_engine_that_one_session_sees_fail_is_out_once_its_probe_fails_too
     assert state(router) is HealthState.DOWN
 
 
+async def test_poisonous_session_cannot_keep_an_engine_on_trial_from_the_others() -> None:
+    router, _ = one()
+    prober = Prober(router)
+    router.probe_failed(router.replica("sick"), EngineUnreachableError("restarts"))
+    running = []
+    for _ in range(3):  # each a short failure of the one, and a long answer of another that has begun
+        while state(router) is not HealthState.UP:
+            await prober.round()
+            if (reservation := router.reserve("good")) is not None:
+                reservation.answering()
+                running.append(reservation)
+        poison(router, "bad", 1)
+        assert state(router) is HealthState.DOWN, "it may be the engine"
+    for reservation in running:
+        reservation.release(True)
+    await prober.round()
+    await prober.round()
+    assert state(router) is HealthState.TRIAL
+    for _ in range(5):
+        poison(router, "bad", 1)
+    trial = router.reserve("good")
+    assert trial is not None
+    trial.answering()
+    poison(router, "bad", 5)
+    assert state(router) is HealthState.UP
+    trial.release(True)
+    poison(router, "other", 2)
+    poison(router, "good", 1)
+    assert state(router) is HealthState.DOWN, "others are heard"
+
+
 async def test_running_prober_asks_an_engine_that_answers_with_failures_at_once(
     eventually: Callable[[Callable[[], bool]], Awaitable[None]],
 ) -> None:

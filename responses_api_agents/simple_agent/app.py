@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field, PrivateAttr
 
@@ -13,9 +13,6 @@ from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, Simpl
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
 from nemo_gym.harness.transcript import Transcript
 from nemo_gym.session import ActRequest, ActResponse, AgentOutcome, Topology
-
-if TYPE_CHECKING:
-    from responses_api_agents.simple_agent.policy import Policy
 
 
 class SimpleAgentConfig(BaseResponsesAPIAgentConfig):
@@ -64,8 +61,8 @@ class SimpleAgent(SimpleResponsesAPIAgent):
             return await self._attempt(request, cookies)
 
     async def _attempt(self, asked: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
+        from nemo_gym.harness.policy import PolicyClient
         from responses_api_agents.simple_agent.loop import Ended, Rules, converse
-        from responses_api_agents.simple_agent.policy import Policy
         from responses_api_agents.simple_agent.tools import Toolbox, ToolServerError
 
         config, limits, transcript = self.config, asked.descriptor.limits, Transcript()
@@ -78,8 +75,10 @@ class SimpleAgent(SimpleResponsesAPIAgent):
         )
         try:
             async with asyncio.timeout(limits.wall_clock_s or config.wall_clock_s), AsyncExitStack() as stack:
-                policy: Policy = await stack.enter_async_context(
-                    Policy(asked.inference, config.model_request_timeout_s, config.model_max_tries)
+                policy = PolicyClient(
+                    asked.inference,
+                    request_timeout_s=config.model_request_timeout_s,
+                    max_tries=config.model_max_tries,
                 )
                 toolbox = Toolbox(self.server_client, config.resources_server.name, cookies, config.tool_timeout_s)
                 await toolbox.open(stack, asked.descriptor.mcp, asked.responses_create_params.get("tools") or [])

@@ -16,6 +16,7 @@ import orjson
 
 from nemo_gym.errors import ModelError
 from nemo_gym.gateway.refusals import SHOULD_RETRY_HEADER
+from nemo_gym.model_limits import CONNECT_TIMEOUT_S, WAIT_BEYOND_S
 from nemo_gym.serving.client import get_global_aiohttp_client
 from nemo_gym.session import InferenceEndpoint
 
@@ -35,12 +36,14 @@ class ContextExceededError(ModelError):
 class PolicyClient:
     """Asks one attempt's endpoint. Retries what a later try may cure, at most ``max_tries`` times."""
 
-    def __init__(self, endpoint: InferenceEndpoint, *, request_timeout_s: float, max_tries: int) -> None:
+    def __init__(self, endpoint: InferenceEndpoint, *, max_tries: int) -> None:
         self.endpoint = endpoint
         self._base_url = endpoint.base_url.rstrip("/")
         self._model = endpoint.model
         self._headers = {"Authorization": f"Bearer {endpoint.token}", "Content-Type": "application/json"}
-        self._timeout = aiohttp.ClientTimeout(total=request_timeout_s)
+        # The endpoint ends a call itself, and says why; this is for one that does not answer at all.
+        self._limit_s = endpoint.request_timeout_s + WAIT_BEYOND_S
+        self._timeout = aiohttp.ClientTimeout(total=self._limit_s, sock_connect=CONNECT_TIMEOUT_S)
         self._max_tries = max_tries
 
     async def ask(self, route: Route, body: dict[str, Any]) -> dict[str, Any]:
@@ -63,8 +66,10 @@ class PolicyClient:
                     if final or reply.status not in RETRIED_STATUSES:
                         raise ModelError(f"the policy endpoint {problem}", status=reply.status)
                     pause = _retry_after(reply.headers.get("Retry-After"), default=0.5 * 2**tried)
-            except (aiohttp.ClientError, TimeoutError) as error:
+            except aiohttp.ClientError as error:  # that no connection came about in time is one, too
                 problem, pause = f"failed: {type(error).__name__}: {error}", 0.5 * 2**tried
+            except TimeoutError as error:
+                raise ModelError(f"the policy endpoint did not answer within {self._limit_s:g} s") from error
             if tried < self._max_tries:
                 await asyncio.sleep(min(pause, MAX_BACKOFF_S))
         raise ModelError(f"the policy endpoint {problem} (tried {self._max_tries} times)", retryable=True)

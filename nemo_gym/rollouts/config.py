@@ -10,6 +10,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_gym.configuration.suggest import reject_unknown_keys
 from nemo_gym.errors import ConfigError
+from nemo_gym.model_limits import ChosenLimits
 
 
 def _named(*names: str, default: Any = None, **constraints: Any) -> Any:
@@ -55,6 +56,10 @@ class RolloutRunConfig(BaseModel):
     eval_timeout_s: float = Field(3600.0, gt=0)
     close_timeout_s: float = Field(30.0, gt=0)
     """Bound of every clean-up, also after a cancel."""
+    model_connect_timeout_s: float | None = Field(None, gt=0)
+    model_idle_timeout_s: float | None = Field(None, gt=0)
+    model_request_timeout_s: float | None = Field(None, gt=0)
+    """Limits of every model call of this run, in place of the model server's: see `nemo_gym.model_limits`."""
     max_attempts: int = Field(3, ge=1)
     """Attempts per rollout when the infrastructure fails; EVAL alone is tried as often on the same artifact."""
     retry_delay_s: float = Field(0.5, ge=0)
@@ -136,6 +141,15 @@ class RolloutRunConfig(BaseModel):
         """Request parameters that win over the row's."""
         chosen = {"temperature": self.temperature, "top_p": self.top_p, "max_output_tokens": self.max_output_tokens}
         return {**self.responses_create_params, **{key: value for key, value in chosen.items() if value is not None}}
+
+    @property
+    def model_limits(self) -> ChosenLimits:
+        """What this run chose for its model calls."""
+        return ChosenLimits(
+            connect_timeout_s=self.model_connect_timeout_s,
+            idle_timeout_s=self.model_idle_timeout_s,
+            request_timeout_s=self.model_request_timeout_s,
+        )
 
     @property
     def base_seed(self) -> int | None:

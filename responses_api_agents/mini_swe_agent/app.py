@@ -37,7 +37,6 @@ class MiniSWEAgentConfig(BaseResponsesAPIAgentConfig):
     )
     wall_clock_s: float = 3600.0
     """Per attempt, where the descriptor sets no limit."""
-    model_request_timeout_s: float = 600.0
     model_max_tries: int = 4
     max_concurrency: int = 64
     """Attempts that run at once; each holds a thread."""
@@ -87,7 +86,6 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
         limits = request.descriptor.limits
         client = PolicyClient(
             request.inference,
-            request_timeout_s=config.model_request_timeout_s,
             max_tries=config.model_max_tries,
         )
 

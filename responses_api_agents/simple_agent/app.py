@@ -33,7 +33,6 @@ class SimpleAgentConfig(BaseResponsesAPIAgentConfig):
     """Per attempt, where the descriptor sets no limit."""
     tool_timeout_s: float = Field(120.0, gt=0)
     """Per tool call; what takes longer is an error that the policy is told."""
-    model_request_timeout_s: float = Field(600.0, gt=0)
     model_max_tries: int = Field(4, gt=0)
     max_concurrency: int = Field(256, gt=0)
     """Attempts at once."""
@@ -75,11 +74,7 @@ class SimpleAgent(SimpleResponsesAPIAgent):
         )
         try:
             async with asyncio.timeout(limits.wall_clock_s or config.wall_clock_s), AsyncExitStack() as stack:
-                policy = PolicyClient(
-                    asked.inference,
-                    request_timeout_s=config.model_request_timeout_s,
-                    max_tries=config.model_max_tries,
-                )
+                policy = PolicyClient(asked.inference, max_tries=config.model_max_tries)
                 toolbox = Toolbox(self.server_client, config.resources_server.name, cookies, config.tool_timeout_s)
                 await toolbox.open(stack, asked.descriptor.mcp, asked.responses_create_params.get("tools") or [])
                 ended = await converse(policy, toolbox, asked.responses_create_params, transcript, rules)

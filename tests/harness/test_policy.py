@@ -37,7 +37,7 @@ async def serve() -> AsyncIterator[Serve]:
         endpoint = InferenceEndpoint(
             base_url=f"http://127.0.0.1:{runner.addresses[0][1]}/v1", token="token", model="policy"
         )
-        return PolicyClient(endpoint, request_timeout_s=20, max_tries=3), asked
+        return PolicyClient(endpoint, max_tries=3), asked
 
     yield start
     await close_global_aiohttp_client()
@@ -74,7 +74,7 @@ async def test_clients_of_several_attempts_share_their_connections(serve: Serve)
     done = [web.json_response({"choices": []}) for _ in range(3)]
     client, asked = await serve(done)
     for _ in range(3):
-        again = PolicyClient(client.endpoint, request_timeout_s=20, max_tries=1)
+        again = PolicyClient(client.endpoint, max_tries=1)
         await again.ask("/chat/completions", {})
     assert len(asked) == 3
     connector = get_global_aiohttp_client().connector

@@ -242,7 +242,7 @@ SERVERS = ROOT / "responses_api_models", ROOT / "responses_api_agents"
         (
             SERVERS[0] / "openai_model" / "README.md",
             "key",
-            _own(SimpleModelServerConfig, BaseResponsesAPIModelConfig) | {"session_ttl_s"},
+            _own(SimpleModelServerConfig, BaseResponsesAPIModelConfig) | {"session_ttl_s", "request_timeout_s"},
         ),
         (
             SERVERS[0] / "scripted_model" / "README.md",

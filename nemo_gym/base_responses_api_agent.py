@@ -28,6 +28,7 @@ from nemo_gym.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.environment.plugin_call import PluginCall, plain
 from nemo_gym.environment.rows import PARAMS_KEY, RESPONSE_KEY, SESSION_KEY, public_params
 from nemo_gym.errors import ConfigError, ContractError, InvalidBodyError, ServerError
+from nemo_gym.model_limits import REQUEST_TIMEOUT_S
 from nemo_gym.reward_profile import AggregateMetricsMixin, compute_aggregate_metrics
 from nemo_gym.rollout_correlation import (
     ATTEMPT_INDEX_KEY,
@@ -417,7 +418,10 @@ class _ModelSession:
         reply = await self._client.post(self._model, "/sessions", json={"rollout": self._rollout.model_dump()})
         opened = self._opened = await expect_json(reply, self._model)
         return InferenceEndpoint(
-            base_url=opened["base_url"], token=opened["inference_token"], model=opened.get("model") or "policy"
+            base_url=opened["base_url"],
+            token=opened["inference_token"],
+            model=opened.get("model") or "policy",
+            request_timeout_s=opened.get("request_timeout_s") or REQUEST_TIMEOUT_S,
         )
 
     async def __aexit__(self, kind: type[BaseException] | None, *exc: object) -> None:

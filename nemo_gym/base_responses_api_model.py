@@ -40,6 +40,7 @@ from nemo_gym.gateway.sessions import (
     token_in,
 )
 from nemo_gym.gateway.usage import StreamedUsage, Usage
+from nemo_gym.model_limits import NONE_CHOSEN, REQUEST_TIMEOUT_S, ChosenLimits, limited_call
 from nemo_gym.serving.application import Application
 from nemo_gym.serving.body_values import check_messages
 from nemo_gym.serving.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
@@ -86,6 +87,8 @@ class DialectError(ModelError):
 class BaseResponsesAPIModelConfig(BaseRunServerInstanceConfig):
     """Configuration of a model server."""
 
+    request_timeout_s: float = Field(REQUEST_TIMEOUT_S, gt=0)
+    """Of one call for inference, its retries included; then it ends with 504. See `nemo_gym.model_limits`."""
     session_ttl_s: float = SESSION_TTL_S
     """How long an attempt's inference token is good for."""
     max_body_bytes: int = Field(32 << 20, gt=0)
@@ -211,7 +214,13 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
             rollout = RolloutIdentity.model_validate(body.get("rollout"))
         except ValueError as error:
             raise InvalidBodyError(f"/sessions needs 'rollout': {error}") from None
-        opened = await self.gateway_sessions.open(rollout, body.get("sampling"), opener=opener_of(caller))
+        try:
+            limits = ChosenLimits.model_validate(body.get("limits") or {})
+        except ValueError as error:
+            raise InvalidBodyError(f"/sessions: 'limits': {error}") from None
+        opened = await self.gateway_sessions.open(
+            rollout, body.get("sampling"), opener=opener_of(caller), limits=limits
+        )
         return JsonResponse(
             {
                 "session_id": opened.session_id,
@@ -221,6 +230,7 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
                 "control_token": opened.control_token,
                 "model": self.model_name(),
                 "expires_at": opened.expires_at,
+                "request_timeout_s": limits.request_timeout_s or self.config.request_timeout_s,
             }
         )
 
@@ -264,7 +274,7 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
         call = InferenceCall(dialect, body, session, request)
         try:
             # A caller that leaves ends the work for it, here and at the endpoint.
-            reply = await while_connected(request, lambda: self.infer(call))
+            reply = await while_connected(request, lambda: self._infer_in_time(call))
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         except aiohttp.ClientResponseError as error:
@@ -272,6 +282,11 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             raise ModelError(f"the model endpoint failed: {type(error).__name__}: {error}", retryable=True) from error
         return self._accounted(call, reply)
+
+    async def _infer_in_time(self, call: InferenceCall) -> Response:
+        limits = call.session.limits if call.session is not None else NONE_CHOSEN
+        async with limited_call(limits, self.config.request_timeout_s):
+            return await self.infer(call)
 
     def _accounted(self, call: InferenceCall, reply: Response) -> Response:
         """Count a successful call for its session: a reply at once, a stream when it has completed."""

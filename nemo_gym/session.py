@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from nemo_gym.errors import ConfigError, ModelError
+from nemo_gym.model_limits import REQUEST_TIMEOUT_S
 from nemo_gym.sandbox.base import Mount, NetworkPolicy, SandboxResources, SandboxSpec
 
 DESCRIPTOR_VERSION: Literal[1] = 1
@@ -364,6 +365,8 @@ class InferenceEndpoint(_Contract):
     token: str = Field(repr=False)
     model: str = "policy"
     """The model's name as requests spell it."""
+    request_timeout_s: float = Field(REQUEST_TIMEOUT_S, gt=0)
+    """After so many seconds the endpoint itself ends a call, its retries included, and says so."""
 
 
 class BoxNeeds(_Contract):

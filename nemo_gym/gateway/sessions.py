@@ -18,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 from nemo_gym.credentials import Caller, Role
 from nemo_gym.errors import ContractError, CredentialError, FencedError
 from nemo_gym.gateway.usage import Usage
+from nemo_gym.model_limits import NONE_CHOSEN, ChosenLimits
 from nemo_gym.session import RolloutIdentity
 
 INFERENCE_TOKEN_PREFIX = "ngi1_"
@@ -58,6 +59,8 @@ class GatewaySession:
     sampling: Mapping[str, Any]
     """Parameters that every request of this attempt gets, whatever the harness asks for."""
     expires_at: float
+    limits: ChosenLimits = NONE_CHOSEN
+    """How long its calls may take, as far as the run says so."""
     turns: int = 0
     usage: Usage = field(default_factory=Usage)
 
@@ -67,7 +70,12 @@ class GatewaySessions(Protocol):
     """The sessions of one model server. Replaced as a whole by a gateway that keeps tokens; callers stay."""
 
     async def open(
-        self, rollout: RolloutIdentity, sampling: Mapping[str, Any] | None = None, *, opener: str = PIPELINE
+        self,
+        rollout: RolloutIdentity,
+        sampling: Mapping[str, Any] | None = None,
+        *,
+        opener: str = PIPELINE,
+        limits: ChosenLimits = NONE_CHOSEN,
     ) -> OpenedSession:
         """A session for this attempt. Fences the opener's sessions of older attempts, and replaces one of the same
         attempt (whose opener never saw the answer). Raises `FencedError` when a newer attempt of the opener's has
@@ -124,7 +132,12 @@ class InMemoryGatewaySessions:
         self._current: dict[SessionKey, str] = {}
 
     async def open(
-        self, rollout: RolloutIdentity, sampling: Mapping[str, Any] | None = None, *, opener: str = PIPELINE
+        self,
+        rollout: RolloutIdentity,
+        sampling: Mapping[str, Any] | None = None,
+        *,
+        opener: str = PIPELINE,
+        limits: ChosenLimits = NONE_CHOSEN,
     ) -> OpenedSession:
         self._sweep()
         key = (opener, rollout.run_id, rollout.rollout_id)
@@ -142,7 +155,7 @@ class InMemoryGatewaySessions:
             control_token=secrets.token_urlsafe(32),
             expires_at=time.time() + self._ttl_s,
         )
-        session = GatewaySession(opened.session_id, rollout, dict(sampling or {}), opened.expires_at)
+        session = GatewaySession(opened.session_id, rollout, dict(sampling or {}), opened.expires_at, limits)
         digest = _digest(opened.inference_token)
         self._entries[opened.session_id] = _Entry(session, key, digest, _digest(opened.control_token).encode())
         self._by_token[digest] = opened.session_id

@@ -12,6 +12,7 @@ import structlog
 
 from nemo_gym.configuration.suggest import nearest
 from nemo_gym.errors import ConfigError
+from nemo_gym.model_limits import REQUEST_TIMEOUT_S
 from nemo_gym.rollouts.identity import ROLLOUT_INDEX_KEY
 from nemo_gym.rollouts.interfaces import AttemptCloser, Job
 
@@ -95,6 +96,7 @@ class GatewaySession:
     inference_token: str = field(repr=False)
     control_token: str = field(repr=False)
     model: str = "policy"
+    request_timeout_s: float = REQUEST_TIMEOUT_S
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_gym.configuration.suggest import reject_unknown_keys
 from nemo_gym.errors import ConfigError
+from nemo_gym.model_limits import ChosenLimits
 from nemo_gym.session import Limits
 
 
@@ -56,6 +57,10 @@ class RolloutRunConfig(BaseModel):
     eval_timeout_s: float = Field(3600.0, gt=0)
     close_timeout_s: float = Field(30.0, gt=0)
     """Bound of every clean-up, also after a cancel."""
+    model_connect_timeout_s: float | None = Field(None, gt=0)
+    model_idle_timeout_s: float | None = Field(None, gt=0)
+    model_request_timeout_s: float | None = Field(None, gt=0)
+    """Limits of every model call of this run, in place of the model server's: see `nemo_gym.model_limits`."""
     max_attempts: int = Field(3, ge=1)
     """Attempts per rollout when the infrastructure fails; EVAL alone is tried as often on the same artifact."""
     retry_delay_s: float = Field(0.5, ge=0)
@@ -157,6 +162,15 @@ class RolloutRunConfig(BaseModel):
     def limits(self) -> Limits:
         """The attempt's limits that this run sets."""
         return Limits(**{name: getattr(self, name) for name in Limits.model_fields})
+
+    @property
+    def model_limits(self) -> ChosenLimits:
+        """What this run chose for its model calls."""
+        return ChosenLimits(
+            connect_timeout_s=self.model_connect_timeout_s,
+            idle_timeout_s=self.model_idle_timeout_s,
+            request_timeout_s=self.model_request_timeout_s,
+        )
 
     @property
     def base_seed(self) -> int | None:

@@ -19,6 +19,7 @@ import structlog
 
 from nemo_gym.environment.rows import NO_PROMPT, has_prompt
 from nemo_gym.errors import NemoGymError
+from nemo_gym.model_limits import REQUEST_TIMEOUT_S
 from nemo_gym.rollouts import failures
 from nemo_gym.rollouts.attempt import Attempt, GatewaySession, public_params_of
 from nemo_gym.rollouts.config import RolloutRunConfig
@@ -131,7 +132,7 @@ class InitStage(HttpStage):
         attempt.closers.append(close)
 
     async def _open_session(self, attempt: Attempt, model: str) -> None:
-        body = {"rollout": attempt.rollout, **self._sampling(attempt)}
+        body = {"rollout": attempt.rollout, **self._sampling(attempt), **self._limits()}
         opened = (await self._peers_of(attempt).post(model, "/sessions", body)).json()
         attempt.session = session = GatewaySession(
             session_id=_member(opened, "session_id", model, "/sessions", StageName.INIT),
@@ -139,6 +140,7 @@ class InitStage(HttpStage):
             inference_token=_member(opened, "inference_token", model, "/sessions", StageName.INIT),
             control_token=_member(opened, "control_token", model, "/sessions", StageName.INIT),
             model=opened.get("model") or "policy",
+            request_timeout_s=opened.get("request_timeout_s") or REQUEST_TIMEOUT_S,
         )
 
         async def abort() -> None:
@@ -150,6 +152,10 @@ class InitStage(HttpStage):
                 attempt.session = None
 
         attempt.closers.append(abort)
+
+    def _limits(self) -> dict[str, Any]:
+        limits = self._config.model_limits.given()
+        return {"limits": limits} if limits else {}
 
     def _sampling(self, attempt: Attempt) -> dict[str, Any]:
         if self._config.base_seed is None:
@@ -227,7 +233,12 @@ class RunStage(HttpStage):
             return await self._run_opaque(attempt)
         agent, session = attempt.route.agent, attempt.session
         endpoint = (
-            {"base_url": session.base_url, "token": session.inference_token, "model": session.model}
+            {
+                "base_url": session.base_url,
+                "token": session.inference_token,
+                "model": session.model,
+                "request_timeout_s": session.request_timeout_s,
+            }
             if session is not None
             else {"base_url": "", "token": "", "model": ""}
         )

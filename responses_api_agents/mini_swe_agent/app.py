@@ -6,11 +6,11 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
-import aiohttp
 from pydantic import Field, PrivateAttr
 
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
+from nemo_gym.harness.policy import PolicyClient
 from nemo_gym.session import ActRequest, ActResponse, BoxNeeds, SandboxSpecModel, Topology
 from nemo_gym.topology.bindings import AgentBoxes
 from nemo_gym.topology.merge import HarnessNeeds
@@ -37,7 +37,6 @@ class MiniSWEAgentConfig(BaseResponsesAPIAgentConfig):
     )
     wall_clock_s: float = 3600.0
     """Per attempt, where the descriptor sets no limit."""
-    model_request_timeout_s: float = 600.0
     model_max_tries: int = 4
     max_concurrency: int = 64
     """Attempts that run at once; each holds a thread."""
@@ -71,7 +70,6 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
     tool_access: ClassVar[tuple[str, ...]] = ("exec",)
 
     _executor: ThreadPoolExecutor | None = PrivateAttr(default=None)
-    _http: aiohttp.ClientSession | None = PrivateAttr(default=None)
     _slots: asyncio.Semaphore | None = PrivateAttr(default=None)
     _owner: SandboxOwner | None = PrivateAttr(default=None)
 
@@ -81,16 +79,12 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
     async def act(self, request: ActRequest) -> ActResponse:
         # Imported with the first attempt: the package is not needed to start, compose or answer health checks.
         from responses_api_agents.mini_swe_agent import loop
-        from responses_api_agents.mini_swe_agent.policy import PolicyClient
 
         config, params = self.config, request.responses_create_params
-        executor, http, slots, owner = self._resources()
+        executor, slots, owner = self._resources()
         system, task = prompt_text(params)
         client = PolicyClient(
-            http,
             request.inference,
-            sampling=_sampling(params, config.max_output_tokens),
-            request_timeout_s=config.model_request_timeout_s,
             max_tries=config.model_max_tries,
         )
 
@@ -101,6 +95,7 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
                 task=task,
                 inference=request.inference,
                 client=client,
+                sampling=_sampling(params, config.max_output_tokens),
                 executor=executor,
                 model=loop.PolicyModelConfig(
                     model_name=request.inference.model,
@@ -129,21 +124,18 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
                 lease_ttl_s=config.sandbox_lease_s,
             )
 
-    def _resources(self) -> tuple[ThreadPoolExecutor, aiohttp.ClientSession, asyncio.Semaphore, SandboxOwner]:
+    def _resources(self) -> tuple[ThreadPoolExecutor, asyncio.Semaphore, SandboxOwner]:
         """What attempts share, made with the first of them, on the loop that serves it."""
-        if self._executor is None or self._http is None or self._slots is None or self._owner is None:
+        if self._executor is None or self._slots is None or self._owner is None:
             self._executor = ThreadPoolExecutor(self.config.max_concurrency, thread_name_prefix="mini-swe-agent")
-            self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
             self._slots = asyncio.Semaphore(self.config.max_concurrency)
             self._owner = SandboxOwner(self.config.sandbox_provider, self.server_client)
-        return self._executor, self._http, self._slots, self._owner
+        return self._executor, self._slots, self._owner
 
     async def shutdown(self) -> None:
         await super().shutdown()
         if self._owner is not None:
             await self._owner.aclose()
-        if self._http is not None:
-            await self._http.close()
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
 

@@ -15,12 +15,12 @@ from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import Executor, Future
 from typing import Any
 
-from nemo_gym.errors import AgentError
+from nemo_gym.errors import AgentError, ModelError
+from nemo_gym.harness.policy import ContextExceededError, PolicyClient
 from nemo_gym.sandbox.base import ExecOutcome
 from nemo_gym.session import AgentOutcome, InferenceEndpoint
 from nemo_gym.topology.transcript import output_items, response_object
 from nemo_gym.topology.world import HarnessRun, World
-from responses_api_agents.mini_swe_agent.policy import ContextExceededError, PolicyClient
 
 # Importing the package creates its settings directory and reads a .env from it; neither belongs in a server.
 os.environ.setdefault("MSWEA_GLOBAL_CONFIG_DIR", tempfile.mkdtemp(prefix="mini-swe-agent-"))
@@ -138,9 +138,11 @@ class PolicyModelConfig(BaseModel):
 class PolicyModel:
     """mini-swe-agent's model protocol over the attempt's inference endpoint (Chat Completions with a bash tool)."""
 
-    def __init__(self, client: PolicyClient, bridge: LoopBridge, config: PolicyModelConfig) -> None:
+    def __init__(
+        self, client: PolicyClient, bridge: LoopBridge, config: PolicyModelConfig, sampling: Mapping[str, Any]
+    ) -> None:
         self.config = config
-        self._client, self._bridge = client, bridge
+        self._client, self._bridge, self._sampling = client, bridge, sampling
         self.usage = {"input_tokens": 0, "output_tokens": 0}
         self.answers = 0
         self.stopped_by: str | None = None
@@ -149,7 +151,8 @@ class PolicyModel:
     def query(self, messages: list[dict[str, Any]], **_: Any) -> dict[str, Any]:
         history = [{key: value for key, value in message.items() if key != "extra"} for message in messages]
         try:
-            completion = self._bridge.call(self._client.complete(history, tools=[BASH_TOOL]))
+            asked = {"messages": history, "tools": [BASH_TOOL], **self._sampling}
+            completion = self._bridge.call(self._client.ask("/chat/completions", asked))
         except ContextExceededError as error:
             status = CONTEXT_EXCEEDED if self.answers else FIRST_CONTEXT_EXCEEDED
             self.stopped_by = error.message
@@ -159,8 +162,13 @@ class PolicyModel:
         usage = completion.get("usage") or {}
         self.usage["input_tokens"] += usage.get("prompt_tokens") or 0
         self.usage["output_tokens"] += usage.get("completion_tokens") or 0
-        choice = completion["choices"][0]
-        message = {key: value for key, value in choice["message"].items() if value is not None}
+        try:
+            choice = completion["choices"][0]
+            message = {key: value for key, value in choice["message"].items() if value is not None}
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ModelError(
+                f"the policy endpoint's answer is no chat completion: {str(completion)[:200]!r}"
+            ) from error
         try:
             actions = parse_toolcall_actions(
                 [_ToolCall(call) for call in message.get("tool_calls") or []],
@@ -202,6 +210,7 @@ async def drive(
     task: str,
     inference: InferenceEndpoint,
     client: PolicyClient,
+    sampling: Mapping[str, Any],
     executor: Executor,
     model: PolicyModelConfig,
     agent: Mapping[str, Any],
@@ -211,7 +220,7 @@ async def drive(
     """Run the loop to its end and fill ``run``, also when it is cut short."""
     loop = asyncio.get_running_loop()
     bridge = LoopBridge(loop)
-    policy = PolicyModel(client, bridge, model)
+    policy = PolicyModel(client, bridge, model, sampling)
     environment = BoxEnvironment(world, bridge, timeout_s=command_timeout_s, env=command_env)
     harness = DefaultAgent(policy, environment, **agent)
     thread = loop.run_in_executor(executor, harness.run, task)

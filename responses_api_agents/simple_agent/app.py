@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field, PrivateAttr
 
@@ -13,9 +13,6 @@ from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, Simpl
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
 from nemo_gym.harness.transcript import Transcript
 from nemo_gym.session import ActRequest, ActResponse, AgentOutcome, Topology
-
-if TYPE_CHECKING:
-    from responses_api_agents.simple_agent.policy import Policy
 
 
 class SimpleAgentConfig(BaseResponsesAPIAgentConfig):
@@ -36,7 +33,6 @@ class SimpleAgentConfig(BaseResponsesAPIAgentConfig):
     """Per attempt, where the descriptor sets no limit."""
     tool_timeout_s: float = Field(120.0, gt=0)
     """Per tool call; what takes longer is an error that the policy is told."""
-    model_request_timeout_s: float = Field(600.0, gt=0)
     model_max_tries: int = Field(4, gt=0)
     max_concurrency: int = Field(256, gt=0)
     """Attempts at once."""
@@ -68,8 +64,8 @@ class SimpleAgent(SimpleResponsesAPIAgent):
             return await self._attempt(request, cookies)
 
     async def _attempt(self, asked: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
+        from nemo_gym.harness.policy import PolicyClient
         from responses_api_agents.simple_agent.loop import Ended, Rules, converse
-        from responses_api_agents.simple_agent.policy import Policy
         from responses_api_agents.simple_agent.tools import Toolbox, ToolServerError
 
         config, transcript = self.config, Transcript()
@@ -83,9 +79,7 @@ class SimpleAgent(SimpleResponsesAPIAgent):
         )
         try:
             async with asyncio.timeout(asked.wall_clock_s(config.wall_clock_s)), AsyncExitStack() as stack:
-                policy: Policy = await stack.enter_async_context(
-                    Policy(asked.inference, config.model_request_timeout_s, config.model_max_tries)
-                )
+                policy = PolicyClient(asked.inference, max_tries=config.model_max_tries)
                 toolbox = Toolbox(self.server_client, config.resources_server.name, cookies, config.tool_timeout_s)
                 await toolbox.open(stack, asked.descriptor.mcp, asked.responses_create_params.get("tools") or [])
                 ended = await converse(policy, toolbox, asked.responses_create_params, transcript, rules)

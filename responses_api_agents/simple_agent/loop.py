@@ -10,9 +10,9 @@ from typing import Any
 import orjson
 
 from nemo_gym.errors import ModelError
+from nemo_gym.harness.policy import ContextExceededError, PolicyClient
 from nemo_gym.harness.transcript import Transcript
 from nemo_gym.session import AgentOutcome, outcome_of_model_error
-from responses_api_agents.simple_agent.policy import ContextExceededError, Policy
 from responses_api_agents.simple_agent.tools import Toolbox, ToolServerError
 
 _NOT_FOR_REQUESTS = frozenset({"tools", "input", "metadata", "model", "stream", "background", "store"})
@@ -42,7 +42,7 @@ class Ended:
 
 
 async def converse(
-    policy: Policy, toolbox: Toolbox, params: Mapping[str, Any], transcript: Transcript, rules: Rules
+    policy: PolicyClient, toolbox: Toolbox, params: Mapping[str, Any], transcript: Transcript, rules: Rules
 ) -> Ended:
     """Run the loop, telling ``transcript`` everything. Raises `ToolServerError` when the tools are out of reach."""
     prompt = params.get("input", "")
@@ -55,13 +55,16 @@ async def converse(
     said = 0
     while rules.max_turns is None or transcript.turns < rules.max_turns:
         try:
-            answer = await policy.answer({**fixed, "input": history})
+            answer = await policy.ask("/responses", {**fixed, "input": history})
         except ContextExceededError as error:
             if not transcript.turns:
                 return Ended(AgentOutcome.CONTEXT_EXCEEDED, f"the first request does not fit: {error.message}")
             return Ended(AgentOutcome.MAX_TURNS, error.message)
         except ModelError as error:
             return Ended(outcome_of_model_error(error), error.message)
+        if not isinstance(answer.get("output"), list):
+            told = f"the policy endpoint's answer is no Responses object: {str(answer)[:200]!r}"
+            return Ended(AgentOutcome.MODEL_UNREACHABLE, told)
         items = [item for item in answer["output"] if isinstance(item, dict)]
         _observe(transcript, answer, items)
         calls = [item for item in items if item.get("type") == "function_call"]

@@ -45,9 +45,11 @@ class Toolbox:
     async def open(self, stack: AsyncExitStack, servers: Sequence[McpServer], tools: Sequence[Any]) -> None:
         """Connect to ``servers`` for as long as ``stack`` is open, and take the row's ``tools`` that none of them has.
         Raises `ToolServerError`."""
+        if servers:  # the protocol's packages are loaded where there is a server that speaks it
+            from nemo_gym.harness.mcp_client import connect
         for server in servers:
             try:
-                client = await _connect(stack, server)
+                client = await connect(stack, server)
                 await self._add(server.name, client)
             except Exception as error:
                 # The boundary of the MCP library, whose transports raise their own and groups of them.
@@ -115,24 +117,6 @@ class Toolbox:
             raise ToolServerError(f"environment '{self._environment}' cannot be reached: {error.message}") from error
         self._cookies.update({key: morsel.value for key, morsel in reply.cookies.items()})
         return text, reply.status >= 300
-
-
-async def _connect(stack: AsyncExitStack, server: McpServer) -> Client:
-    import ssl
-
-    import httpx2
-    from mcp import Client
-    from mcp.client.streamable_http import streamable_http_client
-
-    http = await stack.enter_async_context(
-        httpx2.AsyncClient(
-            headers=dict(server.headers),
-            trust_env=False,
-            verify=ssl.create_default_context(),
-            timeout=httpx2.Timeout(30.0, read=300.0),
-        )
-    )
-    return await stack.enter_async_context(Client(streamable_http_client(server.url, http_client=http)))
 
 
 def _reason(error: BaseException) -> str:

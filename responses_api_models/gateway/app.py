@@ -68,6 +68,7 @@ class Gateway(SimpleResponsesAPIModel):
             timing=StreamTiming(config.ping_interval_s, config.first_event_grace_s),
             capture=self._capture if config.capture is not None else None,
             limits=config.limits(),
+            request_timeout_s=config.request_timeout_s,
         )
 
     def _make_backend(self) -> Backend[Any, Any]:
@@ -141,6 +142,7 @@ class Gateway(SimpleResponsesAPIModel):
             asked.rollout,
             asked.sampling,
             opener=opener_of(caller),
+            limits=asked.limits,
             ttl_s=asked.ttl_s,
             reward_source=asked.reward_source,
         )
@@ -157,6 +159,7 @@ class Gateway(SimpleResponsesAPIModel):
                 "control_token": opened.control_token,
                 "model": self.config.model,
                 "expires_at": opened.expires_at,
+                "request_timeout_s": asked.limits.request_timeout_s or self.config.request_timeout_s,
             }
         )
 

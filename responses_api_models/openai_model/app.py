@@ -28,6 +28,7 @@ from nemo_gym.gateway.dialects import Dialect, messages_chat, responses_chat
 from nemo_gym.gateway.dialects.streams import stream_of
 from nemo_gym.gateway.refusals import relayed_error
 from nemo_gym.gateway.usage import Usage
+from nemo_gym.model_limits import CONNECT_TIMEOUT_S, IDLE_TIMEOUT_S, ModelTimeoutError, chosen_limits, took_too_long
 from nemo_gym.serving.client import get_global_aiohttp_client
 from nemo_gym.serving.problems import JsonResponse
 
@@ -59,9 +60,9 @@ class SimpleModelServerConfig(BaseResponsesAPIModelConfig):
     """Requests in flight at once; ``None`` sets no bound."""
     drop_input_reasoning_items: bool = False
     """Leave reasoning items out of Responses inputs, for endpoints that refuse their own."""
-    request_timeout_s: float = Field(3600.0, gt=0)
-    """Of one try, from the connection to the last byte."""
-    connect_timeout_s: float = Field(30.0, gt=0)
+    connect_timeout_s: float = Field(CONNECT_TIMEOUT_S, gt=0)
+    idle_timeout_s: float = Field(IDLE_TIMEOUT_S, gt=0)
+    """Of silence between two pieces of an answer that has begun."""
     max_retries: int = Field(2, ge=0)
     """Further tries after a connection that failed or a status of 500 and more; 429 is the caller's to wait for."""
 
@@ -85,7 +86,7 @@ class SimpleModelServer(SimpleResponsesAPIModel):
     async def infer(self, call: InferenceCall) -> Response:
         spoken, reply = await self._ask(call)
         if isinstance(reply, aiohttp.ClientResponse):
-            return StreamingResponse(_relay(reply), media_type=EVENT_STREAM)
+            return StreamingResponse(_relay(reply, self._idle_s()), media_type=EVENT_STREAM)
         status, body, headers = reply
         if status != 200:
             # What the endpoint says about a request (too long, malformed) is for the harness that made it.
@@ -149,7 +150,7 @@ class SimpleModelServer(SimpleResponsesAPIModel):
         for tries_left in range(self.config.max_retries, -1, -1):
             try:
                 reply = await self._once(url, data, stream)
-            except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            except (aiohttp.ClientError, ConnectionError) as error:
                 if tries_left == 0:
                     raise ModelError(
                         f"the model endpoint {url} cannot be used: {type(error).__name__}: {error}"
@@ -157,6 +158,8 @@ class SimpleModelServer(SimpleResponsesAPIModel):
                         " right?",
                         retryable=True,
                     ) from error
+            except TimeoutError as error:
+                raise took_too_long(self._request_s()) from error
             else:
                 if not isinstance(reply, tuple) or reply[0] not in RETRIED_STATUSES:
                     return self._judged(reply)
@@ -169,9 +172,9 @@ class SimpleModelServer(SimpleResponsesAPIModel):
     async def _once(
         self, url: str, data: bytes, stream: bool
     ) -> aiohttp.ClientResponse | tuple[int, bytes, dict[str, str]]:
-        timeout = aiohttp.ClientTimeout(
-            total=self.config.request_timeout_s, sock_connect=self.config.connect_timeout_s
-        )
+        # A stream that is relayed outlives `infer` and its limit.
+        connect_s = chosen_limits().connect_timeout_s or self.config.connect_timeout_s
+        timeout = aiohttp.ClientTimeout(total=self._request_s(), sock_connect=connect_s)
         async with self._slot():
             reply = await get_global_aiohttp_client().post(
                 url, data=data, headers=self._headers(), timeout=timeout, allow_redirects=False
@@ -180,7 +183,14 @@ class SimpleModelServer(SimpleResponsesAPIModel):
                 return reply
             async with reply:
                 retry_after = reply.headers.get("Retry-After")
-                return reply.status, await reply.read(), {"Retry-After": retry_after} if retry_after else {}
+                body = b"".join([piece async for piece in _pieces(reply, self._idle_s())])
+                return reply.status, body, {"Retry-After": retry_after} if retry_after else {}
+
+    def _request_s(self) -> float:
+        return chosen_limits().request_timeout_s or self.config.request_timeout_s
+
+    def _idle_s(self) -> float:
+        return chosen_limits().idle_timeout_s or self.config.idle_timeout_s
 
     def _judged(
         self, reply: aiohttp.ClientResponse | tuple[int, bytes, dict[str, str]]
@@ -252,11 +262,29 @@ def _route_is_missing(status: int, body: bytes) -> bool:
     return status in (405, 501) or (status == 404 and b"model" not in body.lower())
 
 
-async def _relay(reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+async def _pieces(reply: aiohttp.ClientResponse, idle_s: float) -> AsyncIterator[bytes]:
+    """The body as it comes. Raises `ModelTimeoutError` when nothing comes for ``idle_s``."""
+    while True:
+        try:
+            async with asyncio.timeout(idle_s) as silence:
+                piece = await reply.content.readany()
+        except TimeoutError as error:
+            if not silence.expired():
+                raise
+            raise ModelTimeoutError(
+                f"the model endpoint began its answer and then said nothing for {idle_s:g} s (idle_timeout_s, or the"
+                " run's model_idle_timeout_s)"
+            ) from error
+        if not piece:
+            return
+        yield piece
+
+
+async def _relay(reply: aiohttp.ClientResponse, idle_s: float) -> AsyncIterator[bytes]:
     """The endpoint's events as they come; leaving early closes the connection, which ends its work."""
     try:
-        async for chunk in reply.content.iter_any():
-            yield chunk
+        async for piece in _pieces(reply, idle_s):
+            yield piece
     finally:
         reply.close()
 

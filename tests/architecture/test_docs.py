@@ -51,6 +51,7 @@ from nemo_gym.sandbox.providers.remote.options import RemoteOptions
 from nemo_gym.session import AgentOutcome, SessionDescriptor
 from nemo_gym.verdict import FailureKind
 from resources_servers.math.app import MathConfig
+from resources_servers.mcqa.app import McqaConfig
 from resources_servers.swe_bench import prepare
 from resources_servers.swe_bench.config import SweBenchConfig
 from responses_api_agents.claude_code_agent.options import ClaudeCodeOptions
@@ -248,10 +249,11 @@ SERVERS = ROOT / "responses_api_models", ROOT / "responses_api_agents"
         (SERVERS[1] / "qwen_code_agent" / "README.md", "key", _own(CliAgentConfig, BaseResponsesAPIAgentConfig)),
         (SERVERS[1] / "qwen_code_agent" / "README.md", "option", set(QwenCodeOptions.model_fields)),
         (ROOT / "resources_servers" / "math" / "README.md", "key", _own(MathConfig, BaseResourcesServerConfig)),
+        (ROOT / "resources_servers" / "mcqa" / "README.md", "key", _own(McqaConfig, BaseResourcesServerConfig)),
         (
             SERVERS[0] / "openai_model" / "README.md",
             "key",
-            _own(SimpleModelServerConfig, BaseResponsesAPIModelConfig) | {"session_ttl_s"},
+            _own(SimpleModelServerConfig, BaseResponsesAPIModelConfig) | {"session_ttl_s", "request_timeout_s"},
         ),
         (
             SERVERS[0] / "scripted_model" / "README.md",

@@ -16,6 +16,7 @@ from nemo_gym.gateway.engines.sglang import STREAM_INTERVAL as SGLANG_STREAM_INT
 from nemo_gym.gateway.engines.sglang import SglangEngine
 from nemo_gym.gateway.engines.vllm import STREAM_INTERVAL as VLLM_STREAM_INTERVAL
 from nemo_gym.gateway.engines.vllm import VllmEngine, VllmRoute
+from nemo_gym.model_limits import CONNECT_TIMEOUT_S, IDLE_TIMEOUT_S, REQUEST_TIMEOUT_S
 
 API_KEY_ENV = "OPENAI_API_KEY"
 
@@ -38,10 +39,11 @@ class _EngineConfig(BaseModel):
     """Calls running there at once; ``None`` sets no bound."""
     weights_version: str | None = None
     """The version being served at the start, for engines that do not tell."""
-    connect_timeout_s: float = Field(10.0, gt=0)
-    request_timeout_s: float = Field(3600.0, gt=0)
-    idle_timeout_s: float | None = Field(None, gt=0)
-    """Of silence between two reads; only for engines that are asked to stream."""
+    connect_timeout_s: float = Field(CONNECT_TIMEOUT_S, gt=0)
+    request_timeout_s: float = Field(REQUEST_TIMEOUT_S, gt=0)
+    """Of one try; a call with all its tries has the gateway's ``request_timeout_s``."""
+    idle_timeout_s: float | None = Field(IDLE_TIMEOUT_S, gt=0)
+    """Of silence between two pieces of an answer that has begun; ``null`` sets no limit."""
     probe_timeout_s: float = Field(5.0, gt=0)
     max_answer_bytes: int = Field(MAX_ANSWER_BYTES, gt=0)
     """Of one answer, or of one event of a stream. A longer one is dropped with its connection, and its call fails;

@@ -47,7 +47,7 @@ class Patience:
     total_s: float
     """From the connection to the last byte."""
     idle_s: float | None = None
-    """Between two reads."""
+    """Between two reads of an answer that has begun."""
 
 
 class EngineConnections:

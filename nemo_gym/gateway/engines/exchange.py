@@ -56,8 +56,8 @@ class Reply:
         self._waiter: asyncio.Future[None] | None = None
         self._overdue = loop.call_at(deadline, self._fail, TimeoutError())
         self._idle_s = idle_s
+        """Of silence once the answer has begun: before that, a model that does not stream is at work."""
         self._idle: asyncio.TimerHandle | None = None
-        self._heard()
 
     async def head(self) -> None:
         """Until status and headers are there."""
@@ -148,7 +148,7 @@ class Reply:
             self._fail(NoHttpError("a head without an end"))
         if self._read_whole:
             self._check_size()
-        if self._idle is not None:
+        if self._idle_s is not None:
             self._heard()
         if self._done or (self.status and not self._read_whole):
             self._wake()
@@ -160,7 +160,7 @@ class Reply:
             self._idle.cancel()
 
     def heard_again(self) -> None:
-        if not self._done and self._error is None:
+        if self._fed and not self._done and self._error is None:
             self._heard()
 
     def broke_off(self, error: Exception | None) -> None:

@@ -31,6 +31,7 @@ from nemo_gym.gateway.engines.events import DONE, EventReader
 from nemo_gym.gateway.engines.exchange import NoHttpError, Reply, TooLongError
 from nemo_gym.gateway.engines.heads import RequestHeads
 from nemo_gym.gateway.engines.types import WeightsSpan
+from nemo_gym.model_limits import CONNECT_TIMEOUT_S, IDLE_TIMEOUT_S, NONE_CHOSEN, REQUEST_TIMEOUT_S, chosen_limits
 
 READ_OUT_S = 0.05
 MAX_ANSWER_BYTES = 64 << 20
@@ -55,12 +56,11 @@ class EngineEndpoint:
     model: str | None = None
     """The model's name at the engine, where its requests need one."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    connect_timeout_s: float = 10.0
-    request_timeout_s: float = 3600.0
+    connect_timeout_s: float = CONNECT_TIMEOUT_S
+    request_timeout_s: float = REQUEST_TIMEOUT_S
     """From the connection to the last byte."""
-    idle_timeout_s: float | None = None
-    """Between two reads; ``None`` leaves only ``request_timeout_s``, since an engine that does not stream is silent
-    until it is done."""
+    idle_timeout_s: float | None = IDLE_TIMEOUT_S
+    """Between two reads of an answer that has begun; ``None`` leaves only ``request_timeout_s``."""
     probe_timeout_s: float = 5.0
     max_answer_bytes: int = MAX_ANSWER_BYTES
 
@@ -87,6 +87,17 @@ class HttpEngine:
         self._patience = Patience(endpoint.connect_timeout_s, endpoint.request_timeout_s, endpoint.idle_timeout_s)
         self._probe_patience = Patience(endpoint.connect_timeout_s, endpoint.probe_timeout_s)
 
+    def _patience_of_call(self) -> Patience:
+        """The engine's own, and where the call's run chose limits, those."""
+        chosen, own = chosen_limits(), self._patience
+        if chosen is NONE_CHOSEN:
+            return own
+        return Patience(
+            chosen.connect_timeout_s or own.connect_s,
+            chosen.request_timeout_s or own.total_s,
+            chosen.idle_timeout_s or own.idle_s,
+        )
+
     @property
     def name(self) -> str:
         return self.endpoint.name
@@ -104,7 +115,9 @@ class HttpEngine:
         ``max_tokens``: how many are asked for, where that is known; a body that is longer than so many can be is
         `EngineAnswerTooLargeError`."""
         data = _written(body)
-        return await self._whole("POST", route, data, self._patience, self._answer_bytes(len(data), max_tokens))
+        return await self._whole(
+            "POST", route, data, self._patience_of_call(), self._answer_bytes(len(data), max_tokens)
+        )
 
     async def post_json(self, route: str, body: Mapping[str, Any], *, max_tokens: int | None = None) -> dict[str, Any]:
         raw, _ = await self.post(route, body, max_tokens=max_tokens)
@@ -118,7 +131,7 @@ class HttpEngine:
         passed = 0
         head = self._heads.of("POST", route, len(data))
         try:
-            reply = await self._http.send(self._heads.origin, head, data, self._patience)
+            reply = await self._http.send(self._heads.origin, head, data, self._patience_of_call())
             try:
                 if reply.status != 200:
                     raise self._status_error(reply, await _error_body(reply))

@@ -24,7 +24,7 @@ from nemo_gym.gateway.capture import CallCapture, CallRecord
 from nemo_gym.gateway.delivery import DELIVERIES
 from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
-from nemo_gym.gateway.engines import EngineAnswerTooLargeError
+from nemo_gym.gateway.engines import EngineAnswerTooLargeError, EngineTimeoutError
 from nemo_gym.gateway.journal import SessionState
 from nemo_gym.gateway.relayed import size_of
 from nemo_gym.gateway.retries import RequestHints, request_fingerprint, request_hints
@@ -37,6 +37,7 @@ from nemo_gym.gateway.service.live import LiveSession
 from nemo_gym.gateway.service.sessions import DurableSessions
 from nemo_gym.gateway.streaming import FIRST_EVENT_GRACE_S, PING_INTERVAL_S, KeepAlive
 from nemo_gym.gateway.usage import Usage
+from nemo_gym.model_limits import NONE_CHOSEN, REQUEST_TIMEOUT_S, ChosenLimits, ModelTimeoutError, limited_call
 from nemo_gym.serving.body_values import check_values
 from nemo_gym.serving.disconnect import CallerGoneError, while_connected
 
@@ -68,6 +69,7 @@ class Inference(Generic[C, D]):
         timing: StreamTiming | None = None,
         capture: CallCapture | None = None,
         limits: CallLimits | None = None,
+        request_timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> None:
         """``return_token_ids``: replies carry the exact tokens, as NeMo Gym's models do for training."""
         self._backend = backend
@@ -77,6 +79,7 @@ class Inference(Generic[C, D]):
         self._timing = timing or StreamTiming()
         self._capture = capture
         self.limits = limits or CallLimits()
+        self._request_timeout_s = request_timeout_s
         self.turns = LoopTurns()
         self._captures_bodies = capture is not None and capture.bodies
 
@@ -172,10 +175,18 @@ class Inference(Generic[C, D]):
         context = CallContext(
             live.session_id, call.call_id, live.session.sampling, call.body_bytes, live.share, self.turns
         )
-        sampled = await self._backend.sample(live.conversations, call.lowered, context)
+        sampled = await self._sampled(live.conversations, call, context, live.session.limits)
         if call.record is not None:
             call.record.mark("sampled")
         return sampled
+
+    async def _sampled(self, conversations: C, call: Call[C], context: CallContext, limits: ChosenLimits) -> D:
+        """Raises `ModelTimeoutError` at the call's limit, and where no engine answered within its own."""
+        try:
+            async with limited_call(limits, self._request_timeout_s):
+                return await self._backend.sample(conversations, call.lowered, context)
+        except EngineTimeoutError as error:
+            raise ModelTimeoutError(error.message, **error.details) from error
 
     async def _commit(self, live: LiveSession[C], call: Call[C], sampled: D, key: str | None) -> Committed:
         await self.turns.wait(live.share)
@@ -209,9 +220,8 @@ class Inference(Generic[C, D]):
     async def _alone(self, call: Call[C]) -> None:
         """A call without a session: a judge's, or a NeMo Gym agent's. Nothing is kept."""
         conversations = self._backend.conversations(datetime.now().astimezone())
-        sampled = await self._backend.sample(
-            conversations, call.lowered, CallContext(None, call.call_id, body_bytes=call.body_bytes)
-        )
+        context = CallContext(None, call.call_id, body_bytes=call.body_bytes)
+        sampled = await self._sampled(conversations, call, context, NONE_CHOSEN)
         answer, _, facts = self._backend.commit(conversations, call.lowered, sampled)
         call.conversations = conversations
         call.sampled(facts)

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from nemo_gym.errors import InvalidBodyError
 from nemo_gym.gateway.engines import pinned_sampling
 from nemo_gym.gateway.service.sessions import RewardSource, checked_depth
+from nemo_gym.model_limits import NONE_CHOSEN, ChosenLimits
 from nemo_gym.session import RolloutIdentity
 
 
@@ -22,6 +23,8 @@ class OpenSession(BaseModel):
     sampling: dict[str, Any] | None = None
     """Parameters that every call of the session gets, whatever its harness asks for; ``max_output_tokens`` is a bound
     instead."""
+    limits: ChosenLimits = NONE_CHOSEN
+    """How long its calls may take."""
     ttl_s: float | None = Field(None, gt=0)
     """Until the session is aborted; default and maximum: the gateway's own."""
     reward_source: RewardSource = "environment"

@@ -42,6 +42,7 @@ from nemo_gym.gateway.sessions import (
     SessionKey,
 )
 from nemo_gym.gateway.usage import Usage
+from nemo_gym.model_limits import NONE_CHOSEN, ChosenLimits, limits_of
 from nemo_gym.serving.webserver import give_back_memory
 from nemo_gym.session import RolloutIdentity
 
@@ -102,6 +103,7 @@ class DurableSessions(Generic[C, D]):
         sampling: Mapping[str, Any] | None = None,
         *,
         opener: str = PIPELINE,
+        limits: ChosenLimits = NONE_CHOSEN,
         ttl_s: float | None = None,
         reward_source: RewardSource = "environment",
     ) -> OpenedSession:
@@ -135,7 +137,12 @@ class DurableSessions(Generic[C, D]):
             now,
             opened.expires_at,
             dict(sampling or {}),
-            {"now": datetime.now().astimezone().isoformat(), "reward_source": reward_source, "opener": opener},
+            {
+                "now": datetime.now().astimezone().isoformat(),
+                "reward_source": reward_source,
+                "opener": opener,
+                **({"limits": chosen} if (chosen := limits.given()) else {}),
+            },
         )
         live = self._new(record)
         self._add(live)
@@ -251,7 +258,8 @@ class DurableSessions(Generic[C, D]):
     def _new(self, record: SessionRecord) -> LiveSession[C]:
         # Checked when it was asked for, perhaps by a release with other bounds: the journal is read all the same.
         rollout = RolloutIdentity.model_construct(**record.rollout)
-        session = GatewaySession(record.session_id, rollout, record.sampling, record.deadline_at)
+        limits = limits_of(record.extra.get("limits"))
+        session = GatewaySession(record.session_id, rollout, record.sampling, record.deadline_at, limits)
         now = datetime.fromisoformat(record.extra["now"])
         return LiveSession(record, session, self._backend.conversations(now))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,3 +178,19 @@ async def test_agent_answers_without_tools_when_there_are_none(attempt: Attempt)
     descriptor = SessionDescriptor(environment="env", task_id=ROLLOUT.task_id, rollout=ROLLOUT)
     answer = await attempt.act("no tools", descriptor)
     assert answer.outcome == "completed" and not outputs(answer)
+
+
+async def test_attempts_share_the_servers_client_and_make_no_tls_context(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    ordinary = ssl.create_default_context
+
+    def counted(*args: Any, **kwargs: Any) -> ssl.SSLContext:
+        made.append("context")
+        return ordinary(*args, **kwargs)
+
+    monkeypatch.setattr(ssl, "create_default_context", counted)
+    for _ in range(2):
+        assert (await attempt.act("ask Quito")).outcome == "completed"
+    assert made == []

@@ -335,7 +335,7 @@ async def test_hanging_endpoint_is_given_up_after_its_time(stack: Stack, endpoin
     real = await endpoint(chat=made.hang)
     harness = await session(stack, real.url, request_timeout_s=0.2, max_retries=0)
     status, problem = await harness.chat()
-    assert status == 502 and "Timeout" in problem["error"]["message"]
+    assert status == 504 and "longer than 0.2 s" in problem["error"]["message"]
     await asyncio.wait_for(made.gone.wait(), 20)
 
 

@@ -231,13 +231,18 @@ async def test_connection_is_cut_when_a_call_is_cancelled(
         await eventually(lambda: server.open == 0)
 
 
-@pytest.mark.parametrize("script", [_never, _half])
+@pytest.mark.parametrize(
+    ("script", "limit"), [(_never, {"request_timeout_s": 0.05}), (_half, {"idle_timeout_s": 0.05})]
+)
 async def test_call_ends_with_a_timeout_when_nothing_more_comes(
-    script: Callable[[asyncio.StreamWriter], Awaitable[None]], http: EngineConnections, eventually: Eventually
+    script: Callable[[asyncio.StreamWriter], Awaitable[None]],
+    limit: dict[str, float],
+    http: EngineConnections,
+    eventually: Eventually,
 ) -> None:
     async with serving(script) as server:
         with pytest.raises(EngineTimeoutError):
-            await server.engine(http, idle_timeout_s=0.05).post("/", {})
+            await server.engine(http, **limit).post("/", {})
         await eventually(lambda: server.open == 0)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-import aiohttp
 import pytest
 from aiohttp import web
 
 from nemo_gym.errors import ModelError
+from nemo_gym.harness.policy import PolicyClient
+from nemo_gym.server_utils import close_global_aiohttp_client
+from nemo_gym.serving.client import get_global_aiohttp_client
 from nemo_gym.session import InferenceEndpoint
-from responses_api_agents.mini_swe_agent.policy import PolicyClient
 
 Serve = Callable[[list[web.Response]], Awaitable[tuple[PolicyClient, list[str]]]]
 
@@ -19,27 +20,27 @@ Serve = Callable[[list[web.Response]], Awaitable[tuple[PolicyClient, list[str]]]
 async def serve() -> AsyncIterator[Serve]:
     """Starts an endpoint that gives these answers in turn; the client of it, and the paths asked for so far."""
     runners: list[web.AppRunner] = []
-    async with aiohttp.ClientSession() as session:
 
-        async def start(answers: list[web.Response]) -> tuple[PolicyClient, list[str]]:
-            asked: list[str] = []
+    async def start(answers: list[web.Response]) -> tuple[PolicyClient, list[str]]:
+        asked: list[str] = []
 
-            async def answer(request: web.Request) -> web.Response:
-                asked.append(request.path)
-                return answers[len(asked) - 1]
+        async def answer(request: web.Request) -> web.Response:
+            asked.append(request.path)
+            return answers[len(asked) - 1]
 
-            app = web.Application()
-            app.router.add_post("/v1/chat/completions", answer)
-            runner = web.AppRunner(app)
-            runners.append(runner)
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            endpoint = InferenceEndpoint(
-                base_url=f"http://127.0.0.1:{runner.addresses[0][1]}/v1", token="token", model="policy"
-            )
-            return PolicyClient(session, endpoint, sampling={}, request_timeout_s=20, max_tries=3), asked
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", answer)
+        runner = web.AppRunner(app)
+        runners.append(runner)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        endpoint = InferenceEndpoint(
+            base_url=f"http://127.0.0.1:{runner.addresses[0][1]}/v1", token="token", model="policy"
+        )
+        return PolicyClient(endpoint, max_tries=3), asked
 
-        yield start
+    yield start
+    await close_global_aiohttp_client()
     for runner in runners:
         await runner.cleanup()
 
@@ -55,7 +56,7 @@ async def test_refusal_that_says_it_is_final_is_asked_once_and_quoted_alone(serv
     with pytest.raises(
         ModelError, match=r"^the policy endpoint answered 502: the model endpoint refused the API key$"
     ) as told:
-        await client.complete([], [])
+        await client.ask("/chat/completions", {})
     assert not told.value.retryable
     assert len(asked) == 1
 
@@ -65,5 +66,17 @@ async def test_failure_is_asked_again_until_it_answers_when_it_may_pass(serve: S
     client, asked = await serve(
         [problem(502, retryable=True), web.Response(status=503, headers={"Retry-After": "0"}), done]
     )
-    assert (await client.complete([], []))["choices"][0]["message"]["content"] == "done"
+    assert (await client.ask("/chat/completions", {}))["choices"][0]["message"]["content"] == "done"
     assert len(asked) == 3
+
+
+async def test_clients_of_several_attempts_share_their_connections(serve: Serve) -> None:
+    done = [web.json_response({"choices": []}) for _ in range(3)]
+    client, asked = await serve(done)
+    for _ in range(3):
+        again = PolicyClient(client.endpoint, max_tries=1)
+        await again.ask("/chat/completions", {})
+    assert len(asked) == 3
+    connector = get_global_aiohttp_client().connector
+    assert connector is not None
+    assert sum(map(len, connector._conns.values())) == 1, "one kept-alive connection served all three"

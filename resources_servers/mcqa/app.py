@@ -1,0 +1,154 @@
+"""Choice questions without tools: options, one of which is expected, and an answer that names one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic import Field, PrivateAttr
+
+from nemo_gym.base_resources_server import BaseResourcesServerConfig, SimpleResourcesServer
+from nemo_gym.environment.mcp.answers import answered_text
+from nemo_gym.errors import RowError, VerifierError
+from nemo_gym.session import Artifact, RolloutIdentity, SessionDescriptor, Topology
+from nemo_gym.verdict import FailureKind, Verdict
+from nemo_gym.worker_pool import Ending, WorkerPool
+from resources_servers.mcqa.extraction import ANSWER_CHARS, Grading, choice, last_match, matched
+
+_ASKED = {
+    Grading.STRICT_SINGLE_LETTER_BOXED: "Give the letter of the right option inside \\boxed{}.",
+    Grading.LENIENT_BOXED: "Give the right option inside \\boxed{}.",
+    Grading.LENIENT_ANSWER_COLON: "End with a line 'Answer: ' and the letter of the right option.",
+}
+
+
+class McqaConfig(BaseResourcesServerConfig):
+    """Configuration."""
+
+    grading_mode: Grading = Grading.STRICT_SINGLE_LETTER_BOXED
+    """Of rows that name none."""
+    regex_timeout_s: float = Field(5.0, gt=0)
+    """For a row's own regular expression on one answer; an answer on which it takes longer chooses nothing."""
+
+
+class McqaEnvironment(SimpleResourcesServer):
+    """Rows hold ``options`` and ``expected_answer``, private, and ``question`` where they bring no prompt; a right
+    choice is worth 1."""
+
+    config: McqaConfig
+    topologies: ClassVar[tuple[Topology, ...]] = (Topology.NONE,)
+
+    _searchers: WorkerPool | None = PrivateAttr(default=None)
+
+    def public_row(self, row: dict[str, Any]) -> dict[str, Any]:
+        public = super().public_row(row)
+        params = dict(public.get("responses_create_params") or {})
+        if not params.get("input") and isinstance(row.get("question"), str):
+            listed = "\n".join(f"{letter}. {text}" for letter, text in _options(row).items())
+            asked = _ASKED[self._mode(row)]
+            params["input"] = [{"role": "user", "content": f"{row['question']}\n\n{listed}\n\n{asked}"}]
+        return {**public, "responses_create_params": params}
+
+    async def open_session(self, row: dict[str, Any], rollout: RolloutIdentity) -> SessionDescriptor:
+        """Refuses a row whose expected answer is none of its options."""
+        _expected(row, _options(row))
+        self._mode(row)
+        _pattern(row)
+        return await super().open_session(row, rollout)
+
+    async def grade(
+        self, row: dict[str, Any], response: dict[str, Any], artifacts: Sequence[Artifact], rollout: RolloutIdentity
+    ) -> Verdict:
+        options, text = _options(row), answered_text(response)
+        expected = _expected(row, options)
+        if (pattern := _pattern(row)) is not None:
+            chosen = await self._searched(pattern, text[-ANSWER_CHARS:], options)
+        else:
+            chosen = choice(text, options, self._mode(row))
+        return Verdict.of(float(chosen == expected), details={"chosen": chosen})
+
+    async def gold_solution(self, row: dict[str, Any]) -> dict[str, Any] | None:
+        expected, pattern = _expected(row, _options(row)), _pattern(row)
+        text = f"\\boxed{{{expected}}}\nAnswer: {expected}"
+        # What a row's own expression wants to see, nobody can make from it.
+        return {"text": text} if pattern is None or last_match(pattern, text) == expected else None
+
+    async def shutdown(self) -> None:
+        await super().shutdown()
+        if self._searchers is not None:
+            self._searchers.close()
+
+    def _mode(self, row: Mapping[str, Any]) -> Grading:
+        said = row.get("grading_mode") or self.config.grading_mode
+        try:
+            return Grading(said)
+        except ValueError:
+            raise RowError(
+                f"field 'grading_mode' is {said!r}; it is one of {', '.join(Grading)}", field="grading_mode"
+            ) from None
+
+    async def _searched(self, pattern: str, text: str, options: Mapping[str, str]) -> str | None:
+        """What a row's own expression finds, searched for where the search can be killed."""
+        if self._searchers is None:
+            self._searchers = WorkerPool(
+                "resources_servers.mcqa.extraction:last_match",
+                workers=1,
+                warm_up={"pattern": "a", "text": "a"},
+                missing="install this suite",
+            )
+        said = await self._searchers.ask({"pattern": pattern, "text": text}, timeout_s=self.config.regex_timeout_s)
+        if said.ending in (Ending.DIED, Ending.FAILED):
+            raise VerifierError(
+                f"no verdict: the search with the row's 'output_regex' {said.ending}",
+                kind=FailureKind.VERIFIER_FAILED,
+                retryable=True,
+            )
+        return matched(said.value, options) if said.value is not None else None
+
+
+def _options(row: Mapping[str, Any]) -> dict[str, str]:
+    """Letter → text. Rows write one mapping, or a list of mappings of one letter each, or a list of texts."""
+    given = row.get("options")
+    found: dict[str, str] = {}
+    if isinstance(given, Mapping):
+        found = {str(letter).upper(): str(text) for letter, text in given.items()}
+    elif isinstance(given, list):
+        for number, option in enumerate(given):
+            members = option if isinstance(option, Mapping) else {chr(ord("A") + number): option}
+            found |= {str(letter).upper(): str(text) for letter, text in members.items()}
+    if len(found) < 2 or not all(re.fullmatch("[A-Z]", letter) for letter in found):
+        raise RowError(
+            'field \'options\' must hold two options or more, by letter: [{"A": "…"}, {"B": "…"}]',
+            field="options",
+        )
+    return found
+
+
+def _expected(row: Mapping[str, Any], options: Mapping[str, str]) -> str:
+    said = row.get("expected_answer")
+    expected = said.strip().upper() if isinstance(said, str) else ""
+    if expected not in options:
+        raise RowError(
+            "field 'expected_answer' must be the letter of one of the row's options", field="expected_answer"
+        )
+    return expected
+
+
+def _pattern(row: Mapping[str, Any]) -> str | None:
+    """The row's own regular expression, which wins over its mode."""
+    metadata = row.get("template_metadata")
+    pattern = metadata.get("output_regex") if isinstance(metadata, Mapping) else None
+    if pattern is None:
+        return None
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise RowError(
+            f"field 'template_metadata.output_regex' is no regular expression: {error}", field="template_metadata"
+        ) from None
+    return str(pattern)
+
+
+if __name__ == "__main__":
+    McqaEnvironment.run_webserver()

@@ -1,0 +1,146 @@
+"""Choices as policies write them, and rows that are none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_gym.credentials import Role
+from resources_servers.mcqa.app import McqaEnvironment
+from resources_servers.mcqa.extraction import Grading, choice
+from tests.servers.stack import Stack, response, rollout, running_stack
+
+ENV = "mcqa"
+ROWS = [json.loads(line) for line in (Path(__file__).parents[1] / "data" / "example.jsonl").read_text().splitlines()]
+OPTIONS = {"A": "Sydney", "B": "Canberra", "C": "An hour"}
+STRICT, BOXED, COLON = Grading
+
+
+@pytest.fixture
+def stack() -> Iterator[Stack]:
+    with running_stack() as running:
+        running.add(ENV, McqaEnvironment, Role.ENVIRONMENT, regex_timeout_s=2)
+        yield running
+
+
+async def seed(stack: Stack, row: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    body = {**row, "_ng_session": {"rollout": rollout().model_dump()}}
+    reply = await stack.client().post(ENV, "/seed_session", json=body)
+    return reply.status, await reply.json()
+
+
+async def verdict(stack: Stack, row: dict[str, Any], text: str) -> dict[str, Any]:
+    status, seeded = await seed(stack, row)
+    assert status == 200, seeded
+    body = {**row, "response": response(text), "_ng_session": {"rollout": rollout().model_dump()}}
+    headers = {"X-NeMo-Gym-Control-Token": seeded["control_token"]}
+    reply: dict[str, Any] = await (await stack.client().post(ENV, "/verify", json=body, headers=headers)).json()
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("mode", "text", "chosen"),
+    [
+        (STRICT, "so \\boxed{B}", "B"),
+        (STRICT, "\\boxed{A}, no: \\boxed{ B }", "B"),
+        (STRICT, "\\boxed{B}, then \\boxed{A", "B"),
+        (STRICT, "\\boxed{b}", None),
+        (STRICT, "\\boxed{\\text{B}}", None),
+        (STRICT, "\\boxed{B or C}", None),
+        (STRICT, "\\boxed{D}", None),
+        (STRICT, "\\boxed{}", None),
+        (STRICT, "B", None),
+        (STRICT, "", None),
+        (BOXED, "\\boxed{\\text{B}}", "B"),
+        (BOXED, "\\boxed{(b)}", "B"),
+        (BOXED, "\\boxed{\\mathbf{B}. Canberra}", "B"),
+        (BOXED, "\\boxed{ canberra. }", "B"),
+        (BOXED, "\\boxed{An hour}", "C"),
+        (BOXED, "\\boxed{A century}", None),
+        (BOXED, "\\boxed{Bonn}", None),
+        (BOXED, "\\boxed{D}", None),
+        (COLON, "Answer: B", "B"),
+        (COLON, "**Answer:** (B) Canberra", "B"),
+        (COLON, "Answer: A\nWait.\nFinal answer: B.", "B"),
+        (COLON, "The answer is: Canberra", "B"),
+        (COLON, "Answer: Brisbane", None),
+        (COLON, "\\boxed{B}", None),
+    ],
+)
+def test_choice_is_the_last_one_in_the_form_asked_for(mode: Grading, text: str, chosen: str | None) -> None:
+    assert choice(text, OPTIONS, mode) == chosen
+
+
+def test_boxes_that_never_close_are_read_in_bounded_time() -> None:
+    assert choice("\\boxed{" * 100_000, OPTIONS, STRICT) is None
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        (ROWS[0], "\\boxed{B}"),
+        (ROWS[1], "\\boxed{\\text{Mercury}}"),
+        (ROWS[2], "Answer: Iron"),
+        (ROWS[4], "Answer: A. No, my mistake. Answer: B"),
+        ({**ROWS[0], "options": ["Sydney", "Canberra"]}, "\\boxed{B}"),
+    ],
+)
+async def test_right_choice_is_rewarded_and_a_wrong_one_is_not(stack: Stack, row: dict[str, Any], text: str) -> None:
+    judged = await verdict(stack, row, text)
+    assert (judged["valid"], judged["reward"]) == (True, 1.0), judged
+    assert judged["details"]["chosen"] == row["expected_answer"]
+
+
+async def test_wrong_choice_is_worth_nothing(stack: Stack) -> None:
+    judged = await verdict(stack, ROWS[0], "\\boxed{A}")
+    assert (judged["valid"], judged["reward"], judged["details"]) == (True, 0.0, {"chosen": "A"})
+
+
+async def test_expression_that_never_ends_on_an_answer_chooses_nothing(stack: Stack) -> None:
+    row = {**ROWS[0], "template_metadata": {"output_regex": "(x+x+)+y"}}
+    judged = await verdict(stack, row, "x" * 5000)
+    assert (judged["valid"], judged["reward"]) == (True, 0.0), judged
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("options", None),
+        ("options", [{"A": "only one"}]),
+        ("options", {"first": "a", "second": "b"}),
+        ("expected_answer", "E"),
+        ("expected_answer", None),
+        ("grading_mode", "by_feel"),
+        ("template_metadata", {"output_regex": "("}),
+    ],
+)
+async def test_row_is_refused_with_its_field_when_it_cannot_be_graded(stack: Stack, field: str, value: Any) -> None:
+    status, answer = await seed(stack, {**ROWS[0], field: value})
+    assert (status, answer["code"]) == (422, "row"), answer
+    assert f"'{field}" in answer["detail"]
+
+
+async def test_agent_sees_question_and_options_and_never_the_answer(stack: Stack) -> None:
+    status, seeded = await seed(stack, ROWS[0])
+    assert status == 200
+    assert "expected_answer" not in json.dumps({**seeded, "control_token": ""})
+    public = stack.servers[ENV].public_row(ROWS[0])  # type: ignore[attr-defined]
+    shown = public["responses_create_params"]["input"][0]["content"]
+    assert ROWS[0]["question"] in shown and "B. Canberra" in shown and "\\boxed{}" in shown
+    assert "expected_answer" not in json.dumps(public)
+
+
+async def test_own_prompt_of_a_row_is_left_as_it_is(stack: Stack) -> None:
+    own = {**ROWS[0], "responses_create_params": {"input": "Tell me."}}
+    public = stack.servers[ENV].public_row(own)  # type: ignore[attr-defined]
+    assert public["responses_create_params"]["input"] == "Tell me."
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["task_id"])
+async def test_gold_solution_is_rewarded(stack: Stack, row: dict[str, Any]) -> None:
+    solution = await stack.servers[ENV].gold_solution(row)  # type: ignore[attr-defined]
+    assert (await verdict(stack, row, solution["text"]))["reward"] == 1.0

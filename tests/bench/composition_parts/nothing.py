@@ -1,0 +1,51 @@
+"""Boxes that are none, so that a boxed composition can be measured without what a sandbox costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from uuid import uuid4
+
+from nemo_gym.sandbox.base import SandboxExecResult, SandboxHandle, SandboxSpec
+from nemo_gym.sandbox.capabilities import SandboxCapabilities
+
+
+class NothingProvider:
+    """A provider whose commands say what ``echo`` would say, and do nothing."""
+
+    name = "nothing"
+    capabilities = SandboxCapabilities()
+
+    async def create(self, spec: SandboxSpec) -> SandboxHandle:
+        return SandboxHandle(uuid4().hex, self.name)
+
+    async def exec(self, handle: SandboxHandle, command: str | Sequence[str], **_: Any) -> SandboxExecResult:
+        said = command if isinstance(command, str) else command[-1]
+        return SandboxExecResult(stdout=said.removeprefix("echo ") + "\n", stderr="", return_code=0)
+
+    async def renew(self, handle: SandboxHandle, ttl_s: float) -> None:
+        pass
+
+    async def close(self, handle: SandboxHandle) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        pass
+
+
+@contextmanager
+def installed() -> Iterator[tuple[Path, Path]]:
+    """A folder for the module search path that has the provider's entry point, and a file for ``sandbox=``."""
+    with TemporaryDirectory() as directory:
+        package = Path(directory, "nothing-1.dist-info")
+        package.mkdir()
+        (package / "METADATA").write_text("Metadata-Version: 2.1\nName: nothing\nVersion: 1\n")
+        (package / "entry_points.txt").write_text(
+            f"[nemo_gym.sandbox_providers]\nnothing = {__name__}:{NothingProvider.__name__}\n"
+        )
+        block = Path(directory, "nothing.yaml")
+        block.write_text("sandbox:\n  nothing: {}\n")
+        yield Path(directory), block

@@ -17,13 +17,13 @@ from resources_servers.swe_bench.confirm.controls import ControlledRendering, Co
 from resources_servers.swe_bench.confirm.expecting import checks_of, decide_sides
 from resources_servers.swe_bench.confirm.material import Calls, Material, RenderedSet
 from resources_servers.swe_bench.confirm.runs import Steps
-from resources_servers.swe_bench.confirm.telling import keep_what_tells
-from resources_servers.swe_bench.confirm.wording import find_words
+from resources_servers.swe_bench.confirm.telling import keep_what_tells, may_be_strong
+from resources_servers.swe_bench.confirm.wording import find_variation, find_words
 from resources_servers.swe_bench.eval_box import EvalSite
 from resources_servers.swe_bench.row import SweBenchRow
 
 BLINDED = 2
-"""Renderings that run under the row's own test command; one more runs without a test runner."""
+"""Renderings in other words that run under the row's own test command; one more of them runs without a test runner."""
 
 
 @dataclass
@@ -82,13 +82,32 @@ class Maker:
             return [], {}
         public, before = own.calls(gold.records[0]), own.calls(base.records[0] if base.records else "")
         material.sides = decide_sides(own, public, before)
+        drawn, strengths = await self._drawn(own, public, before)
+        if any(level == "weak" and may_be_strong(own, public[test]) for test, level in strengths.items()):
+            # Other words may ask for more. What they are is a matter of luck.
+            again = await self._drawn(own, public, before)
+            drawn, strengths = max((drawn, strengths), again, key=lambda one: list(one[1].values()).count("strong"))
+        return drawn, strengths
+
+    async def _drawn(
+        self, own: RenderedSet, public: Calls, before: Calls
+    ) -> tuple[list[ControlledRendering], dict[str, Strength]]:
+        material = self._material
         seeds = [self._rng.getrandbits(64) for _ in range(BLINDED + 1)]
         found = await find_words(material, own, public, before, seeds)
         sets: list[tuple[RenderedSet, Calls]] = []
         for number, (seed, pinned, calls) in enumerate(found):
-            blinded = material.render("blind", seed, pinned, plain=number == BLINDED)
-            if blinded is not None:
-                sets.append((blinded, calls))
+            for inside in (False, True) if number == BLINDED and material.package else (False,):
+                blinded = material.render("blind", seed, pinned, plain=number == BLINDED, inside=inside)
+                if blinded is not None:
+                    sets.append((blinded, calls))
+        variation = await find_variation(material, own, public, before)
+        if variation is not None:
+            seed, kinds, calls = variation
+            varied = material.render("blind", seed, None, kinds=kinds)
+            assert varied is not None
+            # Shared names may have drawn more tests along than were asked for.
+            sets.append((varied, {test: found for test, found in calls.items() if test in kinds}))
         controlled = [
             ControlledRendering(one.rendering, checks_of(one, calls, own.probes, material.sides))
             for one, calls in sets

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import io
+import itertools
 import random
 import re
 import tarfile
@@ -15,8 +18,9 @@ from resources_servers.swe_bench.confirm.assertions import Mode, Probe, Side
 from resources_servers.swe_bench.confirm.comparing import read_records
 from resources_servers.swe_bench.confirm.labels import Labels, words_of
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order, Rendered, render
-from resources_servers.swe_bench.confirm.runs import Recorded, Rendering, read_pristine, run_renderings
+from resources_servers.swe_bench.confirm.runs import Pristine, Recorded, Rendering, read_pristine, run_renderings
 from resources_servers.swe_bench.confirm.values import Value
+from resources_servers.swe_bench.confirm.varying import Kind, Variation
 from resources_servers.swe_bench.eval_box import EvalSite
 from resources_servers.swe_bench.patches import paths_of
 from resources_servers.swe_bench.row import SweBenchRow
@@ -66,6 +70,25 @@ class RenderedSet:
         return found
 
 
+@dataclass(frozen=True)
+class Package:
+    """A Python package of the product."""
+
+    path: str
+    name: str
+
+    @classmethod
+    def of(cls, paths: Sequence[str], pristine: Pristine) -> Package | None:
+        """The package of the first of these modules that lies in one."""
+        with contextlib.suppress(tarfile.TarError), tarfile.open(fileobj=io.BytesIO(pristine.product)) as tar:
+            there = set(tar.getnames())
+            for path in map(PurePosixPath, paths):
+                inside = list(itertools.takewhile(lambda one: f"{one}/__init__.py" in there, path.parents))
+                if path.suffix == ".py" and inside:
+                    return cls(str(inside[0]), ".".join(one.name for one in reversed(inside)))
+        return None
+
+
 @dataclass
 class Material:
     """The row's test files and everything that renderings of them need.
@@ -87,6 +110,8 @@ class Material:
     sides: dict[str, Side] = field(default_factory=dict)
     """Key → the side that the tests expect."""
     vocabulary: set[str] = field(default_factory=set)
+    package: Package | None = None
+    """Of the first module that gold changes."""
 
     def __post_init__(self) -> None:
         self.gold = self.row.patch.encode("utf-8", "surrogateescape")
@@ -107,6 +132,7 @@ class Material:
             return path in gold_paths or not decides_how_tests_run(path)
 
         pristine = await read_pristine(self.site, self.row, [*patched, *named], is_product)
+        self.package = Package.of(sorted(path for path in gold_paths if not decides_how_tests_run(path)), pristine)
         self.vocabulary = _vocabulary(pristine.product) | {
             word.lower() for word in _WORD.findall("\n".join(_added(self.row.patch)))
         }
@@ -133,44 +159,58 @@ class Material:
             self.chosen[path] = chosen
 
     def render(
-        self, mode: Mode, seed: int, pinned: Collection[str] | None, *, plain: bool = False
+        self,
+        mode: Mode,
+        seed: int,
+        pinned: Collection[str] | None,
+        *,
+        kinds: Mapping[str, Collection[Kind]] | None = None,
+        plain: bool = False,
+        inside: bool = False,
     ) -> RenderedSet | None:
-        """One rendering of all files; with ``pinned`` tokens relabelled, with ``None`` in their own words."""
+        """One rendering of all files.
+
+        Args:
+            pinned: tokens that are not relabelled; ``None`` relabels nothing.
+            kinds: test → what is varied in it instead. Other tests are left out.
+            plain: without a test runner.
+            inside: as a module of the package that gold changes, for callers within and without look alike then.
+        """
         rng = random.Random(seed)
         records = f"/var/tmp/{_name(rng)}"
         files: dict[str, Rendered] = {}
-        texts: dict[str, str] = {}
-        plain_path = ""
         for path, source in self.sources.items():
             renderer = _renderer(path)
             assert renderer is not None
-            order = Order("discover", random.Random(0), records, path)
-            words = renderer(source, self.chosen[path], order)
-            assert words is not None
-            labels = None if pinned is None else Labels(random.Random(seed), words.words, self.vocabulary, pinned)
-            order = Order(
-                "discover" if mode == "discover" else "blind",
-                rng,
-                records,
-                path,
-                labels,
-                {key.partition("|")[2]: side for key, side in self.sides.items() if key.startswith(f"{path}|")},
-                plain=plain,
-            )
-            done = renderer(source, self.chosen[path], order)
-            if done is None:
-                continue
-            files[path] = done
-            texts[path] = done.source
+            chosen = self.chosen[path]
+            labels: Labels | Variation | None = None
+            if kinds is not None:
+                here = {key.partition("|")[2]: kinds[key] for key in kinds if key.startswith(f"{path}|")}
+                if not here:
+                    continue
+                chosen = Chosen.named(here)
+                labels = Variation(random.Random(seed), ast.parse(source), here, self.vocabulary)
+            elif pinned is not None:
+                words = renderer(source, chosen, Order("discover", random.Random(0), records, path))
+                assert words is not None
+                labels = Labels(random.Random(seed), words.words, self.vocabulary, pinned)
+            sides = {key.partition("|")[2]: side for key, side in self.sides.items() if key.startswith(f"{path}|")}
+            done = renderer(source, chosen, Order(mode, rng, records, path, labels, sides, plain=plain))
+            if done is not None:
+                files[path] = done
         if not files:
             return None
+        # What another rendering left in the place of a file must not run once more.
+        texts = {path: files[path].source if path in files else "" for path in self.sources}
+        plain_path = module = ""
         if plain:
-            if len(files) > 1:
-                first = next(iter(files))
-                files, texts = {first: files[first]}, {first: texts[first]}
-            plain_path = f"{_name(rng)}.py"
-            texts = {plain_path: next(iter(texts.values()))}
-        return RenderedSet(Rendering(texts, records, plain_path), files)
+            first = next(iter(files))
+            files = {first: files[first]}
+            name = _name(rng)
+            plain_path = f"{self.package.path}/{name}.py" if inside and self.package else f"{name}.py"
+            texts = {plain_path: texts[first]}
+            module = f"{self.package.name}.{name}" if inside and self.package else ""
+        return RenderedSet(Rendering(texts, records, plain_path, module), files)
 
     async def run(self, patch: bytes, renderings: Sequence[Rendering | RenderedSet]) -> Recorded:
         """Run renderings with ``patch``; notes a run that did not end by itself.

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from resources_servers.swe_bench.confirm.comparing import failed, read_records
 from resources_servers.swe_bench.confirm.controls import ControlledRendering, Strength
 from resources_servers.swe_bench.confirm.material import Call, Calls, Material, RenderedSet
-from resources_servers.swe_bench.confirm.values import Check, carries, equal
+from resources_servers.swe_bench.confirm.values import Check, Value, carries, equal
 
-GOLD_RUNS = 3
+GOLD_RUNS = 4
+"""Beside the one that the checks are made from: what varies over five runs decides nothing."""
 BASE_RUNS = 3
+_ASKING = frozenset(("==", "in", "not in", "like", "count", "close", "almost", "startswith", "endswith", "matches"))
+_FEW: tuple[Value, ...] = (["none"], ["bool", True], ["bool", False])
+SURE = 2
+"""Renderings under the test command that must confirm a test before it is well controlled."""
 
 
 async def keep_what_tells(
@@ -55,9 +60,29 @@ async def keep_what_tells(
     for test in fixed:
         found = levels.get(test, [])
         # All renderings have to be confirmed, so what one asks for beyond the public test is asked for.
-        strong = len(found) == sum(not one.plain for one in renderings) and "strong" in found
+        strong = len(found) >= SURE and "strong" in found
         strengths[test] = "none" if not found else "strong" if strong else "weak"
-    return kept, strengths
+    return _one_plain(kept, fixed), strengths
+
+
+def may_be_strong(own: RenderedSet, public: Sequence[Call]) -> bool:
+    """Whether a test asks for a value that other inputs can change: no truth value, no type, no error."""
+    return any(
+        own.probes[key].op in _ASKING and carries(values[0]) and values[0] not in _FEW
+        for call in public
+        for key, values in call
+    )
+
+
+def _one_plain(kept: Sequence[ControlledRendering], fixed: Collection[str]) -> list[ControlledRendering]:
+    """Of the plain renderings only the one that confirms most of what is to be fixed, within the package if it can."""
+    plain = [one for one in kept if one.rendering.plain]
+    best = max(
+        plain,
+        key=lambda one: (len(one.tests.keys() & fixed), bool(one.rendering.module), len(one.tests)),
+        default=None,
+    )
+    return [one for one in kept if not one.rendering.plain or one is best]
 
 
 def _carries_more_than_the_public(

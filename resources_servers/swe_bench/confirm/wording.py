@@ -1,18 +1,23 @@
-"""Finding other words for a row's tests with which gold still answers as it should and base does not."""
+"""Finding other words and inputs for a row's tests, with which gold still answers as it should and base does not."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from resources_servers.swe_bench.confirm.expecting import holds, steady
 from resources_servers.swe_bench.confirm.material import Call, Calls, Material, RenderedSet
 from resources_servers.swe_bench.confirm.rendering import Rendered
 from resources_servers.swe_bench.confirm.values import equal, same_form
+from resources_servers.swe_bench.confirm.varying import KINDS, Kind
 
 OWN_NUMBERS = 1
 """The rendering whose numbers are the row's own; its words are not."""
 _MAX_ROUNDS = 6
+_DRAWS = 3
+"""Variations of which the best is taken."""
+_LONE_KINDS: frozenset[Kind] = frozenset(("words", "fractions"))
+"""What is varied in a test that does not bear everything at once."""
 
 
 async def find_words(
@@ -57,6 +62,62 @@ async def find_words(
         if not waiting:
             break
     return list(zip(drawn, pinned, found, strict=True))
+
+
+async def find_variation(
+    material: Material, own: RenderedSet, public: Calls, before: Calls
+) -> tuple[int, dict[str, frozenset[Kind]], Calls] | None:
+    """The seed of a variation of the tests that the patch has to fix, what is varied in each, and what gold answers;
+    ``None`` where gold does without none of their own inputs."""
+    tests = [
+        test
+        for test in public
+        if material.is_fixed(test) and _varies(test) and _differs(own, public[test], before.get(test, []))
+    ]
+    if not tests:
+        return None
+    seed = material.rng.getrandbits(64)
+    alone = [material.render("discover", seed, None, kinds=dict.fromkeys(tests, (kind,))) for kind in KINDS]
+    gold = await material.run(material.gold, [one for one in alone if one is not None])
+    borne: dict[str, set[Kind]] = {test: set() for test in tests}
+    for kind, one, records in zip(KINDS, alone, gold.records, strict=False):
+        assert one is not None
+        for test in set(tests) - _broken(own, public, one.calls(records)):
+            borne[test].add(kind)
+    kinds = {test: frozenset(found) for test, found in borne.items() if found}
+    seeds = [material.rng.getrandbits(64) for _ in range(_DRAWS)]
+    tried = await _tried(material, own, public, kinds, seeds)
+    seed, (missed, calls) = min(tried.items(), key=lambda one: len(one[1][0]))
+    for narrower in (_LONE_KINDS, frozenset[Kind]()):
+        if not missed:
+            break
+        kinds = {test: found & narrower if test in missed else found for test, found in kinds.items()}
+        kinds = {test: found for test, found in kinds.items() if found}
+        missed, calls = (await _tried(material, own, public, kinds, [seed]))[seed]
+    return (seed, kinds, calls) if kinds and not missed else None
+
+
+async def _tried(
+    material: Material, own: RenderedSet, public: Calls, kinds: Mapping[str, frozenset[Kind]], seeds: Sequence[int]
+) -> dict[int, tuple[set[str], Calls]]:
+    """For each variation the tests that it breaks, or in which base answers as gold does; and what gold answers."""
+    if not kinds:
+        return dict.fromkeys(seeds, (set(), {}))
+    sets = [material.render("discover", seed, None, kinds=kinds) for seed in seeds]
+    ready = [one for one in sets if one is not None]
+    gold, base = await material.run(material.gold, ready), await material.run(b"", ready)
+    found: dict[int, tuple[set[str], Calls]] = {}
+    for place, (seed, one) in enumerate(zip(seeds, ready, strict=True)):
+        calls = one.calls(gold.records[place] if gold.records else "")
+        unfixed = one.calls(base.records[place] if base.records else "")
+        alike = {test for test in kinds if not _differs(own, calls.get(test, []), unfixed.get(test, []))}
+        found[seed] = (_broken(own, public, calls) & set(kinds) | alike, calls)
+    return found
+
+
+def _varies(test: str) -> bool:
+    """Whether there are variations of tests of this kind."""
+    return test.partition("|")[0].endswith(".py")
 
 
 def first_pins(number: int, files: Iterable[Rendered]) -> set[str]:

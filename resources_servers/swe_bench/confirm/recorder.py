@@ -113,7 +113,18 @@ def _ng_encode_other(value, kind, depth, left):
             return ["text", name, str(value)[:_ng_MAX_TEXT]]
     if "builtins.BaseException" in names:
         return ["error", names, _ng_said(value), _ng_aliases(type.__dict__["__mro__"].__get__(kind))]
-    return ["object", names, _ng_said(value)]
+    return ["object", names, _ng_told(value, kind)]
+
+
+def _ng_told(value, kind):
+    """What an object says of itself, and as plain values where it can: the text of a table leaves much of it out."""
+    said = _ng_said(value)
+    if said is None or not callable(getattr(kind, "to_dict", None)):
+        return said
+    try:
+        return (said + "\n" + _ng_json.dumps(_ng_encode(kind.to_dict(value), 1, [_ng_MAX_ITEMS])))[:_ng_MAX_TEXT]
+    except BaseException:
+        return said
 
 
 def _ng_said(value):

@@ -62,7 +62,7 @@ async def keep_what_tells(
         # All renderings have to be confirmed, so what one asks for beyond the public test is asked for.
         strong = len(found) >= SURE and "strong" in found
         strengths[test] = "none" if not found else "strong" if strong else "weak"
-    return _one_plain(kept, fixed), strengths
+    return one_plain(kept, fixed), strengths
 
 
 def may_be_strong(own: RenderedSet, public: Sequence[Call]) -> bool:
@@ -74,7 +74,7 @@ def may_be_strong(own: RenderedSet, public: Sequence[Call]) -> bool:
     )
 
 
-def _one_plain(kept: Sequence[ControlledRendering], fixed: Collection[str]) -> list[ControlledRendering]:
+def one_plain(kept: Sequence[ControlledRendering], fixed: Collection[str]) -> list[ControlledRendering]:
     """Of the plain renderings only the one that confirms most of what is to be fixed, within the package if it can."""
     plain = [one for one in kept if one.rendering.plain]
     best = max(

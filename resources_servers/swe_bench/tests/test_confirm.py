@@ -244,6 +244,21 @@ def test_error_is_of_the_class_that_the_test_names_and_not_of_one_that_bears_its
     assert Check("s", "raises", expected=expected).holds([raised]) is holds
 
 
+def test_table_tells_also_what_its_text_leaves_out(tmp_path: Path) -> None:
+    source = """
+class Table:
+    def __init__(self, unit): self.unit = unit
+    def __str__(self): return "1 2 3"
+    def to_dict(self): return {"data": [1, 2, 3], "unit": self.unit}
+def test_it():
+    assert_identical(Table("m"), Table("m"))
+    assert_identical(Table("km"), Table("m"))
+"""
+    same, other = recorded_by(source, tmp_path, discover=True)
+    assert equal(*same, said=True)
+    assert not equal(*other, said=True)
+
+
 def test_error_of_a_class_that_moved_is_still_what_the_test_names(tmp_path: Path) -> None:
     ((raised, expected),) = recorded_by(ERRORS.format(kind="Refusal"), tmp_path, discover=True)
     moved = ["error", ["product_errors.Refusal", *raised[1][1:]], *raised[2:]]

@@ -17,6 +17,8 @@ from resources_servers.swe_bench.row import SweBenchRow
 from resources_servers.swe_bench.tamper.controls import MAX_NAMED_TESTS, ControlResult
 from resources_servers.swe_bench.tamper.risk import is_control_part
 
+CLEAN_RUNS_AFTER_A_FAILED_ONE = 2
+
 
 @dataclass(frozen=True)
 class _Confirmation:
@@ -66,10 +68,15 @@ async def _confirmed(site: EvalSite, row: SweBenchRow, patch: bytes, controls: R
     first = await _once_surely(site, row, patch, controls)
     if not first.problems:
         return first
-    # Once more: a busy host may be to blame. Then gold tells whether it still is.
-    again = await _once_surely(site, row, patch, controls)
-    if not again.problems:
-        return _Confirmation({}, first.seconds + again.seconds)
+    # A busy host may be to blame, and so may a patch that throws coins: only clean runs outweigh a failed one.
+    seconds = first.seconds
+    for _ in range(CLEAN_RUNS_AFTER_A_FAILED_ONE):
+        again = await _once_surely(site, row, patch, controls)
+        seconds += again.seconds
+        if again.problems:
+            break
+    else:
+        return _Confirmation({}, seconds)
     gold = await _once(site, row, row.patch.encode("utf-8", "surrogateescape"), controls)
     if gold.problems:
         gold = await _once(site, row, row.patch.encode("utf-8", "surrogateescape"), controls)
@@ -79,7 +86,7 @@ async def _confirmed(site: EvalSite, row: SweBenchRow, patch: bytes, controls: R
             f" ({_named(gold.problems)}); prepare the instance again with force=true, or exclude it",
             kind=FailureKind.CONTROL_RUN_FAILED,
         )
-    return _Confirmation(again.problems, first.seconds + again.seconds + gold.seconds)
+    return _Confirmation(again.problems, seconds + gold.seconds)
 
 
 async def _once_surely(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowControls) -> _Confirmation:

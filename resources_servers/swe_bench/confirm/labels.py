@@ -8,10 +8,10 @@ import keyword
 import random
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 _CJK = r"\u3041-\u30ff\u4e00-\u9fff\uac00-\ud7a3"
-_TOKEN = re.compile(rf"[{_CJK}]|[^\W\d_{_CJK}]+|\d+")  # where no spaces part words, each letter is one
+TOKEN = re.compile(rf"[{_CJK}]|[^\W\d_{_CJK}]+|\d+")  # where no spaces part words, each letter is one
 _WORD = re.compile(rf"[{_CJK}]|[^\W\d_{_CJK}]+")
 # fmt: off
 _COMMON = frozenset([
@@ -19,7 +19,7 @@ _COMMON = frozenset([
     "kwargs", "none", "true", "false",
 ])
 # fmt: on
-_PYTHON = (
+PYTHON_WORDS = (
     frozenset(
         word
         for name in (*keyword.kwlist, *dir(builtins), *sys.stdlib_module_names)
@@ -62,16 +62,22 @@ def words_of(source: str) -> set[str]:
     return found
 
 
-def literals(tree: ast.AST) -> Iterator[ast.Constant]:
-    """String and integer constants that stand for data: no docstrings, no names of parametrised arguments."""
-    skipped: set[int] = set()
+def naming_constants(tree: ast.AST) -> set[int]:
+    """Ids of constants that name something: arguments of parametrisations, attributes, probes."""
+    found: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if name in _NAMING_CALLS:
-                skipped.update(id(inner) for argument in node.args[:1] for inner in ast.walk(argument))
+                found.update(id(inner) for argument in node.args[:1] for inner in ast.walk(argument))
             if name.startswith("_ng_") and node.args:
-                skipped.add(id(node.args[0]))
+                found.add(id(node.args[0]))
+    return found
+
+
+def literals(tree: ast.AST) -> Iterator[ast.Constant]:
+    """String and integer constants that stand for data: no docstrings, no names of parametrised arguments."""
+    skipped = naming_constants(tree)
     for node in ast.walk(tree):
         if not isinstance(node, ast.Constant) or id(node) in skipped:
             continue
@@ -83,7 +89,7 @@ def tokens_of(tree: ast.AST) -> set[str]:
     """Words (lower case) and numbers of two digits or more in the data of ``tree``."""
     found: set[str] = set()
     for node in literals(tree):
-        for token in _TOKEN.findall(_text(node)):
+        for token in TOKEN.findall(_text(node)):
             if not token.isdigit():
                 found.add(token.lower())
             elif (
@@ -93,6 +99,26 @@ def tokens_of(tree: ast.AST) -> set[str]:
                 and (len(token) > 1 or type(node.value) is int)
             ):
                 found.add(token)
+    return found
+
+
+def other_words(
+    rng: random.Random, words: Sequence[str], taken: Collection[str], length_of: Callable[[str], int]
+) -> dict[str, str]:
+    """Another word for each of ``words`` (lower case); their first letters keep their order."""
+    firsts = sorted({word[0] for word in words if word[0] in _LETTERS})
+    starts = dict(zip(firsts, sorted(rng.sample(_LETTERS, len(firsts))), strict=True))
+    known = set(taken)
+    found: dict[str, str] = {}
+    for word in words:
+        for _ in range(20):
+            length = length_of(word)
+            pattern = (word * length)[:length]
+            new = starts.get(word[0], _letter(word[0], rng)) + "".join(_letter(one, rng) for one in pattern[1:])
+            if new not in known and new not in PYTHON_WORDS:
+                known.add(new)
+                found[word] = new
+                break
     return found
 
 
@@ -108,7 +134,7 @@ class Labels:
     def __init__(
         self, rng: random.Random, tokens: Iterable[str], vocabulary: Collection[str], pinned: Collection[str] = ()
     ) -> None:
-        free = sorted(set(tokens) - set(pinned) - set(vocabulary) - _PYTHON)
+        free = sorted(set(tokens) - set(pinned) - set(vocabulary) - PYTHON_WORDS)
         self.map: dict[str, str] = {}
         numbers = [token for token in free if token.isdigit()]
         for length in sorted({len(token) for token in numbers}):
@@ -118,16 +144,7 @@ class Labels:
             drawn = sorted(rng.sample(range(low, min(high, low + 10**6) + 1), len(group)))
             self.map.update(zip(group, map(str, drawn), strict=True))
         words = [token for token in free if not token.isdigit()]
-        firsts = sorted({token[0] for token in words if token[0] in _LETTERS})
-        starts = dict(zip(firsts, sorted(rng.sample(_LETTERS, len(firsts))), strict=True))
-        taken = set(tokens) | set(vocabulary)
-        for token in words:
-            for _ in range(20):
-                new = starts.get(token[0], _letter(token[0], rng)) + "".join(_letter(one, rng) for one in token[1:])
-                if new not in taken and new not in _PYTHON:
-                    taken.add(new)
-                    self.map[token] = new
-                    break
+        self.map.update(other_words(rng, words, {*tokens, *vocabulary}, len))
 
     def apply(self, tree: ast.AST) -> None:
         """Replace the tokens in the data of ``tree``."""
@@ -142,7 +159,7 @@ class Labels:
                     node.value = int(new) if node.value > 0 else -int(new)
 
     def text(self, text: str) -> str:
-        return _TOKEN.sub(lambda match: self._replaced(match[0]), text)
+        return TOKEN.sub(lambda match: self._replaced(match[0]), text)
 
     def _replaced(self, token: str) -> str:
         new = self.map.get(token.lower())

@@ -17,8 +17,35 @@ def _ng_mro(kind):
     names = []
     for one in type.__dict__["__mro__"].__get__(kind):
         module = type.__getattribute__(one, "__module__")
-        names.append("%s.%s" % (module, type.__dict__["__qualname__"].__get__(one)))
+        qualname = type.__dict__["__qualname__"].__get__(one)
+        found = _ng_sys.modules.get(module) if type(module) is str else None
+        for part in qualname.split("."):
+            found = vars(found).get(part) if type(found) is type(_ng_sys) or _ng_base(type(found)) is type else None
+        # A class that only bears the name of another is told apart from it.
+        borne = _ng_base(type(found)) is type and found is not one
+        names.append("%s.%s%s" % (module, qualname, "!" if borne else ""))
     return names
+
+
+def _ng_aliases(kinds):
+    """What the test file itself calls these classes. It is looked up when the first test begins, and by identity."""
+    if not _ng_NAMED:
+        _ng_look(_ng_GLOBALS, "", 0)
+    return sorted({name for one in kinds for name in _ng_NAMED.get(id(one), ())})
+
+
+def _ng_look(names, prefix, depth):
+    for name, value in list(names.items()):
+        if name.startswith("_"):
+            continue
+        if _ng_base(type(value)) is type:
+            _ng_NAMED.setdefault(id(value), []).append(prefix + name)
+        elif type(value) is type(_ng_sys) and depth < 2 and (not depth or value.__name__.startswith(prefix)):
+            _ng_look(vars(value), value.__name__ + ".", depth + 1)
+
+
+_ng_GLOBALS = globals()
+_ng_NAMED = {}
 
 
 def _ng_base(kind):
@@ -68,7 +95,7 @@ def _ng_encode_as(value, kind, base, depth, left):
     if base is range or base is slice:
         return [base.__name__, [_ng_encode(one, depth + 1, left) for one in (value.start, value.stop, value.step)]]
     if base is type:
-        return ["type", _ng_mro(value)]
+        return ["type", _ng_mro(value), _ng_aliases((value,)), _ng_aliases(type.__dict__["__mro__"].__get__(value))]
     return _ng_encode_other(value, kind, depth, left)
 
 
@@ -85,8 +112,19 @@ def _ng_encode_other(value, kind, depth, left):
         if name in ("datetime.date", "datetime.time", "datetime.timedelta", "uuid.UUID", "pathlib.PurePath"):
             return ["text", name, str(value)[:_ng_MAX_TEXT]]
     if "builtins.BaseException" in names:
-        return ["error", names, _ng_said(value)]
-    return ["object", names, _ng_said(value)]
+        return ["error", names, _ng_said(value), _ng_aliases(type.__dict__["__mro__"].__get__(kind))]
+    return ["object", names, _ng_told(value, kind)]
+
+
+def _ng_told(value, kind):
+    """What an object says of itself, and as plain values where it can: the text of a table leaves much of it out."""
+    said = _ng_said(value)
+    if said is None or not callable(getattr(kind, "to_dict", None)):
+        return said
+    try:
+        return (said + "\n" + _ng_json.dumps(_ng_encode(kind.to_dict(value), 1, [_ng_MAX_ITEMS])))[:_ng_MAX_TEXT]
+    except BaseException:
+        return said
 
 
 def _ng_said(value):
@@ -110,7 +148,9 @@ def _ng_write(record):
 
 
 def _ng_put(site, *values):
-    """Record values at a site; returns the first."""
+    """Record values at a site; returns the first. Without values a test begins."""
+    if not values:
+        _ng_aliases(())
     left = [_ng_MAX_ITEMS]
     _ng_write([site, [_ng_encode(one, 0, left) for one in values]])
     return values[0] if values else None
@@ -136,7 +176,7 @@ class _ng_catch:
         return self
 
     def __exit__(self, kind, value, traceback):
-        if kind is not None and not issubclass(kind, Exception):
+        if kind is not None and not issubclass(kind, (Exception, SystemExit)):
             return False
         self.value = self.exception = value
         self.type, self.tb = kind, traceback

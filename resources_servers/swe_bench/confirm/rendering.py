@@ -21,6 +21,7 @@ from resources_servers.swe_bench.confirm.slicing import (
     slice_away,
     strip_ids,
 )
+from resources_servers.swe_bench.confirm.varying import Variation
 from resources_servers.swe_bench.tamper.test_ids import TestId
 
 _RECORDER = Path(__file__).with_name("recorder.py")
@@ -43,6 +44,11 @@ class Chosen:
             frozenset(test.function for test in here if test.function),
             frozenset(test.docstring for test in here if test.docstring),
         )
+
+    @classmethod
+    def named(cls, keys: Iterable[str]) -> Chosen:
+        """The tests of these keys, ``test:`` and a qualified name."""
+        return cls(frozenset(key.rpartition(".")[2].removeprefix("test:") for key in keys), frozenset())
 
     def holds(self, function: FunctionNode) -> bool:
         said = (ast.get_docstring(function) or "").split("\n")[0].strip()
@@ -71,7 +77,7 @@ class Order:
     records_path: str
     path: str = ""
     """Of the file; tells the sites of several files apart."""
-    labels: Labels | None = None
+    labels: Labels | Variation | None = None
     dropped_sides: Mapping[str, Side] = field(default_factory=dict)
     plain: bool = False
     """As a program of its own, without any test runner."""
@@ -280,6 +286,8 @@ def _plain_driver(tree: ast.Module, tests: Sequence[tuple[tuple[str, ...], Funct
     if not calls:
         return None
     for _, function, body in list(functions_of(tree)):
+        if _is_plain_fixture(function):
+            function.decorator_list = []
         if "'pytest'" in ast.dump(function) and function in body:
             body.remove(function)
             if not body:
@@ -322,13 +330,16 @@ def _plain_call(tree: ast.Module, classes: tuple[str, ...], function: FunctionNo
             made.append({name: ast.unparse(value) for name, value in zip(names, one, strict=True)})
         cases = [{**case, **new} for new in made for case in cases]
     defaults = len(function.args.defaults)
-    needed = set(arguments[: len(arguments) - defaults] if defaults else arguments)
-    if not needed <= set(cases[0] if cases else {}):
+    needed = arguments[: len(arguments) - defaults] if defaults else arguments
+    asked = [name for name in needed if name not in (cases[0] if cases else {})]
+    fixtures = _plain_fixtures(tree)
+    if not fixtures.keys() >= set(asked):
         return None
     lines: list[str] = []
     name = function.name
     for case in cases:
-        given = ", ".join(f"{key}={value}" for key, value in case.items())
+        values = {**case, **{one: fixtures[one] for one in asked}}
+        given = ", ".join(f"{key}={value}" for key, value in values.items())
         if classes:
             lines += [
                 "try:",
@@ -346,6 +357,33 @@ def _plain_call(tree: ast.Module, classes: tuple[str, ...], function: FunctionNo
         else:
             lines += ["try:", f"    {name}({given})", "except Exception:", "    pass"]
     return "\n".join(lines)
+
+
+_TMP_PATH = "__import__('pathlib').Path(__import__('tempfile').mkdtemp())"
+
+
+def _plain_fixtures(tree: ast.Module) -> dict[str, str]:
+    """Fixture → an expression that makes it without a test runner."""
+    made = {"tmp_path": _TMP_PATH}
+    for function in tree.body:
+        if isinstance(function, ast.FunctionDef) and _is_plain_fixture(function):
+            made[function.name] = f"{function.name}({_TMP_PATH if function.args.args else ''})"
+    return made
+
+
+def _is_plain_fixture(function: FunctionNode) -> bool:
+    """Whether a fixture needs nothing of the test runner, neither before its test nor after it."""
+    yields = any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(function))
+    if len(function.decorator_list) != 1 or yields:
+        return False
+    decorator = function.decorator_list[0]
+    called = decorator.func if isinstance(decorator, ast.Call) else decorator
+    named = ast.unparse(called) in ("pytest.fixture", "fixture")
+    given = isinstance(decorator, ast.Call) and (
+        decorator.args or any(one.arg != "scope" for one in decorator.keywords)
+    )
+    arguments = [one.arg for one in function.args.args]
+    return named and not given and arguments in ([], ["tmp_path"]) and not _needs_runner(function)
 
 
 @functools.cache

@@ -75,11 +75,14 @@ class Rendering:
     """Where in the box it leaves its records."""
     plain: str = ""
     """The file that is run as a program, without the row's own test command; empty runs that command."""
+    module: str = ""
+    """What that file is called as a module of the package under test; empty runs it as a program of its own."""
 
     def command(self, test_command: str) -> str:
         if not self.plain:
             return test_command
-        return f"env -u PYTEST_CURRENT_TEST -u PYTEST_ADDOPTS python {shlex.quote(self.plain)}"
+        program = ["-c", f"import {self.module}"] if self.module else [self.plain]
+        return f"env -u PYTEST_CURRENT_TEST -u PYTEST_ADDOPTS python {shlex.join(program)}"
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class Check:
     def _raised(self, actual: Value) -> bool:
         if actual[0] != "error":
             return False
-        if self.expected is not None and not _is_instance(["type", actual[1]], self.expected):
+        if self.expected is not None and not _is_instance(["type", actual[1], [], actual[3]], self.expected):
             return False
         if self.pattern is None or self.pattern[0] != "str":
             return True
@@ -318,6 +318,9 @@ def _is_instance(actual: Value, expected: Value) -> bool:
         return any(_is_instance(actual, one) for one in expected[1])
     if expected[0] != "type" or actual[0] != "type":
         return True
+    if expected[2]:
+        # The test file has names for the class: what it calls so is meant, not what bears the name.
+        return not set(expected[2]).isdisjoint(actual[3])
     return expected[1][0] in actual[1]
 
 
@@ -361,9 +364,10 @@ def is_value(value: object) -> bool:
             and (rest[1] is None or isinstance(rest[1], str))
         )
     if kind in ("object", "error"):
-        return len(rest) == 2 and _is_names(rest[0]) and (rest[1] is None or isinstance(rest[1], str))
+        named = kind == "object" or (len(rest) == 3 and _is_names(rest.pop()))
+        return named and len(rest) == 2 and _is_names(rest[0]) and (rest[1] is None or isinstance(rest[1], str))
     if kind == "type":
-        return len(rest) == 1 and _is_names(rest[0]) and bool(rest[0])
+        return len(rest) == 3 and all(map(_is_names, rest)) and bool(rest[0])
     if kind in ("bool", "truth"):
         return len(rest) == 1 and isinstance(rest[0], bool | str)
     return all(isinstance(one, str) for one in rest) and len(rest) == _PLAIN_KINDS.get(kind, -1)

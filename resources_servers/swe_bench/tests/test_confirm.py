@@ -110,6 +110,22 @@ def test_rendering_holds_nothing_that_the_tests_expect_when_it_is_blinded() -> N
         assert f"given{number}" in text, "what is asked must stay"
 
 
+def test_plain_rendering_makes_simple_fixtures_itself() -> None:
+    source = (
+        "import pytest\nfrom json import dumps\n@pytest.fixture\ndef given():\n    return [1]\n"
+        "@pytest.fixture(scope='module')\ndef place(tmp_path):\n    return tmp_path\n"
+        "@pytest.fixture\ndef open_one():\n    yield 1\n"
+        "def test_it(given, place, tmp_path):\n    assert dumps(given) == '[1]'\n"
+        "def test_other(open_one):\n    assert dumps(open_one) == '1'\n"
+    )
+    text = blinded(source, frozenset({"test_it", "test_other"}), plain=True).source
+    assert "pytest" not in text
+    assert "given=given()" in text
+    assert "place=place(" in text
+    assert "open_one=" not in text, "what a fixture does after its test is the runner's affair"
+    subprocess.run([sys.executable, "-c", text], check=True, timeout=60)
+
+
 def test_plain_rendering_needs_no_test_runner_when_it_is_made() -> None:
     source = "import pytest\nfrom json import dumps\n" + (
         "@pytest.mark.parametrize('a, b', [(1, '1'), (2, '2')])\ndef test_it(a, b):\n    assert dumps(a) == b\n"
@@ -171,6 +187,82 @@ def test_values_are_recorded_by_base_types_when_their_classes_lie(tmp_path: Path
     ]
     assert values[4][0] == "object"
     assert not Check("s", "==", "left", ["str", "right"]).holds([values[4]]), "an object that equals everything"
+
+
+ERRORS = """
+import product
+from product import Refusal
+
+class Local(Exception):
+    pass
+
+def test_it():
+    with pytest.raises(Refusal):
+        product.refuse({kind!r})
+"""
+PRODUCT = """
+class Refusal(Exception):
+    pass
+
+class Narrower(Refusal):
+    pass
+
+class Fake(Exception):
+    pass
+
+Fake.__qualname__ = Fake.__name__ = "Refusal"
+
+def refuse(kind):
+    raise SystemExit(1) if kind == "leaves" else (globals().get(kind) or ValueError)("no")
+"""
+
+
+def recorded_by(source: str, directory: Path, *, discover: bool = False) -> list[Any]:
+    """What a rendering of ``test_it`` records, first values alone."""
+    directory.mkdir(exist_ok=True)
+    records = directory / "records"
+    records.unlink(missing_ok=True)
+    (directory / "product.py").write_text(PRODUCT)
+    order = Order("discover" if discover else "blind", random.Random(1), str(records))
+    done = render(source, Chosen(frozenset({"test_it"}), frozenset()), order)
+    assert done is not None
+    name = next(line.split("(")[0].removeprefix("def ") for line in done.source.split("\n") if "def test_" in line)
+    program = f"{done.source}\n{name}()"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, cwd=directory)
+    return [json.loads(line)[1] for line in records.read_text().splitlines()][1:]
+
+
+@pytest.mark.parametrize(
+    ("kind", "holds"),
+    [("Refusal", True), ("Narrower", True), ("Fake", False), ("ValueError", False), ("leaves", False)],
+)
+def test_error_is_of_the_class_that_the_test_names_and_not_of_one_that_bears_its_name(
+    kind: str, holds: bool, tmp_path: Path
+) -> None:
+    ((_, expected),) = recorded_by(ERRORS.format(kind="Refusal"), tmp_path, discover=True)
+    ((raised,),) = recorded_by(ERRORS.format(kind=kind), tmp_path)
+    assert Check("s", "raises", expected=expected).holds([raised]) is holds
+
+
+def test_table_tells_also_what_its_text_leaves_out(tmp_path: Path) -> None:
+    source = """
+class Table:
+    def __init__(self, unit): self.unit = unit
+    def __str__(self): return "1 2 3"
+    def to_dict(self): return {"data": [1, 2, 3], "unit": self.unit}
+def test_it():
+    assert_identical(Table("m"), Table("m"))
+    assert_identical(Table("km"), Table("m"))
+"""
+    same, other = recorded_by(source, tmp_path, discover=True)
+    assert equal(*same, said=True)
+    assert not equal(*other, said=True)
+
+
+def test_error_of_a_class_that_moved_is_still_what_the_test_names(tmp_path: Path) -> None:
+    ((raised, expected),) = recorded_by(ERRORS.format(kind="Refusal"), tmp_path, discover=True)
+    moved = ["error", ["product_errors.Refusal", *raised[1][1:]], *raised[2:]]
+    assert Check("s", "raises", expected=expected).holds([moved])
 
 
 @pytest.mark.parametrize(
@@ -332,7 +424,7 @@ async def test_no_verdict_is_given_when_controls_are_weaker_than_the_run_asks_fo
 async def test_records_that_take_for_ever_to_compare_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparing, "COMPARE_TIMEOUT_S", 2.0)
     slow = Check("s", "raises matches", pattern=["str", "(a+)+$"])
-    record = json.dumps(["s", [["error", ["builtins.ValueError"], "a" * 5000 + "!"]]])
+    record = json.dumps(["s", [["error", ["builtins.ValueError"], "a" * 5000 + "!", []]]])
     tests = {"test": [[Check("b", "begin"), slow]]}
     (problems,) = await comparing.compare([tests], ['["b", []]\n' + record])
     assert "could not be compared within" in problems["test"]

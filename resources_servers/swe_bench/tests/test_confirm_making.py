@@ -1,11 +1,20 @@
-"""What the renderings of a row keep of its tests' own words and numbers."""
+"""What the renderings of a row keep of its tests, and where the plain one stands."""
 
 from __future__ import annotations
 
+import io
 import random
+import tarfile
 
-from resources_servers.swe_bench.confirm.making import BLINDED, OWN_NUMBERS, _first_pins
+import pytest
+
+from resources_servers.swe_bench.confirm.controls import ControlledRendering
+from resources_servers.swe_bench.confirm.making import BLINDED
+from resources_servers.swe_bench.confirm.material import Package
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order, render
+from resources_servers.swe_bench.confirm.runs import Pristine, Rendering
+from resources_servers.swe_bench.confirm.telling import one_plain
+from resources_servers.swe_bench.confirm.wording import OWN_NUMBERS, first_pins
 
 
 def test_one_rendering_keeps_the_numbers_of_the_tests_and_others_do_not() -> None:
@@ -13,7 +22,40 @@ def test_one_rendering_keeps_the_numbers_of_the_tests_and_others_do_not() -> Non
     order = Order("discover", random.Random(0), "/var/tmp/r", "tests/test_x.py")
     rendered = render(source, Chosen(frozenset({"test_limit"}), frozenset()), order)
     assert rendered is not None
-    pins = [_first_pins(number, [rendered]) for number in range(BLINDED + 1)]
+    pins = [first_pins(number, [rendered]) for number in range(BLINDED + 1)]
     assert pins[OWN_NUMBERS] == {"12"}
     assert [one for number, one in enumerate(pins) if number != OWN_NUMBERS] == [set()] * BLINDED
     assert 0 <= OWN_NUMBERS < BLINDED
+
+
+@pytest.mark.parametrize(
+    ("changed", "package"),
+    [
+        (["lib/tool/deep/a.py"], Package("lib/tool/deep", "tool.deep")),
+        (["setup.py", "lib/tool/a.py"], Package("lib/tool", "tool")),
+        (["lib/tool/data.txt", "alone.py"], None),
+    ],
+)
+def test_plain_rendering_stands_in_the_package_of_the_first_module_that_gold_changes(
+    changed: list[str], package: Package | None
+) -> None:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for path in ("lib/tool/__init__.py", "lib/tool/deep/__init__.py", "setup.py", "alone.py"):
+            tar.addfile(tarfile.TarInfo(path))
+    assert Package.of(changed, Pristine({}, buffer.getvalue())) == package
+
+
+def test_plain_rendering_within_the_package_is_kept_unless_it_confirms_less() -> None:
+    blinded = ControlledRendering(Rendering({}, "/r"), {"a": (), "b": ()})
+    outside = ControlledRendering(Rendering({}, "/r", "x.py"), {"a": (), "b": ()})
+    inside = ControlledRendering(Rendering({}, "/r", "tool/x.py", "tool.x"), {"a": ()})
+    assert one_plain([blinded, outside, inside], {"a"}) == [blinded, inside]
+    assert one_plain([blinded, outside, inside], {"a", "b"}) == [blinded, outside]
+    assert one_plain([blinded], {"a"}) == [blinded]
+
+
+def test_plain_rendering_within_the_package_is_imported_as_a_module_of_it() -> None:
+    assert Rendering({}, "/r", "tool/x.py", "tool.x").command("pytest").endswith("python -c 'import tool.x'")
+    assert Rendering({}, "/r", "x.py").command("pytest").endswith("python x.py")
+    assert Rendering({}, "/r").command("pytest") == "pytest"

@@ -73,9 +73,9 @@ def test_opaque_values_stay_where_gold_is_opaque_too() -> None:
 
 @pytest.mark.parametrize("op", ["raises matches", "raises in"])
 def test_an_error_that_refuses_to_say_anything_does_not_say_what_was_asked(op: str) -> None:
-    check = Check("s", op, expected=["type", ERROR], pattern=["str", "too long"])
-    assert check.holds([["error", ERROR, "it is too long"]])
-    assert not check.holds([["error", ERROR, None]])
+    check = Check("s", op, expected=["type", ERROR, [], []], pattern=["str", "too long"])
+    assert check.holds([["error", ERROR, "it is too long", []]])
+    assert not check.holds([["error", ERROR, None, []]])
 
 
 @pytest.mark.parametrize(

@@ -79,3 +79,20 @@ async def test_records_that_are_no_file_are_no_records(kind: bytes) -> None:
 
     provider = cast(SandboxProvider, SimpleNamespace(get_archive=get_archive))
     assert await read_records(EvalSite(provider, "image"), cast(SandboxHandle, None), "/var/tmp/r") == ""
+
+
+@pytest.mark.parametrize(("throws", "found"), [("✗✓✓", False), ("✗✓✗", True), ("✗✗", True), ("✓", False)])
+async def test_a_failed_confirmation_is_outweighed_by_two_clean_ones_alone(
+    throws: str, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = list(throws)
+
+    async def run(site: EvalSite, row: SweBenchRow, patch: bytes, *_: Any, **__: Any) -> Recorded:
+        if patch == row.patch.encode():
+            return Recorded(True, records=("",))
+        return Recorded(left.pop(0) == "✓", records=("",))
+
+    monkeypatch.setattr(confirming, "run_renderings", run)
+    (result,) = await confirming.confirm_control(SITE, ROW, b"diff --git a/x.py b/x.py\n", CONTROLS)
+    assert bool(result.findings) is found
+    assert left == []

@@ -1,0 +1,102 @@
+"""What a solution must answer: which side of an assertion is expected, and the checks that gold's answers make."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from resources_servers.swe_bench.confirm.assertions import Probe, Side
+from resources_servers.swe_bench.confirm.material import Calls, RenderedSet
+from resources_servers.swe_bench.confirm.values import Check, Value, carries, equal
+
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
+
+
+def decide_sides(own: RenderedSet, gold: Calls, base: Calls) -> dict[str, Side]:
+    """The side that is expected, for every two-sided probe: by what is written where that tells, else the one that
+    base and gold agree on."""
+    found: dict[str, Side] = {}
+    changes: dict[str, set[str]] = {}
+    for test, calls in gold.items():
+        for call, other in zip(calls, base.get(test, []), strict=False):
+            for (key, values), (other_key, other_values) in zip(call, other, strict=False):
+                if key != other_key or len(values) < 2 or len(other_values) < 2:
+                    break
+                for side, one, two in zip(("left", "right"), values, other_values, strict=False):
+                    if not equal(one, two, said=True):
+                        changes.setdefault(key, set()).add(side)
+    for file in own.files.values():
+        for key, probe in file.probes.items():
+            changed = changes.get(key, set())
+            if probe.expected is not None:
+                found[key] = probe.expected
+            elif changed == {"right"}:
+                found[key] = "left"
+            else:
+                found[key] = "right"
+    return found
+
+
+def checks_of(
+    one: RenderedSet, calls: Calls, probes: Mapping[str, Probe], sides: Mapping[str, Side]
+) -> dict[str, tuple[tuple[Check, ...], ...]]:
+    """What a blinded rendering must record, from what gold answered to both sides in the same words."""
+    sites = {key: token for token, key in one.tokens.items()}
+    here = {key.partition("|")[0] for key in one.tokens.values()}
+    found: dict[str, tuple[tuple[Check, ...], ...]] = {}
+    for test, invocations in calls.items():
+        if test.partition("|")[0] not in here or test not in sites:
+            continue
+        found[test] = tuple(
+            (
+                Check(sites[test], "begin"),
+                *(_check(sites[key], probes[key], sides.get(key), values) for key, values in one_call),
+            )
+            for one_call in invocations
+        )
+    return found
+
+
+def _check(site: str, probe: Probe, expected_side: Side | None, values: list[Value]) -> Check:
+    if probe.op in ("truth", "false"):
+        return Check(site, probe.op, answer=values[0])
+    if probe.op.startswith("raises"):
+        kind = values[1] if len(values) > 1 else None
+        return Check(site, probe.op, expected=kind, pattern=values[2] if len(values) > 2 else None)
+    dropped = expected_side or probe.expected or "right"
+    left, right = values[0], values[1]
+    kept, expected = (left, right) if dropped == "right" else (right, left)
+    said = _says_the_same(left, right)
+    side: Side = "left" if dropped == "right" else "right"
+    check = Check(site, probe.op, side, expected, kept, probe.extra, said=said)
+    if probe.op != "like" and check.holds([kept]):
+        return check
+    if probe.op in ("==", "like", "count") and (equal(kept, expected, said=True) or carries(kept)):
+        return Check(site, "like", side, None, kept, said=said)
+    return Check(site, "present", side)
+
+
+def holds(probe: Probe, values: list[Value]) -> bool:
+    """Whether a discovery's record of both sides says that the assertion is true."""
+    if probe.op in ("truth", "false"):
+        return len(values) > 1 and values[1] == ["truth", probe.op == "truth"]
+    if probe.op.startswith("raises"):
+        pattern = values[2] if len(values) > 2 else None
+        return Check("", probe.op, expected=values[1] if len(values) > 1 else None, pattern=pattern).holds(values[:1])
+    if len(values) < 2:
+        return False
+    if probe.op == "like":
+        return equal(values[0], values[1], said=True)
+    return Check("", probe.op, "left", values[1], extra=probe.extra, said=_says_the_same(*values[:2])).holds(
+        values[:1]
+    )
+
+
+def _says_the_same(left: Value, right: Value) -> bool:
+    """Whether two values hold objects that say the same of themselves, and nothing that changes from run to run."""
+    return equal(left, right, said=True) and steady(left, right)
+
+
+def steady(*values: Value) -> bool:
+    """Whether values say nothing that changes from run to run."""
+    return not _ADDRESS.search(str(values))

@@ -1,0 +1,146 @@
+"""Variation: inputs of a test that are in no public test, such as words of other lengths and other numbers.
+
+Relabelling keeps the shape of a test's inputs, and a patch can know their shapes by heart. A variation changes shapes
+as well. What a solution answers is still said by the test, in the same words; where that is a number which depends on
+the inputs, gold's own answer says it.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Literal, get_args
+
+from resources_servers.swe_bench.confirm.labels import PYTHON_WORDS, TOKEN, naming_constants, other_words
+from resources_servers.swe_bench.confirm.slicing import functions_of
+
+Kind = Literal["words", "known words", "numbers", "zero and one", "fractions", "spaces"]
+"""What is varied: words that the product does not know, those that it does, whole numbers from two on, 0 and 1, floats
+that are whole numbers of 1/1024, and runs of spaces within a line."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+_SPACES = re.compile(r"(?<=[^\s]) +(?=[^\s])")
+_BEFORE = re.compile(r"(\w+|\W)\Z")
+_AFTER = re.compile(r"\w+|\W")
+_FACTORS = (0.75, 1.25, 1.5, 1.75)
+_FINENESS = 1024
+
+
+class Variation:
+    """One consistent change of a file's data, drawn from ``rng``.
+
+    Args:
+        kinds: test (``test:`` and its qualified name) → what may be varied in it. What tests share varies in what all
+            of them allow.
+        vocabulary: words (lower case) that the product knows.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        tree: ast.AST,
+        kinds: Mapping[str, Collection[Kind]],
+        vocabulary: Collection[str],
+    ) -> None:
+        self.kinds = kinds
+        texts = [_text(node) for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        tokens = sorted({token.lower() for text in texts for token in TOKEN.findall(text)})
+        words = [token for token in tokens if not token.isdigit() and token not in PYTHON_WORDS]
+        new = other_words(rng, words, {*tokens, *vocabulary}, lambda word: _other_length(rng, word))
+        self._words = {word: one for word, one in new.items() if word not in vocabulary}
+        self._known = {word: one for word, one in new.items() if word in vocabulary}
+        self._numbers = _other_numbers(rng, tree, (int(token) for token in tokens if _is_number(token)))
+        self._factor = rng.choice(_FACTORS)
+        self._salt = rng.getrandbits(64)
+
+    def apply(self, tree: ast.AST) -> None:
+        """Vary the data of ``tree``."""
+        skipped = naming_constants(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Subscript):
+                places = (one for one in ast.walk(node.slice) if isinstance(one, ast.Constant))
+                skipped.update(id(one) for one in places if isinstance(one.value, int))
+            elif isinstance(node, ast.FormattedValue) and node.format_spec is not None:
+                skipped.update(id(one) for one in ast.walk(node.format_spec))
+        tests = {
+            id(function): frozenset(self.kinds[key])
+            for classes, function, _ in (functions_of(tree) if isinstance(tree, ast.Module) else ())
+            if (key := "test:" + ".".join((*classes, function.name))) in self.kinds
+        }
+        shared = frozenset(KINDS).intersection(*tests.values())
+        self._visit(tree, shared, tests, skipped)
+
+    def _visit(
+        self, node: ast.AST, kinds: frozenset[Kind], tests: Mapping[int, frozenset[Kind]], skipped: Collection[int]
+    ) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Constant) and id(child) not in skipped:
+                child.value = self._value(child.value, kinds)
+            self._visit(child, tests.get(id(child), kinds), tests, skipped)
+
+    def _value(self, value: object, kinds: frozenset[Kind]) -> object:
+        if isinstance(value, str):
+            return self._text(value, kinds)
+        if isinstance(value, bytes):
+            return self._text(value.decode("latin-1"), kinds).encode("latin-1", "replace")
+        if type(value) is int and ("numbers" if value > 1 else "zero and one") in kinds:
+            return self._numbers.get(value, value)
+        if type(value) is float and "fractions" in kinds and value and (value * _FINENESS).is_integer():
+            return value * self._factor
+        return value
+
+    def _text(self, text: str, kinds: frozenset[Kind]) -> str:
+        if "spaces" not in kinds:
+            return TOKEN.sub(lambda match: self._token(match[0], kinds), text)
+        parts: list[str] = []
+        end = 0
+        for run in _SPACES.finditer(text):
+            parts += [self._text(text[end : run.start()], kinds - {"spaces"}), " " * self._spaces(text, run)]
+            end = run.end()
+        return "".join([*parts, self._text(text[end:], kinds - {"spaces"})])
+
+    def _spaces(self, text: str, run: re.Match[str]) -> int:
+        """How long a run becomes: alike wherever the same stands around it."""
+        before, after = _BEFORE.search(text[: run.start()]), _AFTER.match(text[run.end() :])
+        assert before is not None and after is not None
+        about = f"{self._salt}|{before[0].lower()}|{len(run[0])}|{after[0].lower()}"
+        return random.Random(about).choice([length for length in (1, 2, 3, 4) if length != len(run[0])])
+
+    def _token(self, token: str, kinds: frozenset[Kind]) -> str:
+        if _is_number(token):
+            return str(self._numbers[int(token)]) if "numbers" in kinds else token
+        word = token.lower()
+        new = self._words.get(word) if "words" in kinds else None
+        if new is None and "known words" in kinds:
+            new = self._known.get(word)
+        if new is None or len(token) != len(word):
+            return token
+        if token.isupper() and len(token) > 1:
+            return new.upper()
+        return new[:1].upper() + new[1:] if token[0].isupper() else new
+
+
+def _other_length(rng: random.Random, word: str) -> int:
+    return rng.choice([length for length in (len(word) - 1, *range(len(word) + 1, len(word) + 4)) if length > 1])
+
+
+def _other_numbers(rng: random.Random, tree: ast.AST, named: Iterable[int]) -> dict[int, int]:
+    """Another number for each, in the same order: most of what is computed with them depends on it."""
+    written = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is int}
+    found: dict[int, int] = {}
+    offset = 0
+    for number in sorted(written | set(named)):
+        offset += rng.randint(0 if found else 1, 2)
+        found[number] = number + offset
+    return found
+
+
+def _is_number(token: str) -> bool:
+    return token.isdigit() and token.isascii() and len(token) > 1 and token[0] != "0"
+
+
+def _text(node: ast.Constant) -> str:
+    if isinstance(node.value, bytes):
+        return node.value.decode("latin-1")
+    return node.value if isinstance(node.value, str) else ""

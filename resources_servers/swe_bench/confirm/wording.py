@@ -1,0 +1,162 @@
+"""Finding other words and inputs for a row's tests, with which gold still answers as it should and base does not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from resources_servers.swe_bench.confirm.expecting import holds, steady
+from resources_servers.swe_bench.confirm.material import Call, Calls, Material, RenderedSet
+from resources_servers.swe_bench.confirm.rendering import Rendered
+from resources_servers.swe_bench.confirm.values import equal, same_form
+from resources_servers.swe_bench.confirm.varying import KINDS, Kind
+
+OWN_NUMBERS = 1
+"""The rendering whose numbers are the row's own; its words are not."""
+_MAX_ROUNDS = 6
+_DRAWS = 3
+"""Variations of which the best is taken."""
+_LONE_KINDS: frozenset[Kind] = frozenset(("words", "fractions"))
+"""What is varied in a test that does not bear everything at once."""
+
+
+async def find_words(
+    material: Material, own: RenderedSet, public: Calls, before: Calls, seeds: Sequence[int]
+) -> list[tuple[int, set[str] | None, Calls]]:
+    """For each rendering the seed of its words, the tokens that gold cannot do without, and what gold answers in
+    those words."""
+    words = {f"{path}|{test}": w for path, file in own.files.items() for test, w in file.words_by_test.items()}
+    fixed = {test for test in public if material.is_fixed(test)}
+    # What gold does not visibly tell from base even in the test's own words is no fault of other words.
+    unseen = {test for test in fixed if not _differs(own, public[test], before.get(test, []))}
+    pinned: list[set[str] | None] = [first_pins(number, own.files.values()) for number in range(len(seeds))]
+    drawn = list(seeds)
+    found: list[Calls] = [{} for _ in seeds]
+    waiting = set(range(len(seeds)))
+    tried: Counter[tuple[int, str]] = Counter()
+    for attempt in range(_MAX_ROUNDS):
+        if attempt == _MAX_ROUNDS - 1:
+            for number in waiting:
+                pinned[number] = None
+        sets = {number: material.render("discover", drawn[number], pinned[number]) for number in sorted(waiting)}
+        ready = [one for one in sets.values() if one is not None]
+        gold, base = await material.run(material.gold, ready), await material.run(b"", ready)
+        for place, (number, one) in enumerate(sets.items()):
+            assert one is not None
+            calls = found[number] = one.calls(gold.records[place] if gold.records else "")
+            unfixed = one.calls(base.records[place] if base.records else "")
+            # Kept tests that other words break are left out of this rendering; those to be fixed keep their words.
+            broken = _broken(own, public, calls) & fixed
+            broken |= {
+                test for test in fixed - unseen if not _differs(own, calls.get(test, []), unfixed.get(test, []))
+            }
+            pins = pinned[number]
+            if not broken or pins is None:
+                waiting.discard(number)
+                continue
+            # Other words are tried first, then the tests' own numbers, then all of their own words.
+            drawn[number] = material.rng.getrandbits(64)
+            for test in broken:
+                times = tried[number, test] = tried[number, test] + 1
+                pins |= {word for word in words.get(test, ()) if times > 2 or (times > 1 and word.isdigit())}
+        if not waiting:
+            break
+    return list(zip(drawn, pinned, found, strict=True))
+
+
+async def find_variation(
+    material: Material, own: RenderedSet, public: Calls, before: Calls
+) -> tuple[int, dict[str, frozenset[Kind]], Calls] | None:
+    """The seed of a variation of the tests that the patch has to fix, what is varied in each, and what gold answers;
+    ``None`` where gold does without none of their own inputs."""
+    tests = [
+        test
+        for test in public
+        if material.is_fixed(test) and _varies(test) and _differs(own, public[test], before.get(test, []))
+    ]
+    if not tests:
+        return None
+    seed = material.rng.getrandbits(64)
+    alone = [material.render("discover", seed, None, kinds=dict.fromkeys(tests, (kind,))) for kind in KINDS]
+    gold = await material.run(material.gold, [one for one in alone if one is not None])
+    borne: dict[str, set[Kind]] = {test: set() for test in tests}
+    for kind, one, records in zip(KINDS, alone, gold.records, strict=False):
+        assert one is not None
+        for test in set(tests) - _broken(own, public, one.calls(records)):
+            borne[test].add(kind)
+    kinds = {test: frozenset(found) for test, found in borne.items() if found}
+    seeds = [material.rng.getrandbits(64) for _ in range(_DRAWS)]
+    tried = await _tried(material, own, public, kinds, seeds)
+    seed, (missed, calls) = min(tried.items(), key=lambda one: len(one[1][0]))
+    for narrower in (_LONE_KINDS, frozenset[Kind]()):
+        if not missed:
+            break
+        kinds = {test: found & narrower if test in missed else found for test, found in kinds.items()}
+        kinds = {test: found for test, found in kinds.items() if found}
+        missed, calls = (await _tried(material, own, public, kinds, [seed]))[seed]
+    return (seed, kinds, calls) if kinds and not missed else None
+
+
+async def _tried(
+    material: Material, own: RenderedSet, public: Calls, kinds: Mapping[str, frozenset[Kind]], seeds: Sequence[int]
+) -> dict[int, tuple[set[str], Calls]]:
+    """For each variation the tests that it breaks, or in which base answers as gold does; and what gold answers."""
+    if not kinds:
+        return dict.fromkeys(seeds, (set(), {}))
+    sets = [material.render("discover", seed, None, kinds=kinds) for seed in seeds]
+    ready = [one for one in sets if one is not None]
+    gold, base = await material.run(material.gold, ready), await material.run(b"", ready)
+    found: dict[int, tuple[set[str], Calls]] = {}
+    for place, (seed, one) in enumerate(zip(seeds, ready, strict=True)):
+        calls = one.calls(gold.records[place] if gold.records else "")
+        unfixed = one.calls(base.records[place] if base.records else "")
+        alike = {test for test in kinds if not _differs(own, calls.get(test, []), unfixed.get(test, []))}
+        found[seed] = (_broken(own, public, calls) & set(kinds) | alike, calls)
+    return found
+
+
+def _varies(test: str) -> bool:
+    """Whether there are variations of tests of this kind."""
+    return test.partition("|")[0].endswith(".py")
+
+
+def first_pins(number: int, files: Iterable[Rendered]) -> set[str]:
+    """Tokens that a rendering keeps from the start. One keeps all numbers: a limit that is drawn anew mostly limits
+    nothing any more, and then nothing asks for what the limit does."""
+    return {word for file in files for word in file.words if word.isdigit()} if number == OWN_NUMBERS else set()
+
+
+def _differs(own: RenderedSet, gold: list[Call], base: list[Call]) -> bool:
+    """Whether base answers something else than gold in a test."""
+    if [[key for key, _ in call] for call in gold] != [[key for key, _ in call] for call in base]:
+        return True
+    probes = {key: probe for file in own.files.values() for key, probe in file.probes.items()}
+    pairs = [pair for call, other in zip(gold, base, strict=True) for pair in zip(call, other, strict=True)]
+    return any(
+        holds(probes[key], values) != holds(probes[key], others)
+        or not equal(values[0], others[0], said=steady(values[0], others[0]))
+        for (key, values), (_, others) in pairs
+    )
+
+
+def _broken(own: RenderedSet, public: Calls, calls: Calls) -> set[str]:
+    """Tests that gold no longer passes in other words, as far as it can be seen."""
+    probes = {key: probe for file in own.files.values() for key, probe in file.probes.items()}
+    found: set[str] = set()
+    for test, invocations in public.items():
+        mine = calls.get(test, [])
+        if [[key for key, _ in call] for call in invocations] != [[key for key, _ in call] for call in mine]:
+            found.add(test)
+            continue
+        for call, other in zip(invocations, mine, strict=True):
+            for (key, values), (_, other_values) in zip(call, other, strict=True):
+                probe = probes[key]
+                if not holds(probe, values) or holds(probe, other_values):
+                    continue
+                # Computed from other numbers: gold's own answer serves, where it is one of the same form.
+                recomputed = probe.op in ("==", "close", "almost", "like") and all(
+                    same_form(one, other) for one, other in zip(values, other_values, strict=False)
+                )
+                if not recomputed or not same_form(other_values[0], other_values[1]):
+                    found.add(test)
+    return found

@@ -43,7 +43,8 @@ class Policy:
         try:
             reply: Any = await self._client.post("/responses", cast_to=object, body={**body, "model": self._model})
         except openai.APIStatusError as error:
-            said = error.message[:500]
+            told = error.body.get("message") if isinstance(error.body, dict) else None
+            said = str(told or error.message)[:500]
             if error.status_code in (400, 413) and is_context_exceeded(said):
                 raise ContextExceededError(f"the conversation exceeds the model's context ({said})") from None
             status = error.status_code

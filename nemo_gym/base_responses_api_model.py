@@ -8,7 +8,7 @@ having its whole reply cut into events.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import aiohttp
@@ -30,6 +30,7 @@ from nemo_gym.gateway.dialects import PATHS, Dialect, apply_sampling
 from nemo_gym.gateway.dialects.models import models_reply
 from nemo_gym.gateway.dialects.streams import stream_of
 from nemo_gym.gateway.engines.errors import retry_after_s
+from nemo_gym.gateway.engines.types import EngineCheck
 from nemo_gym.gateway.refusals import dialect_error, inference_refusal
 from nemo_gym.gateway.sessions import (
     SESSION_TTL_S,
@@ -154,6 +155,11 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
             return JsonResponse(reply)
         return Response(b"".join(stream_of(call.dialect, reply)), media_type=EVENT_STREAM)
 
+    async def preflight(self) -> list[EngineCheck]:
+        """Ask each engine once, before the first rollout: does it take the key, has it the model, how long is its
+        context? Default: nothing is behind this server that could be asked."""
+        return []
+
     async def chat_completions(self, body: NeMoGymChatCompletionCreateParamsNonStreaming) -> NeMoGymChatCompletion:
         """NeMo Gym's hook; may also take the ``Request``."""
         raise NotImplementedError(f"{type(self).__name__} does not implement chat_completions()")
@@ -199,6 +205,7 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
         routes.append(Route("/sessions", self._open_route, methods=["POST"]))
         routes.append(Route("/sessions/{session_id}/finalize", self._finalize_route, methods=["POST"]))
         routes.append(Route("/sessions/{session_id}/abort", self._abort_route, methods=["POST"]))
+        routes.append(Route("/preflight", self._preflight_route, methods=["POST"]))
         for path in PATHS:
             routes.append(Route(path, self._inference_route, methods=["POST"]))
         routes.append(Route("/v1/models", self._models_route, methods=["GET"]))
@@ -239,6 +246,10 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
         reward, reward_info = reward_in(await parse_json_object(request))
         summary = await self.gateway_sessions.finalize(session_id, token, reward=reward, reward_info=reward_info)
         return JsonResponse(summary)
+
+    async def _preflight_route(self, request: Request) -> Response:
+        require_role(request, Role.PIPELINE, Role.OPERATOR)
+        return JsonResponse({"engines": [asdict(check) for check in await self.preflight()]})
 
     async def _abort_route(self, request: Request) -> Response:
         session_id, token = self._control(request)

@@ -35,6 +35,9 @@ Tasks = list[list[Result]]
 ScoreFn = Callable[[Result], Mapping[str, float | bool]]
 
 INVALID_COUNT = "invalid/count"
+STD_ERR = "/std_err"
+GIVEN_NUMBERS_KEY = "_ng_given_numbers"
+"""Of a result sent for metrics: names of numbers that its dataset row brought, which are no metrics."""
 _NO_ANSWER = "no_answer"
 _NOT_METRICS = frozenset({TASK_INDEX_KEY, ROLLOUT_INDEX_KEY, ATTEMPT_INDEX_KEY, "mask_sample", "valid"})
 _SPREAD_SUFFIXES = ("std_dev_across_runs", "std_err_across_runs", "avg_sample_std_dev")
@@ -50,9 +53,11 @@ def numeric_fields(result: Mapping[str, Any]) -> dict[str, float]:
     response = result.get("response")
     usage = response.get("usage") if isinstance(response, Mapping) else None
     usage = usage if isinstance(usage, Mapping) else {}
+    given = result.get(GIVEN_NUMBERS_KEY) or ()
+    own = {key: value for key, value in result.items() if key not in given}
     return {
         key: int(value) if isinstance(value, bool) else value
-        for key, value in {**result, **usage}.items()
+        for key, value in {**own, **usage}.items()
         if isinstance(value, int | float) and key not in _NOT_METRICS and math.isfinite(value)
     }
 
@@ -94,6 +99,21 @@ def pass_at_k(values: Sequence[float], k: int) -> float:
         wrong = sum(1 for value in values if not value)
         return 1.0 - math.comb(wrong, k) / math.comb(len(values), k)
     return max(values[:k])
+
+
+def pass_rates(tasks: Sequence[Sequence[float]]) -> dict[str, float]:
+    """``pass@k`` in percent for every *k* up to the largest number of samples of a task, each with ``/std_err``: the
+    standard error over the tasks that have *k* samples. ``tasks[i]`` holds the rewards of task *i*; nothing is
+    returned unless all of them are 0 or 1."""
+    if any(reward not in (0, 1) for rewards in tasks for reward in rewards):
+        return {}
+    rates: dict[str, float] = {}
+    for k in range(1, max(map(len, tasks), default=0) + 1):
+        values = [100.0 * pass_at_k(rewards, k) for rewards in tasks if len(rewards) >= k]
+        rates[f"pass@{k}"] = fmean(values)
+        if len(values) > 1:
+            rates[f"pass@{k}{STD_ERR}"] = stdev(values) / math.sqrt(len(values))
+    return rates
 
 
 def _majority(answers: Sequence[Any], scores: Sequence[float]) -> float:

@@ -65,7 +65,9 @@ class RolloutCollectionHelper:
         without a verdict has a result with ``reward`` null and ``mask_sample`` true.
         """
         unused = {"input": Path("examples.jsonl"), "output": Path("examples.jsonl")}
-        config = RolloutRunConfig.parse({"concurrency": max(1, len(examples)), **run_keys, **unused})
+        # A trainer masks samples without a verdict and goes on; a batch of them is no reason to stop it.
+        defaults = {"concurrency": max(1, len(examples)), "stop_after_same_failure": 0}
+        config = RolloutRunConfig.parse({**defaults, **run_keys, **unused})
         run = ExampleRun(self.setup_server_client(head_server_config), examples, config)
         self._runs.append(run)
         return run.as_completed()

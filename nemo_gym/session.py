@@ -451,7 +451,7 @@ class AgentOutcome(StrEnum):
 
 
 _REFUSAL_STATUSES = frozenset({400, 401, 403, 404, 405, 413, 422})
-_KEY_REFUSED = re.compile(r"refused its API key|engine_credential|invalid_api_key")
+_KEY_REFUSED = re.compile(r"refused (its|the) API key|engine_credential|invalid_api_key")
 _CONTEXT_WORDS = re.compile(r"context.{0,3}(length|window)|too many tokens|prompt is too long", re.IGNORECASE)
 
 

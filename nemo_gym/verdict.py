@@ -10,7 +10,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+MAX_EVALUATION_LOG_CHARS = 64 * 1024
 
 
 class FailureKind(StrEnum):
@@ -76,6 +78,15 @@ class Verdict(BaseModel):
     """The verdict as the official harness computes it (for SWE-bench: ``resolved``, ``tests_status``, …)."""
     findings: list[Finding] = Field(default_factory=list)
     details: dict[str, Any] = Field(default_factory=dict)
+    reward_reason: str | None = None
+    """A few words on why the reward is what it is, for tables (``2 of 4 tests fail``)."""
+    evaluation_log: str | None = Field(None, repr=False)
+    """What the grading printed, for people. The pipeline keeps the last `MAX_EVALUATION_LOG_CHARS` in a file."""
+
+    @field_validator("evaluation_log")
+    @classmethod
+    def _end_of_log(cls, log: str | None) -> str | None:
+        return log and log[-MAX_EVALUATION_LOG_CHARS:]
 
     @classmethod
     def of(cls, reward: float, **fields: Any) -> Verdict:

@@ -28,13 +28,10 @@ def work_digest(response: Any, artifacts: Sequence[Artifact]) -> str:
 
 def verdict_fields(verdict: Verdict) -> dict[str, Any]:
     """A verdict as fields of a result row."""
-    fields = verdict.model_dump(mode="json", exclude={"official", "details"})
+    optional = {"official", "details", "reward_reason", "evaluation_log"}
+    fields = verdict.model_dump(mode="json", exclude=optional)
     fields["mask_sample"] = not verdict.valid
-    if verdict.official:
-        fields["official"] = verdict.official
-    if verdict.details:
-        fields["details"] = verdict.details
-    return fields
+    return fields | {name: value for name in sorted(optional) if (value := getattr(verdict, name))}
 
 
 def verdict_of_reply(reply: Mapping[str, Any]) -> Verdict:

@@ -23,12 +23,19 @@ from nemo_gym.rollouts.peers import Peers
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.progress import RunProgress
 from nemo_gym.rollouts.results import OutputLock, RecordedRun, ResultFiles, RunFiles
-from nemo_gym.rollouts.routing import checked_route, chosen_topology, refuse_rows_without_prompt
+from nemo_gym.rollouts.routing import checked_route, chosen_topology, preflight, refuse_rows_without_prompt
 from nemo_gym.rollouts.rows import MaterializedInputs, job_specs, materialize
 from nemo_gym.rollouts.stages import http_stages
 from nemo_gym.rollouts.store import SqliteJobStore
 from nemo_gym.rollouts.store.sqlite import store_error
-from nemo_gym.rollouts.table import counted, print_agents, print_key_metrics, print_table
+from nemo_gym.rollouts.table import (
+    counted,
+    print_agents,
+    print_key_metrics,
+    print_reasons,
+    print_table,
+    warn_of_context,
+)
 from nemo_gym.rollouts.tally import RolloutSummary, Tally
 from nemo_gym.serving.client import ServerClient
 
@@ -113,6 +120,7 @@ class Collection:
         for agent in inputs.agents:
             self._routes[agent] = await checked_route(self._client, self._peers, agent, config)
         await refuse_rows_without_prompt(config, inputs, self._routes, self._peers)
+        await preflight(self._routes.values(), self._peers, self._say)
         if recorded is None:
             # As late as this: whatever is wrong with the new run, the old one stands until then.
             files.discard(keep=inputs.path)
@@ -175,7 +183,7 @@ class Collection:
 
     async def _drive(self, store: JobStore, tally: Tally, total: int) -> None:
         config = self._config
-        stages = http_stages(self._peers, config, chosen_topology(self._client))
+        stages = http_stages(self._peers, config, chosen_topology(self._client), logs=self._files.logs)
         with RunProgress(total, tally, self._console) as progress:
             listener: JobListener = progress
             dispatcher = AsyncDispatcher(store, stages, config, self._routes.__getitem__, listener=listener)
@@ -203,12 +211,12 @@ class Collection:
             summaries.append(RolloutSummary.of_row(row))
             tally.add_row(record.spec.agent, row)
             if record.state is JobState.DONE and not self._config.disable_aggregation:
-                rows[record.spec.agent].append(for_aggregation(row))
+                rows[record.spec.agent].append(for_aggregation(row, record.spec.row))
         aggregates: list[dict[str, Any]] = []
         if not self._config.disable_aggregation:
             for agent, of_agent in tally.agents.items():
-                total = of_agent.valid + of_agent.invalid
-                aggregates.append(await aggregate(self._peers, self._routes[agent], rows[agent], of_agent, total))
+                mine = [item for item in summaries if item.agent == agent]
+                aggregates.append(await aggregate(self._peers, self._routes[agent], rows[agent], of_agent, mine))
             await asyncio.to_thread(write_aggregates, self._files.aggregate_metrics, aggregates)
         seconds = asyncio.get_running_loop().time() - start
         return _result(run_id, self._files, inputs, tally, summaries, aggregates, seconds=seconds)
@@ -304,16 +312,19 @@ def show(console: Console, result: CollectionResult, config: RolloutRunConfig) -
     if config.validation is not None:
         title += f" (validation: {config.validation})"
     print_table(console, result.summaries, title=title)
+    print_reasons(console, result.summaries)
     tally = Tally()
     for item in result.summaries:
         tally.add_row(item.agent, {"reward": item.reward, "failure_kind": item.outcome, "findings": item.findings})
     print_agents(console, tally)
     print_key_metrics(console, result.aggregates)
+    warn_of_context(console, result.summaries)
     files = result.files
     for name, path in (
         ("Rollouts", files.output),
         ("Materialized inputs", files.materialized_inputs),
         ("Failures", files.failures),
+        ("Evaluation logs", files.logs),
         ("Aggregate metrics", files.aggregate_metrics),
     ):
         if path.exists():

@@ -12,6 +12,7 @@ from nemo_gym.configuration.suggest import reject_unknown_keys
 from nemo_gym.errors import ConfigError
 from nemo_gym.model_limits import ChosenLimits
 from nemo_gym.session import Limits
+from nemo_gym.verdict import MAX_EVALUATION_LOG_CHARS
 
 
 def _named(*names: str, default: Any = None, **constraints: Any) -> Any:
@@ -63,6 +64,8 @@ class RolloutRunConfig(BaseModel):
     """Limits of every model call of this run, in place of the model server's: see `nemo_gym.model_limits`."""
     max_attempts: int = Field(3, ge=1)
     """Attempts per rollout when the infrastructure fails; EVAL alone is tried as often on the same artifact."""
+    stop_after_same_failure: int = Field(20, ge=0)
+    """Attempts in a row that fail the same way before the run stops with that reason; 0 never stops it."""
     retry_delay_s: float = Field(0.5, ge=0)
     """Wait before the second attempt; doubles with each further one, up to 30 s."""
     wall_clock_s: float | None = Field(None, gt=0)
@@ -96,6 +99,8 @@ class RolloutRunConfig(BaseModel):
 
     validation: Literal["gold", "nothing"] | None = None
     """Validate environments: agents with ``row_access: validation`` get the solution, and results say so."""
+    evaluation_log_chars: int = Field(MAX_EVALUATION_LOG_CHARS, ge=0, le=MAX_EVALUATION_LOG_CHARS)
+    """Of the end of each evaluation's log, kept as a file beside ``output``; 0 keeps none."""
     disable_aggregation: bool = False
     """Leave out the aggregate metrics file."""
 

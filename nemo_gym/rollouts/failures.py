@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import orjson
@@ -73,6 +74,20 @@ class PeerError(Exception):
     def __init__(self, server: str, path: str, status: int, problem: Mapping[str, Any]) -> None:
         self.server, self.path, self.status, self.problem = server, path, status, problem
         super().__init__(f"{server}{path}: {problem.get('detail') or problem.get('title') or f'status {status}'}")
+
+
+_VARIABLE = re.compile(r"(?i)0x[0-9a-f]+|\b(?=[a-f]*\d)[0-9a-f]{8,}\b|(?<![\d.])(?![1-5]\d\d(?![\d.]))\d+(\.\d+)?")
+"""Addresses, digests, counts and durations. Three digits that may be an HTTP status are told apart."""
+
+
+def same_way(kind: str, reason: str | None, names: Iterable[str] = ()) -> str:
+    """What failures have in common that failed the same way: the kind, and the reason without ``names`` (of the task,
+    of the rollout) and without numbers that change from one to the next."""
+    text = reason or ""
+    for name in names:
+        if len(name) > 2:
+            text = text.replace(name, "…")
+    return f"{kind}: {_VARIABLE.sub('#', text)}"
 
 
 def of_peer(stage: StageName, error: PeerError) -> StageFailure:

@@ -26,6 +26,13 @@ class StoreError(NemoGymError):
     status = 507
 
 
+class SameFailureError(NemoGymError):
+    """Attempt after attempt failed the same way, so the run stopped; it can be continued."""
+
+    code = "same_failure"
+    status = 503
+
+
 class StageName(StrEnum):
     INIT = "init"
     RUN = "run"

@@ -2,33 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 import structlog
 
+from nemo_gym.reward_profile import GIVEN_NUMBERS_KEY, INVALID_COUNT, STD_ERR, pass_rates
 from nemo_gym.rollouts.attempt import Route
 from nemo_gym.rollouts.failures import PeerError
+from nemo_gym.rollouts.identity import TASK_INDEX_KEY
 from nemo_gym.rollouts.peers import Peers
-from nemo_gym.rollouts.tally import AgentTally
+from nemo_gym.rollouts.tally import AgentTally, RolloutSummary
 
 log = structlog.get_logger(__name__)
 
 
-def for_aggregation(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A result row without what metrics do not read: the prompt, the conversation, artifacts and trajectories."""
+def for_aggregation(row: Mapping[str, Any], given: bytes) -> dict[str, Any]:
+    """A result row without what metrics do not read: the prompt, the conversation, artifacts and trajectories.
+
+    ``given`` is the dataset row. Its numbers (an expected answer, a year) are no metrics of the work; environments may
+    still group by them. Tokens are those that the model server counted, whatever the agent says.
+    """
     left_out = ("responses_create_params", "response", "artifacts", "ng_trajectory")
     kept = {key: value for key, value in row.items() if key not in left_out}
-    response = row.get("response")
-    if isinstance(response, Mapping) and response.get("usage") is not None:
-        kept["response"] = {"usage": response["usage"]}
+    numbers = [
+        key
+        for key, value in orjson.loads(given).items()
+        if isinstance(value, int | float) and key != "reward" and kept.get(key) == value
+    ]
+    if numbers:
+        kept[GIVEN_NUMBERS_KEY] = numbers
+    if usage := _usage(row):
+        kept["response"] = {"usage": usage}
     return kept
 
 
+def _usage(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    for source in (row.get("ng_model_session"), row.get("response")):
+        usage = source.get("usage") if isinstance(source, Mapping) else None
+        if isinstance(usage, Mapping) and any(usage.values()):
+            return usage
+    return None
+
+
 async def aggregate(
-    peers: Peers, route: Route, rows: list[dict[str, Any]], tally: AgentTally, total: int
+    peers: Peers, route: Route, rows: list[dict[str, Any]], tally: AgentTally, summaries: Sequence[RolloutSummary]
 ) -> dict[str, Any]:
     """One entry of the aggregate file. An environment that cannot answer leaves its counts and says why."""
     metrics: dict[str, Any] = {"agent_metrics": {}, "key_metrics": {}, "group_level_metrics": []}
@@ -37,21 +57,61 @@ async def aggregate(
         try:
             reply = await peers.post(server, "/aggregate_metrics", {"verify_responses": rows})
             answered = reply.json()
-            metrics.update({key: answered[key] for key in metrics if key in answered})
+            metrics.update({key: answered[key] or metrics[key] for key in metrics if key in answered})
         except (PeerError, ValueError, TypeError) as error:
             log.warning("no aggregate metrics", server=server, error=str(error))
             metrics["error"] = f"{server}/aggregate_metrics: {error}"
-    metrics["agent_metrics"] = {
-        **(metrics["agent_metrics"] or {}),
-        "rollouts/total": total,
+    tasks = _by_task(summaries)
+    rates = pass_rates([_rewards(samples) for samples in tasks.values()])
+    counts = {
+        "rollouts/total": len(summaries),
         "rollouts/valid": tally.valid,
         "rollouts/invalid": tally.invalid,
         **{f"rollouts/invalid/{kind}": count for kind, count in sorted(tally.failures.items())},
         "rollouts/with_findings": tally.findings,
+        "tasks/total": len(tasks),
+        "tasks/solved": sum(any(reward >= 1 for reward in _rewards(samples)) for samples in tasks.values()),
+        "tasks/without_verdict": sum(not _rewards(samples) for samples in tasks.values()),
     }
-    if tally.invalid:
-        metrics["key_metrics"] = {**(metrics["key_metrics"] or {}), "rollouts/invalid": tally.invalid}
+    for kind in ("agent_metrics", "key_metrics"):
+        # The environment saw rollouts with a verdict only: its count of the others says nothing.
+        metrics[kind].pop(INVALID_COUNT, None)
+    metrics["agent_metrics"] |= {**rates, **counts}
+    headline = {name: counts[name] for name in ("tasks/total", "tasks/solved", "rollouts/total", "rollouts/invalid")}
+    metrics["key_metrics"] |= {**_headline(rates), **headline}
+    metrics["group_level_metrics"] = _groups(metrics["group_level_metrics"], tasks)
     return {"agent_ref": {"type": "responses_api_agents", "name": route.agent}, **metrics}
+
+
+def _by_task(summaries: Sequence[RolloutSummary]) -> dict[int, list[RolloutSummary]]:
+    tasks: dict[int, list[RolloutSummary]] = {}
+    for item in sorted(summaries, key=lambda item: (item.task_index, item.sample_index)):
+        tasks.setdefault(item.task_index, []).append(item)
+    return tasks
+
+
+def _rewards(samples: Sequence[RolloutSummary]) -> list[float]:
+    return [item.reward for item in samples if item.reward is not None]
+
+
+def _headline(rates: Mapping[str, float]) -> dict[str, float]:
+    """``pass@1`` and the largest ``pass@k``, with their standard errors."""
+    names = [name for name in rates if not name.endswith(STD_ERR)]
+    chosen = dict.fromkeys([*names[:1], *names[-1:]])
+    return {name: rates[name] for base in chosen for name in (base, base + STD_ERR) if name in rates}
+
+
+def _groups(answered: Sequence[dict[str, Any]], tasks: Mapping[int, Sequence[RolloutSummary]]) -> list[dict[str, Any]]:
+    """The environment's metrics of each task, named and with the rollouts that have no verdict."""
+    known = {group.get(TASK_INDEX_KEY): group for group in answered}
+    groups = []
+    for index, samples in tasks.items():
+        without = sum(item.reward is None for item in samples)
+        if index not in known and without < len(samples):
+            continue
+        counts = {"num_rollouts": len(samples), INVALID_COUNT: without}
+        groups.append({TASK_INDEX_KEY: index, "task_id": samples[0].task_id, **known.get(index, {}), **counts})
+    return groups
 
 
 def write_aggregates(path: Path, aggregates: list[dict[str, Any]]) -> None:

@@ -23,7 +23,7 @@ import structlog
 from nemo_gym.errors import FencedError
 from nemo_gym.rollouts.attempt import Attempt, Route
 from nemo_gym.rollouts.config import RolloutRunConfig
-from nemo_gym.rollouts.failures import failure_row
+from nemo_gym.rollouts.failures import failure_row, same_way
 from nemo_gym.rollouts.interfaces import (
     CancelReport,
     Job,
@@ -32,6 +32,7 @@ from nemo_gym.rollouts.interfaces import (
     JobSelector,
     JobState,
     JobStore,
+    SameFailureError,
     Stage,
     StageFailure,
     StageName,
@@ -44,8 +45,44 @@ from nemo_gym.verdict import FailureKind
 log = structlog.get_logger(__name__)
 
 MAX_RETRY_DELAY_S = 30.0
+NOT_IN_A_ROW = frozenset({FailureKind.CANCELLED, FailureKind.CONTROLS_WEAK})
+"""Failures that the caller asked for."""
 IDLE_POLL_S = 1.0
 """How often an idle dispatcher looks for jobs that others submitted or gave back."""
+
+
+class FailureStreak:
+    """Attempts in a row that failed the same way. Work that passed the stage at which they fail ends the row."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._same: str | None = None
+        self._stage = StageName.INIT
+        self._count = 0
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the latest failure is of another kind than the one before it."""
+        return self._count <= 1
+
+    def passed(self, stage: StageName) -> None:
+        if stage is StageName.EVAL or self._stage is not StageName.EVAL:
+            self._count = 0
+
+    def failed(self, job: Job, failure: StageFailure) -> SameFailureError | None:
+        """What to stop the run with, when this was one too many."""
+        if not self._limit or failure.kind in NOT_IN_A_ROW:
+            return None
+        same = same_way(failure.kind, failure.reason, (job.job_id, job.spec.task_id))
+        self._count = self._count + 1 if same == self._same else 1
+        self._same, self._stage = same, failure.stage
+        if self._count < self._limit:
+            return None
+        return SameFailureError(
+            f"stopped: {self._count} attempts in a row failed the same way ({failure.kind}: {failure.reason}). Mend"
+            " the cause and start the same command again with retry_failed=true; nothing finished is lost."
+            " stop_after_same_failure=0 goes on whatever fails"
+        )
 
 
 class AsyncDispatcher:
@@ -74,6 +111,7 @@ class AsyncDispatcher:
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
         self._background: list[asyncio.Task[None]] = []
+        self._streak = FailureStreak(config.stop_after_same_failure)
         self._fatal: BaseException | None = None
         self._stopping = False
         self._idle = False
@@ -180,6 +218,7 @@ class AsyncDispatcher:
         await self._run.put(attempt)
 
     async def _ran(self, attempt: Attempt, result: StageResult) -> None:
+        self._streak.passed(StageName.RUN)
         # Not waited for: the writer keeps order, so the result row is never recorded without it or before it.
         recorded = asyncio.ensure_future(self._store.record_stage(attempt.job, result))
         recorded.add_done_callback(self._recorded)
@@ -190,6 +229,7 @@ class AsyncDispatcher:
             self._stop_for(error)
 
     async def _evaluated(self, attempt: Attempt, result: StageResult) -> None:
+        self._streak.passed(StageName.EVAL)
         if await self._recording(self._store.complete(attempt.job, result.payload)):
             self._tell(JobEvent(attempt.job, JobState.DONE, StageName.EVAL, result=attempt.verified))
         await attempt.close(self._config.close_timeout_s)
@@ -199,6 +239,8 @@ class AsyncDispatcher:
         job = attempt.job
         if attempt.cancelled is not None:
             failure = StageFailure(failure.stage, FailureKind.CANCELLED, attempt.cancelled, retryable=False)
+        if (stop := self._streak.failed(job, failure)) is not None:
+            self._stop_for(stop)
         spent = 1 + sum(past.new_attempt == failure.new_attempt for past in job.failures)
         again = failure.retryable and spent < self._config.max_attempts
         delay_s = min(self._config.retry_delay_s * 2 ** (spent - 1), MAX_RETRY_DELAY_S)
@@ -214,7 +256,8 @@ class AsyncDispatcher:
         kept = await attempt.salvage() if final and attempt.salvage is not None else {}
         await attempt.close(self._config.close_timeout_s)
         if again:
-            log.warning("attempt failed, trying again", rollout_id=job.job_id, reason=failure.reason)
+            reason = failure.reason if self._streak.is_new else "the same as before"
+            log.warning("attempt failed, trying again", rollout_id=job.job_id, reason=reason)
             await self._recording(self._store.requeue(job, failure, delay_s=delay_s))
             self.notify()
         elif await self._recording(self._store.fail(job, failure, self._failure_row(job, failure, kept))):
@@ -227,7 +270,7 @@ class AsyncDispatcher:
         if self._held.get(attempt.job.job_id) is not attempt:
             return
         await attempt.close(self._config.close_timeout_s)
-        if self._fatal is None:
+        if self._fatal is None or isinstance(self._fatal, SameFailureError):
             await self._recording(self._store.requeue(attempt.job))
         self._drop(attempt)
 

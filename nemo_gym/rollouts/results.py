@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,11 @@ class RunFiles:
         return self._beside("_reverified.jsonl")
 
     @property
+    def logs(self) -> Path:
+        """What grading printed: a directory with one file per rollout."""
+        return self._beside("_logs")
+
+    @property
     def store(self) -> Path:
         return self.store_path or self._beside("_store.sqlite")
 
@@ -76,6 +82,7 @@ class RunFiles:
         ):
             if path != keep:
                 path.unlink(missing_ok=True)
+        shutil.rmtree(self.logs, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)

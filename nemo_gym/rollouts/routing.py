@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -98,6 +98,27 @@ async def _box_needs(peers: Peers, route: Route) -> Mapping[str, Any]:
     if not isinstance(needs, dict):
         raise ConfigError(f"agent '{route.agent}' answers /box_needs with no JSON object", key=route.agent)
     return needs
+
+
+async def preflight(routes: Iterable[Route], peers: Peers, say: Callable[[str], None]) -> None:
+    """Have each model server ask its engines once, and say what serves. Raises `ConfigError` where no rollout could
+    get an answer."""
+    for model in dict.fromkeys(route.model for route in routes if route.model is not None and not route.opaque_run):
+        try:
+            checks = (await peers.post(model, "/preflight", {})).json()["engines"]
+        except PeerError as error:
+            if error.status == 404:  # a server without this contract
+                continue
+            raise ConfigError(f"model server '{model}' cannot be used: {error}", key=model) from error
+        if problems := [check["problem"] for check in checks if check["problem"]]:
+            raise ConfigError(f"model server '{model}': {'; '.join(problems)}", key=model)
+        for check in checks:
+            if check["warning"]:
+                say(f"{model}: {check['warning']}")
+            if check["unreachable"]:
+                say(f"{model}: {check['unreachable']}; the run starts all the same, and its calls are tried again")
+            elif check["context_tokens"]:
+                say(f"{model}: engine '{check['engine']}' has a context of {check['context_tokens']} tokens")
 
 
 async def refuse_rows_without_prompt(

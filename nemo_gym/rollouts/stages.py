@@ -12,6 +12,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -313,6 +314,13 @@ class RunStage(HttpStage):
 class EvalStage(HttpStage):
     name = StageName.EVAL
 
+    def __init__(
+        self, peers: Peers, config: RolloutRunConfig, *, workers: int, timeout_s: float, logs: Path | None = None
+    ) -> None:
+        super().__init__(peers, config, workers=workers, timeout_s=timeout_s)
+        self._logs = logs if config.evaluation_log_chars else None
+        """Where the logs of evaluations go; ``None`` keeps none."""
+
     async def run(self, attempt: Attempt) -> StageResult:
         result = await super().run(attempt)
         # The row holds its own EVAL time, so it is made when the stage is over.
@@ -330,6 +338,8 @@ class EvalStage(HttpStage):
         elif attempt.verified is None:
             assert environment is not None
             attempt.verified = await self._verify(attempt, environment)
+        else:
+            await self._keep_log(attempt, attempt.verified)
         attempt.verified |= await self._finalize(attempt, attempt.verified)
         return b""
 
@@ -353,9 +363,26 @@ class EvalStage(HttpStage):
         if not isinstance(verified, dict):
             reason = f"{environment}/verify answered no JSON object"
             raise StageError(StageFailure(StageName.EVAL, FailureKind.VERIFIER_FAILED, reason, new_attempt=False))
+        await self._keep_log(attempt, verified)
         if (failure := failures.of_verdict(StageName.EVAL, verified)) is not None:
             raise StageError(failure)
         return verified
+
+    async def _keep_log(self, attempt: Attempt, verified: dict[str, Any]) -> None:
+        """Move the evaluation's log from the verdict into its file, which the row then names."""
+        log_text, logs, spec = verified.get("evaluation_log"), self._logs, attempt.job.spec
+        if log_text is None or attempt.row_with().get("evaluation_log") == log_text:
+            return  # nothing, or a field of the row's own
+        del verified["evaluation_log"]
+        if logs is None or not isinstance(log_text, str):
+            return
+        file = logs / f"{spec.task_index}-{spec.sample_index}-{spec.task_id}.log"
+        try:
+            await asyncio.to_thread(_write_log, file, log_text[-self._config.evaluation_log_chars :])
+        except OSError as error:
+            log.warning("evaluation log not kept", rollout_id=spec.job_id, path=str(file), error=str(error))
+            return
+        verified["evaluation_log"] = f"{logs.name}/{file.name}"
 
     async def _finalize(self, attempt: Attempt, verdict: Mapping[str, Any]) -> dict[str, Any]:
         """Close the model session for its trajectories. The verdict stands without them, and the row says so."""
@@ -377,13 +404,20 @@ class EvalStage(HttpStage):
         return {"ng_model_session": finalized, **({"ng_trajectory": trajectories} if trajectories else {})}
 
 
-def http_stages(peers: Peers, config: RolloutRunConfig, topology: str | None) -> tuple[InitStage, RunStage, EvalStage]:
-    """The stages of a run, with its worker counts and deadlines."""
+def _write_log(file: Path, text: str) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text, encoding="utf-8", errors="replace")
+
+
+def http_stages(
+    peers: Peers, config: RolloutRunConfig, topology: str | None, *, logs: Path | None = None
+) -> tuple[InitStage, RunStage, EvalStage]:
+    """The stages of a run, with its worker counts and deadlines. ``logs``: where the logs of evaluations go."""
     init, run, eval_ = config.workers
     return (
         InitStage(peers, config, workers=init, timeout_s=config.init_timeout_s, topology=topology),
         RunStage(peers, config, workers=run, timeout_s=config.run_timeout_s),
-        EvalStage(peers, config, workers=eval_, timeout_s=config.eval_timeout_s),
+        EvalStage(peers, config, workers=eval_, timeout_s=config.eval_timeout_s, logs=logs),
     )
 
 

@@ -3,11 +3,39 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_gym.rollouts.failures import same_way
 from nemo_gym.rollouts.interfaces import JobEvent, JobState
+from nemo_gym.session import AgentOutcome
+
+WHY_CHARS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """What several rollouts have in common that ended the same way."""
+
+    label: str
+    text: str
+    """Of the first of them."""
+    rollouts: tuple[str, ...]
+
+    @classmethod
+    def distinct(cls, summaries: Iterable[RolloutSummary]) -> list[Reason]:
+        """Every distinct reason, those of rollouts without a verdict first, then by their number."""
+        found: dict[tuple[int, str], list[RolloutSummary]] = {}
+        for item in summaries:
+            if item.label:
+                key = same_way(item.label, item.reason, (item.task_id,))
+                found.setdefault((item.rank, key), []).append(item)
+        ordered = sorted(found.items(), key=lambda pair: (pair[0][0], -len(pair[1])))
+        return [
+            cls(items[0].label, items[0].reason or "", tuple(f"{item.task_id} #{item.sample_index}" for item in items))
+            for _, items in ordered
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +55,45 @@ class RolloutSummary:
     """Of the three stages together, without waiting."""
     attempts: int
     reason: str | None = None
+    """Why it has no verdict or no reward, or how its harness ended."""
+    kinds: tuple[str, ...] = ()
+    """Of the findings."""
+
+    @property
+    def rank(self) -> int:
+        """What needs looking at comes first: no verdict, findings, no reward, the rest."""
+        if self.reward is None:
+            return 0
+        if self.findings:
+            return 1
+        return 2 if self.reward <= 0 else 3
+
+    @property
+    def label(self) -> str:
+        """What is to be explained of it; empty where nothing is."""
+        if self.reward is None:
+            return f"no verdict, {self.outcome}"
+        if self.kinds:
+            return f"findings {', '.join(self.kinds)}"
+        odd = "" if self.outcome == AgentOutcome.COMPLETED else f", {self.outcome}"
+        return f"reward {self.reward:g}{odd}" if odd or self.reward <= 0 else ""
+
+    @property
+    def why(self) -> str:
+        """A word of why, for a table."""
+        if self.kinds:
+            return self.kinds[0] + (f" +{len(self.kinds) - 1}" if len(self.kinds) > 1 else "")
+        if not self.label or not self.reason:
+            return ""
+        return self.reason if len(self.reason) <= WHY_CHARS else f"{self.reason[: WHY_CHARS - 1]}…"
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> RolloutSummary:
         """From a line of the output or of the failures file."""
         timings = row.get("timings") or {}
         valid = row.get("valid", True) and row.get("reward") is not None
+        findings = row.get("findings") or ()
+        said = (row.get("reward_reason"), row.get("outcome_detail")) if valid else (row.get("failure_reason"),)
         return cls(
             task_id=str(row.get("task_id", row["_ng_task_index"])),
             task_index=row["_ng_task_index"],
@@ -40,11 +101,12 @@ class RolloutSummary:
             agent=(row.get("agent_ref") or {}).get("name", ""),
             reward=float(row["reward"]) if valid else None,
             outcome=str(row.get("outcome") if valid else row.get("failure_kind")),
-            findings=len(row.get("findings") or ()),
+            findings=len(findings),
             turns=_turns(row),
             seconds=sum(timings.values()) if timings else None,
             attempts=int(row.get("_ng_attempt_index", 0)) + 1,
-            reason=row.get("failure_reason"),
+            reason="; ".join(dict.fromkeys(str(words) for words in said if words)) or None,
+            kinds=tuple(dict.fromkeys(str(each.get("kind")) for each in findings if isinstance(each, Mapping))),
         )
 
 

@@ -82,7 +82,9 @@ class WeatherEnvironment(SimpleResourcesServer):
         calls = tool_calls(response, self.config.name, ("list_cities", "get_weather"))
         said = answered_text(response)
         right = wanted["city"].lower() in said.lower() and contains_number(said, expected)
-        return Verdict.of(float(right), details={"tool_calls": [call.name for call in calls], "expected": expected})
+        details = {"tool_calls": [call.name for call in calls], "expected": expected}
+        why = None if right else "wrong answer" if said.strip() else "nothing was said"
+        return Verdict.of(float(right), details=details, reward_reason=why)
 
 
 def _measurements(row: dict[str, Any]) -> dict[str, Weather]:

@@ -71,9 +71,8 @@ class MathEnvironment(SimpleResourcesServer):
         comparison = await self._checker.compare(expected, answer)
         if comparison.ending is not Ending.ANSWERED:
             comparison = await self._blamed(expected, answer, comparison)
-        return Verdict.of(
-            float(comparison.right), details={"comparison": str(comparison.ending), "answer": comparison.read}
-        )
+        details = {"comparison": str(comparison.ending), "answer": comparison.read}
+        return Verdict.of(float(comparison.right), details=details, reward_reason=_why(comparison, answer))
 
     async def gold_solution(self, row: dict[str, Any]) -> dict[str, Any] | None:
         return {"text": _boxed(_expected(row))}
@@ -95,6 +94,16 @@ class MathEnvironment(SimpleResourcesServer):
                 kind=FailureKind.CONTROL_RUN_FAILED,
             )
         return first if first.ending is Ending.TIMED_OUT else await self._checker.compare(expected, answer)
+
+
+def _why(comparison: Comparison, answer: str) -> str | None:
+    if comparison.right:
+        return None
+    if comparison.ending is not Ending.ANSWERED:
+        return f"the comparison {comparison.ending.replace('_', ' ')}"
+    if comparison.read is None:
+        return "no answer in what was said" if answer.strip() else "nothing was said"
+    return "wrong answer"
 
 
 def _expected(row: dict[str, Any]) -> str:

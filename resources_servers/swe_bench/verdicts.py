@@ -81,14 +81,15 @@ async def judge(
     if artifact.error is not None or artifact.truncated:
         official = {"resolved": False, "patch_exists": False, "patch_successfully_applied": False}
         reason = artifact.error or "the patch passed its size cap"
-        return Judgement(Verdict.of(0.0, official=official, details={"patch": reason}))
+        return Judgement(Verdict.of(0.0, official=official, details={"patch": reason}, reward_reason=reason))
     patch = artifact.content()
     run = await _run_surely(site, row, patch)
     if run is None:
         official = {"resolved": False, "patch_exists": bool(patch), "patch_successfully_applied": True}
         details = {"run": "the evaluation was lost (or out of memory) with this patch, and not with the gold patch"}
         findings = await asyncio.to_thread(findings_in_patch, patch)
-        return Judgement(Verdict.of(0.0, official=official, findings=findings, details=details))
+        lost = "the tests take their box down"
+        return Judgement(Verdict.of(0.0, official=official, findings=findings, details=details, reward_reason=lost))
     if run.refusal is not None:
         official = {"resolved": False, "patch_exists": True, "patch_successfully_applied": True}
         findings = [*await asyncio.to_thread(findings_in_patch, patch), run.refusal]
@@ -112,6 +113,8 @@ async def judge(
         official=_official(grade, run, patch, resolved=resolved),
         findings=findings,
         details=_details(run, grade, results, controls, signs, respelled=respelled),
+        reward_reason=None if resolved else _why_unresolved(grade, run, patch),
+        evaluation_log=run.log or run.apply_log,
     )
     return Judgement(verdict, run.log)
 
@@ -200,6 +203,20 @@ def _official(grade: LogGrade, run: EvalRun, patch: bytes, *, resolved: bool) ->
         "timed_out": run.outcome is ExecOutcome.TIMED_OUT,
         "tests_status": grade.tests_status,
     }
+
+
+def _why_unresolved(grade: LogGrade, run: EvalRun, patch: bytes) -> str:
+    if not patch.strip():
+        return "no patch"
+    if not run.applied:
+        return "the patch does not apply"
+    if run.outcome is not ExecOutcome.EXITED:
+        return f"the tests ended: {run.outcome.replace('_', ' ')}"
+    if grade.unread:
+        return grade.unread
+    expected = grade.tests_status.values()
+    failed, passed = (sum(len(tests.get(how, ())) for tests in expected) for how in ("failure", "success"))
+    return f"{failed} of {failed + passed} tests fail"
 
 
 def _details(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from nemo_gym.errors import CredentialError, InvalidBodyError
 from nemo_gym.gateway.capture import CallCapture, make_capture
 from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
+from nemo_gym.gateway.engines.types import EngineCheck
 from nemo_gym.gateway.refusals import dialect_of
 from nemo_gym.gateway.service.backend import Backend
 from nemo_gym.gateway.service.call import CallRequest
@@ -92,6 +94,10 @@ class Gateway(SimpleResponsesAPIModel):
         if (refusal := self._durable.journal.log.refusal) is not None:
             return {"detail": str(refusal)}
         return self._pool.ready()
+
+    async def preflight(self) -> list[EngineCheck]:
+        ours = self._backend.context_tokens
+        return [_compared(check, ours) for check in await self._pool.check()]
 
     def journal_dir(self) -> Path:
         if self.config.journal_dir is not None:
@@ -223,6 +229,16 @@ class Gateway(SimpleResponsesAPIModel):
         if named is not None and named != session.session_id:
             raise CredentialError("the inference token is not this session's", session_id=named)
         return self._durable.live(session.session_id)
+
+
+def _compared(check: EngineCheck, ours: int | None) -> EngineCheck:
+    if ours is None or check.context_tokens is None or check.context_tokens >= ours:
+        return check
+    warning = (
+        f"engine '{check.engine}' has a context of {check.context_tokens} tokens, the policy one of {ours}: longer"
+        f" conversations are refused by the engine; set policy.max_context_tokens to {check.context_tokens}"
+    )
+    return replace(check, warning=warning)
 
 
 def _without_session(path: str) -> str:

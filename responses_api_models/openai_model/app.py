@@ -26,6 +26,8 @@ from nemo_gym.base_responses_api_model import (
 from nemo_gym.errors import ModelError
 from nemo_gym.gateway.dialects import Dialect, messages_chat, responses_chat
 from nemo_gym.gateway.dialects.streams import stream_of
+from nemo_gym.gateway.engines import EngineConnections, EngineEndpoint, OpenAIEngine
+from nemo_gym.gateway.engines.types import EngineCheck
 from nemo_gym.gateway.refusals import relayed_error
 from nemo_gym.gateway.usage import Usage
 from nemo_gym.model_limits import CONNECT_TIMEOUT_S, IDLE_TIMEOUT_S, ModelTimeoutError, chosen_limits, took_too_long
@@ -240,6 +242,17 @@ class SimpleModelServer(SimpleResponsesAPIModel):
         if not call.stream:
             return JsonResponse(answer)
         return Response(b"".join(stream_of(call.dialect, answer)), media_type=EVENT_STREAM)
+
+    async def preflight(self) -> list[EngineCheck]:
+        config = self.config
+        endpoint = EngineEndpoint(
+            config.name, config.openai_base_url, model=config.openai_model, headers=self._headers()
+        )
+        connections = EngineConnections()
+        try:
+            return [await OpenAIEngine(endpoint, connections).check()]
+        finally:
+            await connections.aclose()
 
     async def ready(self) -> dict[str, Any] | None:
         """Whether the endpoint can be reached; any answer will do."""

@@ -1,5 +1,5 @@
 """An environment, an agent and a model server of a few lines each, as separate processes: peers that can be told to
-fail, with no code of the suite in them.
+fail, with no code of the suite in them but the formulas of its metrics.
 
 The benchmark runs the same three as the bare chain that the suite is measured against.
 """
@@ -20,6 +20,8 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from nemo_gym.reward_profile import compute_aggregate_metrics
+
 
 def answer(body: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(body), status_code=status, media_type="application/json")
@@ -39,7 +41,8 @@ class Journal:
 def environment(options: dict[str, Any]) -> FastAPI:
     """Options: ``seed_status``/``verify_status`` (fail with it), ``verify_failures`` (that many per rollout, then
     right), ``invalid`` (a failure kind), ``fenced`` (409 for first attempts), ``no_solution``, ``no_verdict``,
-    ``plain`` (no cookies), ``owns_boxes``, ``words_prompts`` (from the row's ``question``)."""
+    ``plain`` (no cookies), ``owns_boxes``, ``words_prompts`` (from the row's ``question``),
+    ``says`` (by task: members of the verdict)."""
     app = FastAPI()
     journal = Journal(options.get("journal"))
     tries: Counter[str] = Counter()
@@ -100,7 +103,8 @@ def environment(options: dict[str, Any]) -> FastAPI:
             }
             return answer({**row, **invalid})
         text = row["response"]["output"][0]["content"][0]["text"]
-        return answer({**row, "reward": float(text == row.get("expected_answer", "B"))})
+        says = options.get("says", {}).get(rollout["task_id"], {})
+        return answer({**row, "reward": float(text == row.get("expected_answer", "B")), **says})
 
     @app.post("/close")
     async def close(request: Request) -> Response:
@@ -126,9 +130,7 @@ def environment(options: dict[str, Any]) -> FastAPI:
     @app.post("/aggregate_metrics")
     async def aggregate(request: Request) -> Response:
         rows = orjson.loads(await request.body())["verify_responses"]
-        mean = sum(row["reward"] for row in rows) / len(rows)
-        metrics = {"mean/reward": mean}
-        return answer({"agent_metrics": metrics, "key_metrics": metrics, "group_level_metrics": []})
+        return Response(compute_aggregate_metrics(rows).model_dump_json(), media_type="application/json")
 
     return app
 
@@ -136,7 +138,7 @@ def environment(options: dict[str, Any]) -> FastAPI:
 def agent(options: dict[str, Any]) -> FastAPI:
     """Options: ``hang`` (task indices whose act never ends), ``crash`` (rollouts that answer ``crashed``),
     ``delay_s``, ``overrides_run``, ``status``, ``says`` (members of the act's answer, instead of the right ones),
-    ``box_needs`` (the whole answer, as text), ``limits`` (that it keeps)."""
+    ``box_needs`` (the whole answer, as text), ``limits`` (that it keeps), ``outcome`` and ``detail`` (of every act)."""
     journal = Journal(options.get("journal"))
 
     @asynccontextmanager
@@ -166,6 +168,9 @@ def agent(options: dict[str, Any]) -> FastAPI:
             journal.note("cancelled", rollout)
             return answer({}, 499)
         await asyncio.sleep(options.get("delay_s", 0))
+        if (outcome := options.get("outcome")) is not None:
+            journal.note("failed", rollout)
+            return answer({"response": {}, "outcome": outcome, "outcome_detail": options["detail"]})
         if (crashes := options.get("crash", {}).get(rollout["task_id"], 0)) and rollout["attempt"] <= crashes:
             return answer({"response": {}, "outcome": "crashed", "outcome_detail": "harness died"})
         if "validation" in body:
@@ -198,7 +203,8 @@ def agent(options: dict[str, Any]) -> FastAPI:
 
 
 def model(options: dict[str, Any]) -> FastAPI:
-    """Answers ``B`` at once. Options: ``trajectories`` (finalize returns one, which holds the reward it was given)."""
+    """Answers ``B`` at once. Options: ``trajectories`` (finalize returns one, which holds the reward it was given),
+    ``usage`` (of each session), ``preflight`` (its answer)."""
     app = FastAPI()
     journal = Journal(options.get("journal"))
     completion = orjson.dumps(message("B"))
@@ -225,6 +231,10 @@ def model(options: dict[str, Any]) -> FastAPI:
             }
         )
 
+    @app.post("/preflight")
+    async def preflight() -> Response:
+        return answer({"engines": options["preflight"]}) if "preflight" in options else answer({}, 404)
+
     @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
         orjson.loads(await request.body())
@@ -237,7 +247,8 @@ def model(options: dict[str, Any]) -> FastAPI:
         if (rollout := opened.pop(session_id, None)) is not None:
             journal.note(action, rollout)
         trajectories = [orjson.loads(await request.body())] if options.get("trajectories") else []
-        return answer({"session_id": session_id, "turns": 1, "usage": {}, "trajectories": trajectories})
+        usage = options.get("usage", {})
+        return answer({"session_id": session_id, "turns": 1, "usage": usage, "trajectories": trajectories})
 
     return app
 

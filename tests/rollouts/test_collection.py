@@ -14,6 +14,7 @@ from rich.console import Console
 
 from nemo_gym.errors import ConfigError, RowError
 from nemo_gym.rollouts.collection import run_collection
+from nemo_gym.rollouts.interfaces import SameFailureError
 from nemo_gym.rollouts.stages import reward_of
 from tests.rollouts.conftest import Chain, wait_until
 
@@ -44,7 +45,8 @@ async def test_run_writes_each_sample_once_with_nemo_gym_fields(make_chain: Make
     assert not (chain.directory / "out_failures.jsonl").exists()
     (aggregate,) = json.loads((chain.directory / "out_aggregate_metrics.json").read_text())
     assert set(aggregate) == {"agent_ref", "agent_metrics", "key_metrics", "group_level_metrics"}
-    assert aggregate["key_metrics"] == {"mean/reward": 0.5}
+    key = aggregate["key_metrics"]
+    assert (key["mean/reward"], key["pass@1"], key["pass@3"], key["rollouts/invalid"]) == (0.5, 50, 50, 0)
     assert aggregate["agent_metrics"]["rollouts/valid"] == 12
 
 
@@ -476,6 +478,132 @@ async def test_run_shows_percent_lines_table_and_files(make_chain: MakeChain, tm
     assert "mean/reward: 0.6667" in text
     for path in ("out.jsonl", "out_failures.jsonl", "out_aggregate_metrics.json"):
         assert str(chain.directory / path) in text
+
+
+async def shown_by(chain: Chain, **keys: Any) -> str:
+    shown = io.StringIO()
+    await run_collection(chain.client(), chain.run_keys(**keys), console=Console(file=shown, width=160))
+    return shown.getvalue()
+
+
+async def test_table_puts_what_needs_looking_at_first_and_names_every_reason_however_long_the_run(
+    make_chain: MakeChain,
+) -> None:
+    finding = {"reward": 0.0, "findings": [{"kind": "forged_markers", "detail": "x"}]}
+    says = {"t70": finding, "t74": {"reward": 0.0, "reward_reason": "2 of 4 tests fail"}}
+    crash = {"t79": 9, "t73": 9}
+    chain = make_chain(environment={"says": says}, agent={"crash": crash})
+    chain.write_rows(80, expected_answer="B")
+    text = await shown_by(chain, max_attempts=1)
+    rows = [line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│ t")]
+    assert rows[:6] == ["t73", "t79", "t70", "t74", "t0", "t1"]
+    assert "… and 20 more in the output file" in text
+    assert "  2 × no verdict, agent_crashed: harness died (t73 #0, t79 #0)" in text
+    assert "  1 × findings forged_markers (t70 #0)" in text
+    assert "  1 × reward 0: 2 of 4 tests fail (t74 #0)" in text
+    assert [line for line in text.splitlines() if "invalid" in line] == ["  rollouts/invalid: 2"]
+
+
+async def test_reasons_that_differ_in_numbers_and_names_only_are_one() -> None:
+    from nemo_gym.rollouts.failures import same_way
+
+    first = same_way("deadline", "t1: took 12.5 s at 0x7f3a (box 8f3ac9d01e22)", ["t1-0"])
+    assert first == same_way("deadline", "t22: took 98.25 s at 0x99 (box 77aa01bb3c4d5e)", []).replace("t22", "t1")
+    assert same_way("model_refused", "answered 401") != same_way("model_refused", "answered 404")
+
+
+async def test_metrics_have_one_count_of_invalid_pass_at_k_the_models_tokens_and_no_private_number(
+    make_chain: MakeChain,
+) -> None:
+    usage = {"input_tokens": 26, "output_tokens": 55, "total_tokens": 81}
+    chain = make_chain(model={"usage": usage}, agent={"crash": {"t1": 9}}, environment={"says": {"t2": {"score": 7}}})
+    chain.write_rows(4, year=1999, expected_answer=4)
+    says = {name: {"reward": float(name in ("t0", "t3")), "score": 7} for name in ("t0", "t2", "t3")}
+    environment = chain.servers["environment"]
+    environment.kill()
+    environment.restart(says=says)
+    result = await run_collection(chain.client(), chain.run_keys(num_repeats=2, max_attempts=1))
+    (metrics,) = result.aggregates
+    key, agent = metrics["key_metrics"], metrics["agent_metrics"]
+    assert key["mean/input_tokens"] == 26 and key["mean/output_tokens"] == 55
+    assert key["mean/score"] == 7
+    assert not [name for name in (*key, *agent) if "year" in name or "expected_answer" in name]
+    assert [name for name in key if "invalid" in name] == ["rollouts/invalid"]
+    assert key["rollouts/invalid"] == 2 and "invalid/count" not in agent
+    assert (key["pass@1"], key["pass@2"]) == (pytest.approx(200 / 3), pytest.approx(200 / 3))
+    assert key["pass@1/std_err"] == pytest.approx(100 / 3)
+    assert (key["tasks/total"], key["tasks/solved"], agent["tasks/without_verdict"]) == (4, 2, 1)
+    by_task = {group["task_id"]: group for group in metrics["group_level_metrics"]}
+    assert (by_task["t1"]["num_rollouts"], by_task["t1"]["invalid/count"]) == (2, 2)
+    assert "mean/reward" not in by_task["t1"] and by_task["t0"]["mean/reward"] == 1
+
+
+@pytest.mark.parametrize(("chars", "kept"), [(None, "x" * 65533 + "end"), (3, "end"), (0, None)])
+async def test_log_of_each_evaluation_is_kept_in_a_file_of_bounded_size(
+    make_chain: MakeChain, chars: int | None, kept: str | None
+) -> None:
+    says = {"t0": {"evaluation_log": "x" * 100_000 + "end"}}
+    chain = make_chain(environment={"says": says})
+    chain.write_rows(2)
+    keys = {} if chars is None else {"evaluation_log_chars": chars}
+    await run_collection(chain.client(), chain.run_keys(**keys))
+    rows = {row["task_id"]: row for row in chain.results()}
+    assert "evaluation_log" not in rows["t1"]
+    if kept is None:
+        assert "evaluation_log" not in rows["t0"] and not (chain.directory / "out_logs").exists()
+    else:
+        assert rows["t0"]["evaluation_log"] == "out_logs/0-0-t0.log"
+        assert (chain.directory / rows["t0"]["evaluation_log"]).read_text() == kept
+
+
+async def test_run_stops_with_its_reason_when_attempt_after_attempt_fails_the_same_way(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"outcome": "model_refused", "detail": "the engine answered 401"})
+    chain.write_rows(60)
+    with pytest.raises(SameFailureError, match=r"20 attempts in a row .*model_refused: the engine answered 401"):
+        await run_collection(chain.client(), chain.run_keys(concurrency=2, max_attempts=1))
+    assert 20 <= len(chain.notes("failed")) <= 22
+    assert set(chain.notes("seed")) == set(chain.notes("close"))
+    agent = chain.servers["agent"]
+    agent.kill()
+    agent.restart(outcome=None)
+    result = await run_collection(chain.client(), chain.run_keys(retry_failed=True))
+    assert (result.valid, result.invalid) == (60, 0)
+
+
+async def test_run_goes_on_when_failures_are_of_single_rows_or_the_stop_is_switched_off(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"crash": {f"t{number}": 9 for number in range(40) if number % 3}})
+    chain.write_rows(40)
+    result = await run_collection(chain.client(), chain.run_keys(max_attempts=1, concurrency=1))
+    assert result.invalid == 26
+    agent = chain.servers["agent"]
+    agent.kill()
+    agent.restart(outcome="crashed", detail="no")
+    keys = chain.run_keys(max_attempts=1, overwrite=True, stop_after_same_failure=0)
+    assert (await run_collection(chain.client(), keys)).invalid == 40
+
+
+async def test_engines_are_asked_before_the_first_rollout(make_chain: MakeChain) -> None:
+    check = {"engine": "e", "problem": None, "unreachable": None, "context_tokens": 4096, "warning": None}
+    chain = make_chain(model={"preflight": [check, {**check, "problem": "engine 'f' refused its API key (401)"}]})
+    chain.write_rows(2)
+    with pytest.raises(ConfigError, match=r"model server 'policy': engine 'f' refused its API key"):
+        await run_collection(chain.client(), chain.run_keys())
+    assert chain.notes("seed") == []
+    model = chain.servers["model"]
+    model.kill()
+    model.restart(preflight=[check, {**check, "engine": "f", "unreachable": "engine 'f' cannot be reached"}])
+    text = await shown_by(chain)
+    assert "policy: engine 'e' has a context of 4096 tokens" in text
+    assert "engine 'f' cannot be reached; the run starts all the same" in text
+
+
+async def test_run_warns_when_first_requests_do_not_fit_the_context(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"outcome": "context_exceeded", "detail": "4096 tokens"})
+    chain.write_rows(3)
+    text = await shown_by(chain)
+    assert "Warning: the first request of 3 of 3 rollouts does not fit the model's context." in text
+    assert "  3 × no verdict, context_exceeded: 4096 tokens" in text
+    assert len(chain.notes("failed")) == 3  # it would not fit the next time either
 
 
 def test_run_keys_name_the_nearest_right_key() -> None:

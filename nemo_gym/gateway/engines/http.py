@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import orjson
 
+from nemo_gym.configuration.suggest import nearest
 from nemo_gym.errors import ConfigError, InvalidBodyError
 from nemo_gym.gateway.engines.connections import BROKEN, EngineConnections, NotConnectedError, Patience
 from nemo_gym.gateway.engines.echo import without_echo
@@ -30,7 +31,7 @@ from nemo_gym.gateway.engines.errors import (
 from nemo_gym.gateway.engines.events import DONE, EventReader
 from nemo_gym.gateway.engines.exchange import NoHttpError, Reply, TooLongError
 from nemo_gym.gateway.engines.heads import RequestHeads
-from nemo_gym.gateway.engines.types import WeightsSpan
+from nemo_gym.gateway.engines.types import EngineCheck, WeightsSpan
 from nemo_gym.model_limits import CONNECT_TIMEOUT_S, IDLE_TIMEOUT_S, NONE_CHOSEN, REQUEST_TIMEOUT_S, chosen_limits
 
 READ_OUT_S = 0.05
@@ -41,6 +42,7 @@ BYTES_PER_TOKEN = 4096
 _BESIDE_TOKENS_BYTES = 1 << 20
 _ERROR_BYTES = 1 << 20
 """Of an answer that is no 200."""
+MAX_LISTED_MODELS = 10
 QUOTED_CHARS = 500
 """How much of an engine's error body is repeated in ours."""
 
@@ -76,6 +78,7 @@ class HttpEngine:
     """A base for adapters; see `nemo_gym.gateway.engines.base.Engine` for the contract."""
 
     health_route = "/health"
+    models_route = "/v1/models"
 
     def __init__(self, endpoint: EngineEndpoint, http: EngineConnections) -> None:
         """Raises `ConfigError` for headers that cannot be sent."""
@@ -107,6 +110,38 @@ class HttpEngine:
 
     async def probe(self) -> None:
         await self._whole("GET", self.health_route, b"", self._probe_patience, self.endpoint.max_answer_bytes)
+
+    async def check(self) -> EngineCheck:
+        """Ask once whether the key is taken and the model is there, and how long its context is. Never raises for what
+        an engine answers."""
+        try:
+            raw, _ = await self._whole(
+                "GET", self.models_route, b"", self._probe_patience, self.endpoint.max_answer_bytes
+            )
+            models = _listed_models(self.parsed(raw))
+            if self.endpoint.model is None or (card := models.get(self.endpoint.model)) is not None:
+                context = (card or {}).get("max_model_len") if self.endpoint.model else None
+                return EngineCheck(self.name, context_tokens=context if isinstance(context, int) else None)
+        except EngineCredentialError as error:
+            return EngineCheck(self.name, problem=error.message)
+        except (EngineRefusedError, EngineAnswerError):
+            models = {}  # no such route: not every endpoint has one
+        except EngineError as error:
+            return EngineCheck(self.name, unreachable=error.message)
+        return await self._check_name(models)
+
+    async def _check_name(self, models: Mapping[str, Any]) -> EngineCheck:
+        """The check of a model that the engine does not list. What an adapter cannot find out is no problem."""
+        return EngineCheck(self.name)
+
+    def unknown_model(self, models: Mapping[str, Any]) -> EngineCheck:
+        model = self.endpoint.model or ""
+        listed = f"; it serves {', '.join(list(models)[:MAX_LISTED_MODELS])}" if models else ""
+        return EngineCheck(
+            self.name,
+            problem=f"engine '{self.name}' at {self.endpoint.base_url} has no model '{model}'{nearest(model, models)}"
+            f"{listed}; set policy_model_name (the engine's 'model')",
+        )
 
     async def post(
         self, route: str, body: Mapping[str, Any], *, max_tokens: int | None = None
@@ -283,7 +318,8 @@ class HttpEngine:
         if status in (401, 403):
             # Not the engine's words: they may quote the key.
             return EngineCredentialError(
-                f"engine '{self.name}' refused its API key ({status}); set the engine's 'api_key'", **known
+                f"engine '{self.name}' refused its API key ({status}); set the engine's 'api_key' (POLICY_API_KEY)",
+                **known,
             )
         said = self._quoted(body)
         if status == 429 or (status == 503 and "retry-after" in reply.headers):
@@ -315,6 +351,12 @@ class HttpEngine:
         if self.endpoint.api_key:
             text = text.replace(self.endpoint.api_key, "***")
         return text[:QUOTED_CHARS]
+
+
+def _listed_models(reply: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    cards = reply.get("data")
+    listed = cards if isinstance(cards, list) else []
+    return {card["id"]: card for card in listed if isinstance(card, Mapping) and isinstance(card.get("id"), str)}
 
 
 def _written(body: Mapping[str, Any]) -> bytes:

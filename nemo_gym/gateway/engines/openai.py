@@ -6,16 +6,19 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from nemo_gym.gateway.engines.connections import EngineConnections
+from nemo_gym.gateway.engines.errors import EngineCredentialError, EngineError, EngineRefusedError
 from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
-from nemo_gym.gateway.engines.types import TextReply
+from nemo_gym.gateway.engines.types import EngineCheck, TextReply
 
 
 class OpenAIEngine(HttpEngine):
     """``endpoint.base_url`` ends in ``/v1``; ``endpoint.model`` replaces whatever a harness asks for. With
     ``logprobs`` every chat completion asks for those of the sampled tokens."""
 
-    health_route = "/models"
+    health_route = models_route = "/models"
 
     def __init__(self, endpoint: EngineEndpoint, http: EngineConnections, *, logprobs: bool = False) -> None:
         super().__init__(endpoint, http)
@@ -30,6 +33,22 @@ class OpenAIEngine(HttpEngine):
         return self.post_stream(
             route, self._body(route, body, stream=True), at_most_bytes=self._answer_bytes(0, _budget(body))
         )
+
+    async def _check_name(self, models: Mapping[str, Any]) -> EngineCheck:
+        """By asking for one token: an endpoint may take names that it does not list."""
+        asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+        try:
+            data = orjson.dumps(self._body("/chat/completions", asked, stream=False))
+            await self._whole("POST", "/chat/completions", data, self._probe_patience, self.endpoint.max_answer_bytes)
+        except EngineCredentialError as error:
+            return EngineCheck(self.name, problem=error.message)
+        except EngineRefusedError as error:
+            # Other refusals speak of this request, which is not the harness's.
+            if error.details.get("upstream_status") == 404 and b"model" in error.body.lower():
+                return self.unknown_model(models)
+        except EngineError:
+            pass  # slow, busy or broken: the rollouts' own calls have patience and retries
+        return EngineCheck(self.name)
 
     def _body(self, route: str, body: Mapping[str, Any], *, stream: bool) -> dict[str, Any]:
         sent = {**body, "stream": stream}

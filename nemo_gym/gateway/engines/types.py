@@ -140,3 +140,18 @@ class TextReply:
     engine: str
     headers: Mapping[str, str] = field(default_factory=dict)
     weights: WeightsSpan = field(default_factory=WeightsSpan)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCheck:
+    """What an engine says before the first rollout."""
+
+    engine: str
+    problem: str | None = None
+    """Why no call can succeed: the key, or the model's name."""
+    unreachable: str | None = None
+    """Why it gave no answer now; it may later."""
+    context_tokens: int | None = None
+    """Prompt and answer together, where the engine tells."""
+    warning: str | None = None
+    """What works, and may not be meant."""

@@ -15,7 +15,15 @@ from nemo_gym.gateway.engines.echo import without_echo
 from nemo_gym.gateway.engines.errors import EngineLostError, EngineRefusedError
 from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
 from nemo_gym.gateway.engines.long_completions import LongCompletion, long_completion
-from nemo_gym.gateway.engines.types import FinishReason, Generation, Sampling, TokenDelta, TokenRequest, prompt_of
+from nemo_gym.gateway.engines.types import (
+    EngineCheck,
+    FinishReason,
+    Generation,
+    Sampling,
+    TokenDelta,
+    TokenRequest,
+    prompt_of,
+)
 from nemo_gym.gateway.usage import tokens_counted
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
@@ -77,6 +85,10 @@ class VllmEngine(HttpEngine):
         self._stream_interval = stream_interval
         self._parameters: tuple[Sampling, dict[str, Any]] | None = None
         """Of the latest request: most of a session's have the very same."""
+
+    async def _check_name(self, models: Mapping[str, Any]) -> EngineCheck:
+        # It serves the names that it lists, and no other.
+        return self.unknown_model(models) if models else EngineCheck(self.name)
 
     async def generate(self, request: TokenRequest) -> Generation:
         first = self.weights_version

@@ -109,6 +109,11 @@ class Backend(Protocol[C, D]):
     """Samples answers. ``sample`` may be cancelled at any await and then has changed nothing; ``commit`` does not
     await, and is called once for what ``sample`` returned."""
 
+    @property
+    def context_tokens(self) -> int | None:
+        """Prompt and answer together; nothing where the engines alone know."""
+        ...
+
     def conversations(self, now: datetime) -> C:
         """For a new session. ``now`` is the session's own time, for templates that print the date."""
         ...

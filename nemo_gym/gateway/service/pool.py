@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym.errors import ConfigError
 from nemo_gym.gateway.engines import EngineConfig, EngineConnections, HttpEngine, OpenAIEngine, TokenEngine
+from nemo_gym.gateway.engines.types import EngineCheck
 from nemo_gym.gateway.retries import EngineCalls, RetryBudget, RetryOptions, TokenCalls
 from nemo_gym.gateway.retries.calls import SESSION_RETRIES
 from nemo_gym.gateway.retries.resuming import MAX_RESUMES
@@ -221,6 +222,10 @@ class EnginePool:
             replica.engine.weights_version = version
 
     # -- what operators see --------------------------------------------------------------------------------------
+
+    async def check(self) -> list[EngineCheck]:
+        """Every engine asked once: key, model name, context."""
+        return list(await asyncio.gather(*(replica.engine.check() for replica in self.router.replicas)))
 
     def status(self) -> dict[str, Any]:
         """Plain data: ``kind``, ``engines``, ``waiting`` (calls without a place), ``retries_saved``."""

@@ -140,6 +140,10 @@ class TextBackend:
         self._model = model
         self._extra_body = dict(extra_body or {})
 
+    @property
+    def context_tokens(self) -> int | None:
+        return None
+
     def conversations(self, now: datetime) -> TextConversations:
         return TextConversations(now)
 

@@ -159,6 +159,10 @@ class TokenBackend:
         self._encoder = IncrementalEncoder(policy)
         self._stops = tuple(sorted(policy.stop_ids))
 
+    @property
+    def context_tokens(self) -> int | None:
+        return self._limits.context
+
     def conversations(self, now: datetime) -> TokenConversations:
         return TokenConversations(TokenForest(self._encoder, self._policy, self._history, now), self._policy)
 

@@ -82,7 +82,7 @@ async def _collect_until_signal(stack: StackEntry, values: Mapping[str, Any]) ->
 
 
 async def collect(stack: StackEntry, values: Mapping[str, Any]) -> int:
-    """Run the rollouts that ``values`` configure against ``stack``. 0 when every rollout has a verdict, else 1."""
+    """Run the rollouts that ``values`` configure against ``stack``. 0 when every rollout has a verdict, else 3."""
     from rich.console import Console
 
     from nemo_gym.rollouts.collection import run_collection
@@ -99,4 +99,4 @@ async def collect(stack: StackEntry, values: Mapping[str, Any]) -> int:
         )
     finally:
         await close_global_aiohttp_client()
-    return command.EXIT_OK if result.exit_code == 0 else command.EXIT_FAILED
+    return command.EXIT_OK if result.invalid == 0 else command.EXIT_MASKED

@@ -44,6 +44,8 @@ def validate(argv: Sequence[str]) -> int:
         print(f"{server['instance']}: {server['type']}.{server['implementation']} ({server['source']})")
     if report["topology"]:
         print(f"topology: {report['topology']}")
+    for notice in report["notices"]:
+        print(f"notice: {notice}")
     if arguments.dump:
         import yaml
 
@@ -54,7 +56,7 @@ def validate(argv: Sequence[str]) -> int:
 
 def inspect(words: Sequence[str]) -> tuple[Composition, dict[str, Any]]:
     """Compose ``words`` and check everything that can be checked without starting a server."""
-    from nemo_gym.configuration.check import check_everything
+    from nemo_gym.configuration.check import check_everything, notices
     from nemo_gym.configuration.compose import compose
     from nemo_gym.configuration.sandbox_check import check_sandbox
 
@@ -74,6 +76,7 @@ def inspect(words: Sequence[str]) -> tuple[Composition, dict[str, Any]]:
         ],
         "composition": composition.chosen,
         "topology": topology and str(topology),
+        "notices": notices(composition),
     }
 
 

@@ -85,7 +85,7 @@ async def _collect_until_signal(stack: StackEntry, values: Mapping[str, Any]) ->
 
 
 async def collect(stack: StackEntry, values: Mapping[str, Any]) -> int:
-    """Run the rollouts that ``values`` configure against ``stack``. 0 when every rollout has a verdict, else 1."""
+    """Run the rollouts that ``values`` configure against ``stack``. 0 when every rollout has a verdict, else 3."""
     from nemo_gym.rollouts.collection import run_collection
     from nemo_gym.rollouts.config import RolloutRunConfig
     from nemo_gym.serving.client import close_global_aiohttp_client
@@ -102,7 +102,7 @@ async def collect(stack: StackEntry, values: Mapping[str, Any]) -> int:
 
 
 def exit_code_of(result: CollectionResult) -> int:
-    return command.EXIT_OK if result.exit_code == 0 else command.EXIT_FAILED
+    return command.EXIT_OK if result.invalid == 0 else command.EXIT_MASKED
 
 
 def result_console() -> Console:

@@ -12,9 +12,11 @@ from nemo_gym.errors import ConfigError, NemoGymError
 
 EXIT_OK = 0
 EXIT_FAILED = 1
-"""Rollouts or the infrastructure failed."""
+"""The infrastructure failed, or what the command found is not as it should be."""
 EXIT_USAGE = 2
 """The configuration or the command line is wrong."""
+EXIT_MASKED = 3
+"""The run is complete, and some rollouts of it ended without a verdict."""
 EXIT_INTERRUPTED = 130
 
 SETTINGS = """\
@@ -24,7 +26,8 @@ topology= is one of none (A), env_sandboxed (B), agent_in_env (C), whole_interac
 NeMo Gym's "+config_paths=[a.yaml,b.yaml]" works as well; env.yaml in the working directory is read last but one.
 Secrets belong in env.yaml or the environment (policy_api_key: ${oc.env:MY_KEY}), not on the command line.
 
-Exit codes: 0 all is well; 1 rollouts or servers failed; 2 wrong configuration or usage.
+Exit codes: 0 all is well; 1 a server or the command itself failed; 2 wrong configuration or usage; 3 the run is
+complete, with rollouts that have no verdict; 130 interrupted.
 """
 
 

@@ -58,6 +58,8 @@ def with_stack(
     is_handed_over = False
     try:
         composition, topology = compose()
+        if composition.values.get("dry_run"):
+            return _dry_run(composition, topology)
         import uvloop
 
         is_handed_over = True
@@ -70,13 +72,26 @@ def with_stack(
             stop_nursery(process[0])
 
 
+def _dry_run(composition: Composition, topology: Topology | None) -> int:
+    """Everything that can be checked without starting a server, and nothing else."""
+    from nemo_gym.configuration.sandbox_check import check_sandbox
+
+    check_sandbox(composition, topology)
+    say(
+        f"dry run: {len(composition.servers)} servers were checked and none was started; ng_prepare fetches and builds"
+    )
+    return command.EXIT_OK
+
+
 def _compose(words: Sequence[str]) -> tuple[Composition, Topology | None]:
-    from nemo_gym.configuration.check import check_everything
+    from nemo_gym.configuration.check import check_everything, notices
     from nemo_gym.configuration.compose import compose
     from nemo_gym.configuration.secrets import is_secret_name
 
     composition = compose(words)
     topology = check_everything(composition)
+    for notice in notices(composition):
+        say(notice)
     for word in words:
         key = word.split("=", 1)[0].lstrip("+~")
         if is_secret_name(key.split(".")[-1]):

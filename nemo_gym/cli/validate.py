@@ -47,6 +47,8 @@ def validate(argv: Sequence[str]) -> int:
     if run := report["run"]:
         left = "finished" if run["finished"] else f"{run['left']} left to run"
         print(f"run: {run['rollouts']} rollouts of {run['tasks']} tasks, {left}")
+    for notice in report["notices"]:
+        print(f"notice: {notice}")
     if arguments.dump:
         import yaml
 
@@ -57,7 +59,7 @@ def validate(argv: Sequence[str]) -> int:
 
 def inspect(words: Sequence[str]) -> tuple[Composition, dict[str, Any]]:
     """Compose ``words`` and check everything that can be checked without starting a server."""
-    from nemo_gym.configuration.check import check_everything
+    from nemo_gym.configuration.check import check_everything, notices
     from nemo_gym.configuration.compose import compose
     from nemo_gym.configuration.sandbox_check import check_sandbox
 
@@ -78,6 +80,7 @@ def inspect(words: Sequence[str]) -> tuple[Composition, dict[str, Any]]:
         ],
         "composition": composition.chosen,
         "topology": topology and str(topology),
+        "notices": notices(composition),
     }
 
 

@@ -7,11 +7,13 @@ from typing import Any
 from nemo_gym.configuration import compatibility
 from nemo_gym.configuration.compose import Composition
 from nemo_gym.configuration.hosts import Hosts
+from nemo_gym.configuration.keys import UNREAD_NEMO_GYM_KEYS
 from nemo_gym.configuration.plugin_keys import check_server_keys, entrypoint
 from nemo_gym.configuration.servers import ServerBlock
 from nemo_gym.errors import ConfigError
 from nemo_gym.session import Topology
 
+FLAGS = ("dry_run", "allow_unsupported_pairing")
 NUMBER_KEYS = ("startup_timeout_s", "shutdown_timeout_s", "max_restarts")
 
 
@@ -32,9 +34,21 @@ def check_everything(composition: Composition) -> Topology | None:
         value = composition.values.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
             raise ConfigError(f"{key} must be a number that is not negative, got {value!r}", key=key)
+    for key in FLAGS:
+        if not isinstance(value := composition.values.get(key, False), bool):
+            raise ConfigError(f"{key} must be true or false, got {value!r}", key=key)
     Hosts.of(composition)
     _check_run_keys(composition)
     return compatibility.check(composition)
+
+
+def notices(composition: Composition) -> list[str]:
+    """A sentence for each key that is accepted and does nothing, with what it would do elsewhere."""
+    return [
+        f"'{key}' does nothing here; in NeMo Gym it is {meaning}"
+        for key, meaning in UNREAD_NEMO_GYM_KEYS.items()
+        if composition.values.get(key) is not None and key not in composition.servers
+    ]
 
 
 def _check_place(server: ServerBlock) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_gym.configuration.compose import Composition
-from nemo_gym.configuration.keys import AGENT_TYPE, COMPOSITION, TOPOLOGY
+from nemo_gym.configuration.keys import AGENT_TYPE, COMPOSITION, DEFAULT_MODEL, MODEL_TYPE, TOPOLOGY
 from nemo_gym.configuration.plugin_keys import class_constant
 from nemo_gym.configuration.servers import ServerBlock, references
 from nemo_gym.configuration.suggest import nearest
@@ -25,6 +25,7 @@ from nemo_gym.session import Topology
 
 SANDBOX_BLOCK = "sandbox"
 """The block that ``sandbox=<name>`` chooses."""
+UNSUPPORTED_PAIRING = "allow_unsupported_pairing"
 WORLD_TOPOLOGIES = (Topology.AGENT_IN_ENV, Topology.WHOLE_INTERACTION)
 """Topologies in which the agent side needs a sandbox."""
 
@@ -189,6 +190,32 @@ def sandbox_provider(composition: Composition, server: ServerBlock) -> str | Non
     return name
 
 
+def _check_pairing(composition: Composition, agent: ServerBlock, environment: ServerBlock) -> None:
+    """An environment's ``allowed_agents`` (instances or implementations) and ``allowed_model_types``
+    (implementations, of models that are not this suite's gateway, which serves what they do)."""
+    if composition.values.get(UNSUPPORTED_PAIRING):
+        return
+    models = [composition.servers[found.name] for found in references(agent.values)]
+    asked = [("allowed_agents", "agent", agent)] + [
+        ("allowed_model_types", "model", model)
+        for model in models
+        if model.server_type == MODEL_TYPE and model.implementation != DEFAULT_MODEL
+    ]
+    for key, what, server in asked:
+        allowed = environment.values.get(key)
+        if allowed is None:
+            continue
+        if isinstance(allowed, str) or not isinstance(allowed, Sequence):
+            raise ConfigError(f"{environment.where}.{key} must be a list of names, got {allowed!r}", key=key)
+        if not {server.instance, server.implementation} & {str(name) for name in allowed}:
+            raise ConfigError(
+                f"environment '{environment.instance}' is made for {what}s {', '.join(map(str, allowed)) or 'none'}"
+                f" ({environment.where}.{key}), not for '{server.instance}'; choose one of them, or add"
+                f" {UNSUPPORTED_PAIRING}=true",
+                key=".".join((*environment.path, key)),
+            )
+
+
 def check(composition: Composition) -> Topology | None:
     """Check every agent of the composition with the environment it refers to.
 
@@ -206,6 +233,7 @@ def check(composition: Composition) -> Topology | None:
             environment = composition.servers[reference.name]
             if reference.path != ("resources_server",):
                 continue
+            _check_pairing(composition, server, environment)
             offered = side_of(environment, composition.roots)
             result = check_composition(
                 side_of(server, composition.roots),

@@ -57,7 +57,13 @@ def _lacking(composition: Composition, server: ServerBlock, name: str, wanted: l
     from nemo_gym.sandbox.base import NetworkPolicy
     from nemo_gym.sandbox.registry import create_provider
 
-    provider = create_provider(backend_of(composition, server.values["sandbox_provider"], where=server.where))
+    backend = backend_of(composition, server.values["sandbox_provider"], where=server.where)
+    try:
+        provider = create_provider(backend)
+    except ConfigError as error:
+        named = server.values["sandbox_provider"]
+        block = named if isinstance(named, str) else f"{server.where}.sandbox_provider"
+        raise ConfigError(f"{block}.{next(iter(backend))}: {error.message}", key=block) from error
     try:
         capabilities = provider.capabilities
     except SandboxError as error:

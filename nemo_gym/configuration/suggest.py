@@ -16,16 +16,21 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean '{matches[0]}'?)" if matches else ""
 
 
-def validation_problems(error: ValidationError, known: Collection[str] = ()) -> str:
-    """What a configuration class refused, without the values: they may be secrets. ``known`` are its keys."""
-    problems = []
+def validation_problems(error: ValidationError, known: Collection[str] = (), *, where: str = "") -> str:
+    """What a configuration class refused, without the values: they may be secrets.
+
+    Args:
+        known: its keys.
+        where: the dotted path of its block, so that each problem names the key as a user types it.
+    """
+    problems, block = [], f"{where}." if where else ""
     for item in error.errors(include_input=False, include_url=False):
         *parents, key = map(str, item["loc"] or ("value",))
-        where = ".".join((*parents, key))
+        path = block + ".".join((*parents, key))
         if item["type"] == "extra_forbidden":
-            problems.append(f"unknown key '{where}'{'' if parents else nearest(key, known)}")
+            problems.append(f"unknown key '{path}'{'' if parents else nearest(key, known)}")
         else:
-            problems.append(f"{where}: {item['msg']}")
+            problems.append(f"{path}: {item['msg']}")
     return "; ".join(problems)
 
 

@@ -24,6 +24,7 @@ from nemo_gym.errors import ConfigError
 from nemo_gym.harness.base import CliHarness, HarnessContext
 from nemo_gym.harness.process import STOP_TIMEOUT_S
 from nemo_gym.harness.run import RunSettings, run_in_box
+from nemo_gym.serving.client import server_path
 from nemo_gym.session import ActRequest, ActResponse, BoxNeeds, MountModel, SandboxSpecModel, Topology
 from nemo_gym.topology.bindings import AgentBoxes
 from nemo_gym.topology.merge import HarnessNeeds
@@ -97,11 +98,11 @@ class CliAgent(SimpleResponsesAPIAgent):
         try:
             options = options_class.model_validate(self.config.harness)
         except ValidationError as error:
+            where = f"{server_path(self.server_client.global_config_dict, self.config.name)}.harness"
             raise ConfigError(
-                f"agent '{self.config.name}': harness:"
-                f" {validation_problems(error, options_class.model_fields)}; it takes:"
+                f"{validation_problems(error, options_class.model_fields, where=where)}; it takes:"
                 f" {', '.join(options_class.model_fields) or 'nothing'}",
-                key="harness",
+                key=where,
             ) from None
         return self.harness_class(options)
 

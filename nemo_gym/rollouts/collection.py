@@ -59,11 +59,6 @@ class CollectionResult:
     aggregates: list[dict[str, Any]] = field(default_factory=list)
     summaries: list[RolloutSummary] = field(default_factory=list)
 
-    @property
-    def exit_code(self) -> int:
-        """0 when every rollout has a verdict, else 3: the run is complete, and some of it is masked."""
-        return 0 if self.invalid == 0 else 3
-
 
 @dataclass(frozen=True, slots=True)
 class RunOutlook:

@@ -114,14 +114,13 @@ class RolloutRunConfig(BaseModel):
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Self:
         """The configuration of ``given``; raises `ConfigError` naming each wrong key, with the nearest right one."""
-        reject_unknown_keys(given, RUN_KEYS, where="run configuration")
+        reject_unknown_keys(given, RUN_KEYS, where="run keys")
         try:
             return cls.model_validate(dict(given))
         except ValidationError as error:
-            problems = "; ".join(
-                f"{'.'.join(map(str, problem['loc'])) or 'run'}: {_plain(problem)}" for problem in error.errors()
-            )
-            raise ConfigError(f"run configuration: {problems}", key=str(error.errors()[0]["loc"][:1])) from None
+            found = error.errors()
+            key = ".".join(map(str, found[0]["loc"])) or None
+            raise ConfigError("; ".join(map(_plain, found)), key=key) from None
 
     @model_validator(mode="after")
     def _output_is_a_jsonl_file(self) -> Self:
@@ -192,9 +191,12 @@ class RolloutRunConfig(BaseModel):
 
 
 def _plain(problem: Any) -> str:
-    if problem["type"] == "missing":
-        return "is required"
-    return f"{problem['msg'].removeprefix('Value error, ')} (got {problem.get('input')!r})"
+    """One problem, by the key as a user types it; what is wrong with several together names them itself."""
+    said = problem["msg"].removeprefix("Value error, ")
+    if not problem["loc"]:
+        return str(said)
+    key = ".".join(map(str, problem["loc"]))
+    return f"{key} is required" if problem["type"] == "missing" else f"{key}: {said} (got {problem.get('input')!r})"
 
 
 def _run_keys() -> frozenset[str]:

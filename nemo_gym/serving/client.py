@@ -213,6 +213,15 @@ async def expect_json(response: ClientResponse, server_name: str) -> dict[str, A
     )
 
 
+def server_path(global_config_dict: Mapping[str, Any], server_name: str) -> str:
+    """The dotted path of a server instance's innermost block, as a setting on the command line spells it."""
+    path, block = [server_name], global_config_dict[server_name]
+    for _ in ("server type", "implementation"):
+        path.append(str(next(iter(block))))
+        block = block[path[-1]]
+    return ".".join(path)
+
+
 def server_config_of(global_config_dict: Mapping[str, Any], server_name: str) -> Mapping[str, Any]:
     """The innermost block (``host``, ``port``, …) of a server instance; raises `ConfigError` with the nearest name."""
     try:

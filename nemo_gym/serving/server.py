@@ -22,7 +22,7 @@ from nemo_gym.credentials import Role, ServerCredentials
 from nemo_gym.errors import ConfigError, NemoGymError
 from nemo_gym.serving.application import Application
 from nemo_gym.serving.body_limit import BodyLimitMiddleware
-from nemo_gym.serving.client import ServerClient, close_global_aiohttp_client, server_config_of
+from nemo_gym.serving.client import ServerClient, close_global_aiohttp_client, server_config_of, server_path
 from nemo_gym.serving.direct import DirectRoutesMiddleware
 from nemo_gym.serving.launch import ServerLaunch, current_launch
 from nemo_gym.serving.logs import configure_plain_logging
@@ -81,8 +81,8 @@ class BaseServer(BaseModel):
         try:
             return cls.config_class().model_validate({"host": "127.0.0.1", "port": 0, **given, "name": instance})
         except ValidationError as error:
-            wrong = validation_problems(error, known)
-            raise ConfigError(f"configuration of server '{instance}': {wrong}", key=instance) from None
+            where = server_path(global_config, instance)
+            raise ConfigError(validation_problems(error, known, where=where), key=where) from None
 
 
 class SimpleServer(BaseServer):

@@ -7,6 +7,14 @@ import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from nemo_gym.errors import RowError
+
+_PROMPT_ROLES = ("user", "system", "developer")
+_NOT_TEXT = (
+    "this agent is given its task as text and begins the conversation itself: write the row so, or choose an agent"
+    " that is given whole conversations (simple_agent)"
+)
+
 
 def response_object(
     output: list[dict[str, Any]], *, model: str, usage: Mapping[str, int] | None = None
@@ -74,15 +82,30 @@ def output_items(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def prompt_text(responses_create_params: Mapping[str, Any]) -> tuple[str, str]:
-    """``(system, user)`` text of the public prompt; several messages of one role are joined by blank lines."""
+    """``(system, user)`` text of the public prompt; several messages of one role are joined by blank lines.
+
+    For a harness that takes a task as text and starts a conversation of its own. Raises `RowError` naming the first
+    item that it cannot be given so: an earlier answer or tool call, an image, a file.
+    """
     prompt = responses_create_params.get("input", "")
     system = [responses_create_params["instructions"]] if responses_create_params.get("instructions") else []
     user: list[str] = []
-    for message in [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt:
-        target = system if message.get("role") in {"system", "developer"} else user
-        if message.get("type", "message") == "message" and message.get("role") != "assistant":
-            target.append(_text(message.get("content")))
+    for number, message in enumerate([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt):
+        where = f"responses_create_params.input[{number}]"
+        kind, role = message.get("type", "message"), message.get("role")
+        if kind != "message" or role not in _PROMPT_ROLES:
+            what = f"a turn of the {role}" if kind == "message" else f"of type '{kind}'"
+            raise RowError(f"{where} is {what}; {_NOT_TEXT}")
+        (user if role == "user" else system).append(_prompt_content(message.get("content"), where))
     return "\n\n".join(filter(None, system)), "\n\n".join(filter(None, user))
+
+
+def _prompt_content(content: Any, where: str) -> str:
+    for number, part in enumerate([] if isinstance(content, str) else content or []):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in ("input_text", "text"):
+            raise RowError(f"{where}.content[{number}] is of type '{kind}'; {_NOT_TEXT}")
+    return _text(content)
 
 
 def _text(content: Any) -> str:

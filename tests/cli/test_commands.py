@@ -47,6 +47,42 @@ def test_relative_paths_of_servers_start_where_the_command_was_typed(root: Path)
     assert [path.suffix for path in (root / "kept" / "attempts").glob("*.sqlite")] == [".sqlite"]
 
 
+def test_run_that_is_complete_with_rollouts_that_have_no_verdict_ends_with_3(root: Path) -> None:
+    rows = write_rows(root / "rows.jsonl", 2)
+    without_answer = {"responses_create_params": {"input": "What is 1 + 1?"}, "id": "sum-x"}
+    rows.write_text(rows.read_text() + json.dumps(without_answer) + "\n")
+    with ng_run(root, *GROUPS, f"input={rows}", f"output={root / RESULTS}", "max_attempts=1") as stack:
+        assert stack.wait_end() == 3, stack.stderr
+    assert rewards(root / RESULTS) == [1.0, 1.0]
+
+
+def test_dry_run_checks_and_starts_nothing(root: Path) -> None:
+    rows = write_rows(root / "rows.jsonl", 1)
+    words = [*GROUPS, f"input={rows}", f"output={root / RESULTS}", "+dry_run=true"]
+    done = command(root, "run", *words)
+    assert done.returncode == 0, done.stderr
+    assert "dry run: 3 servers were checked and none was started" in done.stderr
+    assert not (root / RESULTS).exists()
+    assert command(root, "run", *words, "agent=addr").returncode == 2
+    assert "dry_run must be true or false, got 3" in command(root, "run", *GROUPS, "+dry_run=3").stderr
+
+
+def test_key_that_does_nothing_here_is_named_with_what_it_is_elsewhere(root: Path) -> None:
+    given = [*GROUPS, "+uv_cache_dir=/x", "+ray_head_node_address=auto"]
+    done = command(root, "validate", *given)
+    assert done.returncode == 0, done.stderr
+    assert "notice: 'uv_cache_dir' does nothing here; in NeMo Gym it is uv's cache" in done.stdout
+    assert len(json.loads(command(root, "validate", *given, "--json").stdout)["notices"]) == 2
+    assert "ng_run: 'uv_cache_dir' does nothing here" in command(root, "run", *given, "+dry_run=true").stderr
+
+
+def test_wrong_value_is_named_by_the_path_that_a_user_types(root: Path) -> None:
+    path = "sums.resources_servers.sums.bonus"
+    with ng_run(root, *GROUPS, f"{path}=much") as stack:
+        assert stack.wait_end() == 2
+        assert f"{path}: Input should be a valid number" in stack.stderr
+
+
 def test_rollouts_run_against_a_stack_that_runs_already(root: Path) -> None:
     rows = write_rows(root / "rows.jsonl", 3)
     with ng_run(root, *GROUPS) as stack:
@@ -202,7 +238,8 @@ def test_agents_that_cannot_be_fetched_keep_no_other_from_being_tried(root: Path
         ("run", [], "nothing to run"),
         ("run", ["agent=addr"], "unknown agent 'addr' (did you mean 'adder'?)"),
         ("run", [*GROUPS, "input=rows.jsonl"], "add output=<file>.jsonl"),
-        ("run", [*GROUPS, "input=rows.jsonl", "output=o.jsonl", "num_repeats=0"], "num_repeats"),
+        ("run", [*GROUPS, "input=rows.jsonl", "output=o.jsonl", "num_repeats=0"], "error: num_repeats: Input"),
+        ("run", [*GROUPS, "input=rows.jsonl", "output=o.json"], "error: output 'o.json' must end in .jsonl"),
         ("run", ["agnt=adder"], "unknown key 'agnt' (did you mean 'agent'?)"),
         ("collect_rollouts", ["input=a.jsonl", "output=b.jsonl"], "no stack runs: start one with ng_run"),
         ("collect_rollouts", ["inptu=a.jsonl"], "unknown key 'inptu' (did you mean 'input'?)"),

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from nemo_gym.configuration import compatibility
 from nemo_gym.configuration.check import check_everything
 from nemo_gym.configuration.compatibility import Side, check_composition
 from nemo_gym.configuration.compose import compose
+from nemo_gym.configuration.keys import NEMO_GYM_KEYS, UNREAD_NEMO_GYM_KEYS
 from nemo_gym.configuration.sandbox_check import check_sandbox
 from nemo_gym.errors import ConfigError
 from nemo_gym.session import Topology
@@ -140,3 +142,35 @@ def test_missing_provider_binary_is_one_error_that_says_what_to_install(root: Pa
         sandboxed(root, "sandbox.local.bwrap=no-such-program")
     assert error.value.message.count("no-such-program") == 1
     assert "install the package bubblewrap" in error.value.message
+
+
+def test_agent_that_the_environment_is_not_made_for_is_refused_by_name(root: Path) -> None:
+    mathy = {"entrypoint": "app.py", "allowed_agents": ["simple_agent"]}
+    write(root / "configs/environment/mathy.yaml", mathy={"resources_servers": {"mathy": mathy}})
+    words = ["agent=solver", "environment=mathy", "model=echo", "topology=none"]
+    with pytest.raises(
+        ConfigError, match=r"'mathy' is made for agents simple_agent .*allowed_agents.*not for 'solver'"
+    ):
+        check_everything(compose(words, roots=[root]))
+    check_everything(compose([*words, "+allow_unsupported_pairing=true"], roots=[root]))
+    key = "mathy.resources_servers.mathy.allowed_agents"
+    check_everything(compose([*words, f"{key}=[solver]"], roots=[root]))
+    with pytest.raises(ConfigError, match="allowed_agents must be a list"):
+        check_everything(compose([*words, f"{key}=solver"], roots=[root]))
+
+
+def test_model_that_the_environment_is_not_made_for_is_refused_by_name(root: Path) -> None:
+    mathy = {"entrypoint": "app.py", "allowed_model_types": ["vllm_model"]}
+    write(root / "configs/environment/mathy.yaml", mathy={"resources_servers": {"mathy": mathy}})
+    with pytest.raises(ConfigError, match=r"made for models vllm_model .*not for 'policy_model'"):
+        check_everything(compose(["agent=solver", "environment=mathy", "model=echo", "topology=none"], roots=[root]))
+
+
+def test_every_reserved_key_has_a_reader_or_says_what_it_is_elsewhere() -> None:
+    sources = Path(compatibility.__file__).parents[1]
+    text = "".join(
+        path.read_text() for path in sources.rglob("*.py") if path.name not in ("keys.py", "global_config.py")
+    )
+    for key in NEMO_GYM_KEYS - set(UNREAD_NEMO_GYM_KEYS) - {"hf_token"}:  # `get_hf_token` reads it
+        assert f'"{key}"' in text, key
+    assert all(meaning for meaning in UNREAD_NEMO_GYM_KEYS.values())

@@ -138,7 +138,8 @@ def environment(options: dict[str, Any]) -> FastAPI:
 def agent(options: dict[str, Any]) -> FastAPI:
     """Options: ``hang`` (task indices whose act never ends), ``crash`` (rollouts that answer ``crashed``),
     ``delay_s``, ``overrides_run``, ``status``, ``says`` (members of the act's answer, instead of the right ones),
-    ``box_needs`` (the whole answer, as text), ``limits`` (that it keeps), ``outcome`` and ``detail`` (of every act)."""
+    ``box_needs`` (the whole answer, as text), ``limits`` (that it keeps), ``outcome`` and
+    ``detail`` (of every act)."""
     journal = Journal(options.get("journal"))
 
     @asynccontextmanager

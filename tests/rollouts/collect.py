@@ -24,7 +24,7 @@ def main() -> None:
         sys.exit(f"{type(error).__name__}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
-    sys.exit(result.exit_code)
+    sys.exit(3 if result.invalid else 0)
 
 
 if __name__ == "__main__":

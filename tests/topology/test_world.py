@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from nemo_gym.errors import AgentError, ConfigError, ModelError, SandboxLostError
+from nemo_gym.errors import AgentError, ConfigError, ModelError, RowError, SandboxLostError
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.providers.local import LocalProvider
 from nemo_gym.session import (
@@ -25,7 +25,7 @@ from nemo_gym.session import (
     SessionDescriptor,
     Topology,
 )
-from nemo_gym.topology.transcript import response_object, text_message
+from nemo_gym.topology.transcript import prompt_text, response_object, text_message
 from nemo_gym.topology.world import Harness, HarnessRun, World, act_in_world
 from tests.harness.stage import patience_s
 from tests.topology.conftest import IMAGE
@@ -166,3 +166,31 @@ async def test_unserved_topology_is_refused_with_the_ones_that_work(provider: Lo
     with pytest.raises(ConfigError, match="it serves agent_in_env"):
         await act(provider, edit, placement=Placement(topology=Topology.WHOLE_INTERACTION))
     assert await boxes(provider) == []
+
+
+def test_prompt_is_the_text_of_its_system_and_user_messages() -> None:
+    parts = [{"type": "input_text", "text": "Fix"}, {"type": "text", "text": " it."}]
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
+    assert prompt_text({"instructions": "Be kind.", "input": messages}) == ("Be kind.\n\nBe brief.", "Fix it.")
+    assert prompt_text({"input": "Fix it."}) == ("", "Fix it.")
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ({"role": "assistant", "content": "I did it."}, r"input\[1\] is a turn of the assistant"),
+        ({"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}, "of type 'function_call'"),
+        ({"type": "function_call_output", "call_id": "c", "output": "x"}, "of type 'function_call_output'"),
+        ({"role": "tool", "content": "x"}, "a turn of the tool"),
+        (
+            {"role": "user", "content": [{"type": "input_text", "text": "See"}, {"type": "input_image"}]},
+            r"input\[1\]\.content\[1\] is of type 'input_image'",
+        ),
+        ({"role": "user", "content": [{"type": "input_file"}]}, "of type 'input_file'"),
+    ],
+)
+def test_part_of_a_prompt_that_a_text_harness_cannot_be_given_is_refused_by_name(
+    item: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(RowError, match=f"{said}.*simple_agent"):
+        prompt_text({"input": [{"role": "user", "content": "Look."}, item]})

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator
 
 _CJK = r"\u3041-\u30ff\u4e00-\u9fff\uac00-\ud7a3"
-_TOKEN = re.compile(rf"[{_CJK}]|[^\W\d_{_CJK}]+|\d+")  # where no spaces part words, each letter is one
+TOKEN = re.compile(rf"[{_CJK}]|[^\W\d_{_CJK}]+|\d+")  # where no spaces part words, each letter is one
 _WORD = re.compile(rf"[{_CJK}]|[^\W\d_{_CJK}]+")
 # fmt: off
 _COMMON = frozenset([
@@ -83,7 +83,7 @@ def tokens_of(tree: ast.AST) -> set[str]:
     """Words (lower case) and numbers of two digits or more in the data of ``tree``."""
     found: set[str] = set()
     for node in literals(tree):
-        for token in _TOKEN.findall(_text(node)):
+        for token in TOKEN.findall(_text(node)):
             if not token.isdigit():
                 found.add(token.lower())
             elif (
@@ -142,7 +142,7 @@ class Labels:
                     node.value = int(new) if node.value > 0 else -int(new)
 
     def text(self, text: str) -> str:
-        return _TOKEN.sub(lambda match: self._replaced(match[0]), text)
+        return TOKEN.sub(lambda match: self._replaced(match[0]), text)
 
     def _replaced(self, token: str) -> str:
         new = self.map.get(token.lower())

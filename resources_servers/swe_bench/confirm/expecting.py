@@ -71,7 +71,7 @@ def _check(site: str, probe: Probe, expected_side: Side | None, values: list[Val
     check = Check(site, probe.op, side, expected, kept, probe.extra, said=said)
     if probe.op != "like" and check.holds([kept]):
         return check
-    if probe.op in ("==", "like", "count") and (equal(kept, expected, said=True) or carries(kept)):
+    if probe.op in ("==", "like", "count", "has") and (equal(kept, expected, said=True) or carries(kept)):
         return Check(site, "like", side, None, kept, said=said)
     return Check(site, "present", side)
 

@@ -117,14 +117,7 @@ class Maker:
     def _tests(self, strengths: Mapping[str, Strength]) -> dict[str, ControlledTest]:
         found: dict[str, ControlledTest] = {}
         for test, strength in strengths.items():
-            path, _, name = test.partition("|test:")
-            function = name.rpartition(".")[2]
-            ids = tuple(
-                text
-                for text, one in zip(self.row.fail_to_pass, self._material.fixed, strict=True)
-                if one.may_be_in(path) and one.function == function
-            )
-            found[test] = ControlledTest(ids, True, strength)
+            found[test] = ControlledTest(self._material.ids_of(test), True, strength)
         named = {text for test in found.values() for text in test.ids}
         for text in self.row.fail_to_pass:
             if text not in named:

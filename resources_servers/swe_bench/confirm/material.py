@@ -16,13 +16,24 @@ from pathlib import PurePosixPath
 from nemo_gym.sandbox.base import ExecOutcome
 from resources_servers.swe_bench.confirm.assertions import Mode, Probe, Side
 from resources_servers.swe_bench.confirm.comparing import read_records
+from resources_servers.swe_bench.confirm.javascript.rendering import render_javascript
+from resources_servers.swe_bench.confirm.javascript.syntax import SUFFIXES as JAVASCRIPT
+from resources_servers.swe_bench.confirm.javascript.syntax import Code, choose
+from resources_servers.swe_bench.confirm.javascript.words import JAVASCRIPT_WORDS, SELECTS_BY_TITLE, words_of_code
 from resources_servers.swe_bench.confirm.labels import Labels, words_of
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order, Rendered, render
-from resources_servers.swe_bench.confirm.runs import Pristine, Recorded, Rendering, read_pristine, run_renderings
+from resources_servers.swe_bench.confirm.runs import (
+    Pristine,
+    Recorded,
+    Rendering,
+    Steps,
+    read_pristine,
+    run_renderings,
+)
 from resources_servers.swe_bench.confirm.values import Value
 from resources_servers.swe_bench.confirm.varying import Kind, Variation
 from resources_servers.swe_bench.eval_box import EvalSite
-from resources_servers.swe_bench.patches import paths_of
+from resources_servers.swe_bench.patches import paths_of, split_patch
 from resources_servers.swe_bench.row import SweBenchRow
 from resources_servers.swe_bench.tamper.risk import decides_how_tests_run
 from resources_servers.swe_bench.tamper.test_ids import TestId
@@ -30,13 +41,15 @@ from resources_servers.swe_bench.tamper.test_ids import TestId
 SAMPLED_TESTS = 12
 """PASS_TO_PASS functions that are confirmed too, at the most."""
 _WORD = re.compile(r"[^\W\d_]+")
+_HUNK = re.compile(r"^@@ -\S+ \+(\d+)")
 _DOCUMENTS = (".md", ".rst", ".txt", ".po", ".mo", ".svg", ".png")
+_LOCK_FILES = ("package-lock.json", "npm-shrinkwrap.json", "yarn.lock", "pnpm-lock.yaml")
 
 Call = list[tuple[str, list[Value]]]
 Calls = dict[str, list[Call]]
 """Test → its invocations, each a list of ``(key, values)``."""
 Renderer = Callable[[str, Chosen, Order], Rendered | None]
-RENDERERS: Mapping[str, Renderer] = {".py": render}
+RENDERERS: Mapping[str, Renderer] = {".py": render, **dict.fromkeys(JAVASCRIPT, render_javascript)}
 """Suffix of a test file → what renders it."""
 
 
@@ -107,6 +120,8 @@ class Material:
     support: dict[str, bytes] = field(default_factory=dict)
     """Path → content of the other files of the test patch."""
     chosen: dict[str, Chosen] = field(default_factory=dict)
+    ids: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Tests in JavaScript that the patch has to fix → their ids; elsewhere ids tell the names of their tests."""
     sides: dict[str, Side] = field(default_factory=dict)
     """Key → the side that the tests expect."""
     vocabulary: set[str] = field(default_factory=set)
@@ -117,6 +132,8 @@ class Material:
         self.gold = self.row.patch.encode("utf-8", "surrogateescape")
         self.fixed = [TestId.parse(text) for text in self.row.fail_to_pass]
         self._kept = [TestId.parse(text) for text in self.row.pass_to_pass]
+        steps = Steps.of(self.row.eval_script)
+        self._test_command = steps.test_command if steps else ""
 
     async def read(self) -> None:
         """Read the test files and the product's words in a pristine box.
@@ -129,7 +146,7 @@ class Material:
         gold_paths = paths_of(self.gold)
 
         def is_product(path: str) -> bool:
-            return path in gold_paths or not decides_how_tests_run(path)
+            return path in gold_paths or not (path in patched or decides_how_tests_run(path))
 
         pristine = await read_pristine(self.site, self.row, [*patched, *named], is_product)
         self.package = Package.of(sorted(path for path in gold_paths if not decides_how_tests_run(path)), pristine)
@@ -139,16 +156,16 @@ class Material:
         for path, content in pristine.sources.items():
             if content is None:
                 continue
-            fixed = Chosen.of(path, self.fixed)
             renderer = _renderer(path)
             if renderer is None:
-                self.support[path] = content
+                if not path.endswith(".snap"):  # holds what is expected
+                    self.support[path] = content
                 continue
-            kept = sorted(Chosen.of(path, self._kept).names - fixed.names)
-            sample = self.rng.sample(kept, min(len(kept), SAMPLED_TESTS))
-            chosen = Chosen(fixed.names | frozenset(sample), fixed.docstrings)
             try:
                 text = content.decode("utf-8")
+                fixed, kept = self._tests_in(path, text)
+                sample = self.rng.sample(kept, min(len(kept), SAMPLED_TESTS))
+                chosen = Chosen(fixed.names | frozenset(sample), fixed.docstrings)
                 if renderer(text, chosen, Order("discover", random.Random(0), "/nowhere")) is None:
                     raise ValueError("holds no expected test")
             except (UnicodeDecodeError, SyntaxError, ValueError, RecursionError) as error:
@@ -157,6 +174,18 @@ class Material:
                 continue
             self.sources[path] = text
             self.chosen[path] = chosen
+
+    def _tests_in(self, path: str, text: str) -> tuple[Chosen, list[str]]:
+        """Those that the patch has to fix, and the names of those that it has to keep."""
+        if not path.endswith(JAVASCRIPT):
+            fixed = Chosen.of(path, self.fixed)
+            return fixed, sorted(Chosen.of(path, self._kept).names - fixed.names)
+        self.vocabulary |= JAVASCRIPT_WORDS
+        code = Code.parse(text, path)
+        found = choose(code, self.row.fail_to_pass, _added_lines(self.row.test_patch, path))
+        self.ids |= {f"{path}|{test}": ids for test, ids in found.items()}
+        kept = choose(code, self.row.pass_to_pass)
+        return Chosen(frozenset(found), frozenset()), sorted(set(kept) - set(found))
 
     def render(
         self,
@@ -186,7 +215,7 @@ class Material:
             labels: Labels | Variation | None = None
             if kinds is not None:
                 here = {key.partition("|")[2]: kinds[key] for key in kinds if key.startswith(f"{path}|")}
-                if not here:
+                if not here or path.endswith(JAVASCRIPT):
                     continue
                 chosen = Chosen.named(here)
                 labels = Variation(random.Random(seed), ast.parse(source), here, self.vocabulary)
@@ -194,23 +223,36 @@ class Material:
                 words = renderer(source, chosen, Order("discover", random.Random(0), records, path))
                 assert words is not None
                 labels = Labels(random.Random(seed), words.words, self.vocabulary, pinned)
-            sides = {key.partition("|")[2]: side for key, side in self.sides.items() if key.startswith(f"{path}|")}
-            done = renderer(source, chosen, Order(mode, rng, records, path, labels, sides, plain=plain))
+            order = Order(
+                mode,
+                rng,
+                records,
+                path,
+                labels,
+                {key.partition("|")[2]: side for key, side in self.sides.items() if key.startswith(f"{path}|")},
+                plain=plain,
+                keeps_titles=bool(SELECTS_BY_TITLE.search(self._test_command)),
+            )
+            done = renderer(source, chosen, order)
             if done is not None:
                 files[path] = done
         if not files:
             return None
-        # What another rendering left in the place of a file must not run once more.
-        texts = {path: files[path].source if path in files else "" for path in self.sources}
-        plain_path = module = ""
-        if plain:
-            first = next(iter(files))
-            files = {first: files[first]}
-            name = _name(rng)
-            plain_path = f"{self.package.path}/{name}.py" if inside and self.package else f"{name}.py"
-            texts = {plain_path: texts[first]}
-            module = f"{self.package.name}.{name}" if inside and self.package else ""
-        return RenderedSet(Rendering(texts, records, plain_path, module), files)
+        if not plain:
+            # What another rendering left in the place of a file must not run once more.
+            texts = dict.fromkeys(self.sources, "")
+            for path, done in files.items():
+                texts |= {path: done.source, **done.beside}
+            return RenderedSet(Rendering(texts, records), files)
+        path, only = next(iter(files.items()))
+        files = {path: only}
+        name = f"{_name(rng)}{PurePosixPath(path).suffix}"
+        plain_path, module = name, ""
+        if path.endswith(JAVASCRIPT):
+            plain_path = str(PurePosixPath(path).with_name(name))
+        elif inside and self.package:
+            plain_path, module = f"{self.package.path}/{name}", f"{self.package.name}.{PurePosixPath(name).stem}"
+        return RenderedSet(Rendering({plain_path: only.source, **only.beside}, records, plain_path, module), files)
 
     async def run(self, patch: bytes, renderings: Sequence[Rendering | RenderedSet]) -> Recorded:
         """Run renderings with ``patch``; notes a run that did not end by itself.
@@ -227,11 +269,23 @@ class Material:
     def is_fixed(self, test: str) -> bool:
         """Whether the patch has to fix a test."""
         path, _, name = test.partition("|test:")
+        if path.endswith(JAVASCRIPT):
+            return test in self.ids
         function = name.rpartition(".")[2]
         docstrings = self.chosen[path].docstrings
         return any(
             one.may_be_in(path) and (one.function == function or (one.docstring and one.docstring in docstrings))
             for one in self.fixed
+        )
+
+    def ids_of(self, test: str) -> tuple[str, ...]:
+        """The ids of a test that the patch has to fix."""
+        path, _, name = test.partition("|test:")
+        function = name.rpartition(".")[2]
+        return self.ids.get(test) or tuple(
+            text
+            for text, one in zip(self.row.fail_to_pass, self.fixed, strict=True)
+            if one.may_be_in(path) and one.function == function
         )
 
 
@@ -245,16 +299,37 @@ def _vocabulary(product: bytes) -> set[str]:
         with tarfile.open(fileobj=io.BytesIO(product)) as tar:
             for member in tar:
                 suffix = PurePosixPath(member.name).suffix.lower()
-                if not member.isfile() or member.size > 2_000_000 or suffix in _DOCUMENTS:
+                lock = PurePosixPath(member.name).name in _LOCK_FILES
+                if not member.isfile() or member.size > 2_000_000 or suffix in _DOCUMENTS or lock:
                     continue
                 file = tar.extractfile(member)
                 text = file.read().decode("utf-8", "replace") if file else ""
                 if suffix == ".py":
                     found |= words_of(text)
+                elif suffix in JAVASCRIPT:
+                    found |= words_of_code(text)
                 elif "\0" not in text:
                     found.update(word.lower() for word in _WORD.findall(text))
     except tarfile.TarError:
         return found
+    return found
+
+
+def _added_lines(patch: str, path: str) -> set[int]:
+    """Numbers of the lines that a patch adds to a file, in its new form."""
+    found: set[int] = set()
+    for section in split_patch(patch.encode("utf-8", "surrogateescape")):
+        if path not in section.paths:
+            continue
+        number = 0
+        for line in section.text.decode("utf-8", "replace").split("\n"):
+            if match := _HUNK.match(line):
+                number = int(match[1])
+            elif number and line.startswith("+"):
+                found.add(number)
+                number += 1
+            elif number and line.startswith(" "):
+                number += 1
     return found
 
 

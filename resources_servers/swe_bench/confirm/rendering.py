@@ -66,6 +66,8 @@ class Rendered:
     words: set[str] = field(default_factory=set)
     """Tokens in the data of the rendering, before it was relabelled."""
     words_by_test: dict[str, set[str]] = field(default_factory=dict)
+    beside: dict[str, str] = field(default_factory=dict)
+    """Path → text of other files that it needs."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ class Order:
     dropped_sides: Mapping[str, Side] = field(default_factory=dict)
     plain: bool = False
     """As a program of its own, without any test runner."""
+    keeps_titles: bool = False
+    """The test command selects tests by their titles."""
 
 
 def render(source: str, chosen: Chosen, order: Order) -> Rendered | None:

@@ -7,6 +7,7 @@ import re
 import shlex
 import tarfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -81,8 +82,9 @@ class Rendering:
     def command(self, test_command: str) -> str:
         if not self.plain:
             return test_command
+        interpreter = "python" if self.plain.endswith(".py") else "node"
         program = ["-c", f"import {self.module}"] if self.module else [self.plain]
-        return f"env -u PYTEST_CURRENT_TEST -u PYTEST_ADDOPTS python {shlex.join(program)}"
+        return f"env -u PYTEST_CURRENT_TEST -u PYTEST_ADDOPTS {interpreter} {shlex.join(program)}"
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,9 @@ def _script(steps: Steps, renderings: Sequence[Rendering]) -> str:
     opened = " ".join(f"{_FIRST_HANDLE + number}<{INPUTS}/{number}.tar" for number in numbers)
     closed = " ".join(f"{_FIRST_HANDLE + number}<&-" for number in numbers)
     lines = [first, f"exec {opened}", f"rm -rf {INPUTS}", "{", *rest, steps.after, f"}} {closed}"]
+    # What only one rendering has must not be there when another runs.
+    counted = Counter(path for rendering in renderings for path in set(rendering.files))
+    rendered = {path for path, times in counted.items() if times == len(renderings)}
     for number, rendering in enumerate(renderings):
         lines += [
             f"tar -xf - -C {TESTBED} <&{_FIRST_HANDLE + number}",
@@ -192,8 +197,7 @@ def _script(steps: Steps, renderings: Sequence[Rendering]) -> str:
             f"cd {TESTBED}",
             f"mv -f {rendering.records} {rendering.records}.{number}",
         ]
-        if rendering.plain:
-            lines.append(f"rm -f {shlex.quote(rendering.plain)}")
+        lines += [f"rm -f {shlex.quote(path)}" for path in sorted(set(rendering.files) - rendered)]
     return "\n".join([*lines, "exit 0", ""])
 
 

@@ -221,6 +221,8 @@ def _compare(op: str, actual: Value, expected: Value, kept: Side, extra: float |
     left, right = (actual, expected) if kept == "left" else (expected, actual)
     if op in ("!=", "is not"):
         return _plain(actual) is _UNKNOWN or _plain(expected) is _UNKNOWN or not equal(actual, expected)
+    if op == "has":
+        return _has(left, right)
     if op == "count":
         members = [side[1] if side[0] in ("list", "tuple", "set") else None for side in (left, right)]
         return members[0] is None or members[1] is None or _same_members(members[0], members[1], said=said)
@@ -237,6 +239,16 @@ def _compare(op: str, actual: Value, expected: Value, kept: Side, extra: float |
             return True
         return _search(expected[1], actual[1]) == (op == "matches")
     return _on_plain_values(op, left, right)
+
+
+def _has(whole: Value, part: Value) -> bool:
+    """Whether a value has all that another says: every key of a mapping, every member of a list."""
+    whole, part = _bare(whole), _bare(part)
+    if part[0] == "dict" and whole[0] == "dict":
+        return all(any(equal(key, one) and _has(item, value) for one, item in whole[1]) for key, value in part[1])
+    if part[0] == "list" and whole[0] == "list":
+        return len(part[1]) == len(whole[1]) and all(map(_has, whole[1], part[1]))
+    return equal(whole, part)
 
 
 def _on_plain_values(op: str, left: Value, right: Value) -> bool:

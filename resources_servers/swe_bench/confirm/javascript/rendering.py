@@ -1,0 +1,427 @@
+"""Renderings of a test file in JavaScript: chosen tests in other words and another layout, with probes in place of
+assertions."""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from collections.abc import Collection, Iterable
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from resources_servers.swe_bench.confirm.javascript.assertions import Assertions, Blinding
+from resources_servers.swe_bench.confirm.javascript.slicing import leaves_expectations, slice_away
+from resources_servers.swe_bench.confirm.javascript.syntax import (
+    FUNCTIONS,
+    SCOPES,
+    Code,
+    Test,
+    arguments_of,
+    is_suite,
+    key_of,
+    string_of,
+    tests_of,
+    walk,
+)
+from resources_servers.swe_bench.confirm.labels import TOKEN, Labels
+from resources_servers.swe_bench.confirm.rendering import Chosen, Order, Rendered
+
+if TYPE_CHECKING:
+    from tree_sitter import Node
+
+_HERE = Path(__file__).parent
+_HELPER = re.compile(r"_ng_\w+")
+_HELPERS = (
+    *("begin", "end", "put", "alike", "truth", "thrown", "checked", "quiet", "settled", "rejected", "later"),
+    *("failing", "pattern", "types", "klass", "called", "part", "calls", "title"),
+)
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_PRAGMA = re.compile(r"@(jest|vitest)-|@jsx|@ts-|@flow|istanbul|c8 ignore")
+_PATH_CALL = re.compile(r"require|resolve|\bjoin$|readFile|readdir|existsSync|fixture|[mM]ock$|import", re.IGNORECASE)
+_OPAQUE = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]")
+"""In a regular expression: what names a kind of character."""
+_NEEDS_RUNNER = re.compile(r"\b(jest|vi|jasmine|sinon|cy|browser)\.|from ['\"]@?(jest|vitest|ava)\b|['\"]ava['\"]")
+
+
+def render_javascript(source: str, chosen: Chosen, order: Order) -> Rendered | None:
+    """Render one file; ``None`` when nothing of it can be.
+
+    Raises:
+        SyntaxError: the file is no code of its language.
+        ValueError: what its tests expect cannot be taken out.
+        VerifierError: there is no parser.
+    """
+    if order.plain and (_NEEDS_RUNNER.search(source) or not order.path.endswith((".js", ".cjs", ".mjs"))):
+        return None
+    code = Code.parse(source, order.path or "test.js")
+    every = tests_of(code)
+    tests = [test for test in every if test.key in chosen.names]
+    if not tests:
+        return None
+    if leaves_expectations(code):
+        raise ValueError("its cases are a table in a template")
+    writer = _Writer(code, order, every, tests)
+    text = writer.emit(code.root)
+    blind = order.mode == "blind"
+    if blind:
+        text = slice_away(text, code.path, code, writer.blinding.dropped)
+        text = _other_names(text, code.path, order.rng)
+        text = _other_order(text, code.path, order.rng)
+        text = re.sub(r"\n\s*\n+", "\n", text)
+    source_text, beside = _with_recorder(code, text, order)
+    Code.parse(source_text, code.path)
+    whole, by_test = _tokens(code, tests, writer.titles)
+    return Rendered(
+        source_text,
+        {f"{order.path}|{key}": probe for key, probe in writer.blinding.probes.items()},
+        {token: f"{order.path}|{key}" for key, token in writer.tokens.items()},
+        whole,
+        by_test,
+        beside,
+    )
+
+
+class _Writer:
+    """Writes a file anew: everything as it is, except what a rendering has otherwise."""
+
+    def __init__(self, code: Code, order: Order, every: Iterable[Test], chosen: Collection[Test]) -> None:
+        self.code, self.order = code, order
+        self.tokens: dict[str, str] = {}
+        self.blinding = Blinding(order.mode, self._token, order.dropped_sides)
+        self._assertions = Assertions(code, self.blinding, chosen)
+        self._bodies = {test.body.id: test for test in chosen}
+        self._gone = _unchosen(code, every, chosen)
+        self.titles = {
+            given[0].id
+            for node in walk(code.root)
+            if node.type == "call_expression"
+            and (is_suite(code, node) or any(test.call == node for test in every))
+            and (given := arguments_of(node))
+            and given[0].type not in FUNCTIONS
+        }
+        self._fixed_names = _fixed_names(code)
+
+    def _token(self, key: str) -> str:
+        if key not in self.tokens:
+            blind = self.order.mode == "blind"
+            self.tokens[key] = random_name(self.order.rng) if blind else f"{self.order.path}|{key}"
+        return self.tokens[key].replace("\\", "\\\\").replace('"', '\\"')
+
+    def emit(self, node: Node) -> str:
+        if node.id in self._gone:
+            return "undefined" if node.type != "expression_statement" else ";"
+        if node.id in self._bodies:
+            return self._body(self._bodies[node.id])
+        if node.id in self.titles and self.order.mode == "blind" and not self.order.keeps_titles:
+            return f'_ng_title("{random_name(self.order.rng)}")'
+        if node.type == "comment":
+            return self._comment(self.code.text(node))
+        if node.type == "call_expression" and is_path_call(self.code, node):
+            return self.code.text(node)
+        if node.type in ("import_statement", "export_statement") and node.child_by_field_name("source") is not None:
+            return self.code.text(node)
+        probes = self._assertions.rewrite(node, self.emit)
+        if probes is not None:
+            return probes
+        if not node.children:
+            return self._leaf(node)
+        return self._children(node)
+
+    def _children(self, node: Node, *, start: int | None = None, end: int | None = None) -> str:
+        at = node.start_byte if start is None else start
+        last = node.end_byte if end is None else end
+        out: list[str] = []
+        for child in node.children:
+            if child.start_byte < at or child.end_byte > last:
+                continue
+            out += [self.code.between(at, child.start_byte), self.emit(child)]
+            at = child.end_byte
+        return "".join([*out, self.code.between(at, last)])
+
+    def _leaf(self, node: Node) -> str:
+        text = self.code.text(node)
+        labels = self.order.labels
+        if labels is None:
+            return text
+        if node.type == "string_fragment":
+            return labels.text(text)
+        if node.type == "regex_pattern":
+            return relabelled_pattern(labels, text)
+        if node.type == "number" and text.isdigit():
+            return labels.map.get(text, text)
+        if node.type == "property_identifier" and text not in self._fixed_names:
+            return labels.text(text)
+        return text
+
+    def _body(self, test: Test) -> str:
+        body = test.body.child_by_field_name("body")
+        assert body is not None
+        begin = f'_ng_begin("{self._token(test.key)}"); try {{'
+        close = "} finally { _ng_end(); }"
+        head = self._children(test.body, end=body.start_byte)
+        if body.type == "statement_block":
+            inner = self._children(body, start=body.start_byte + 1, end=body.end_byte - 1)
+            return f"{head}{{ {begin} {inner}\n{close} }}"
+        is_async = any(one.type == "async" for one in test.body.children)
+        return f"{head}{{ {begin} return {'await ' if is_async else ''}({self.emit(body)}); {close} }}"
+
+    def _comment(self, text: str) -> str:
+        if self.order.mode == "discover" or _PRAGMA.search(text):
+            return text
+        return "\n" if "\n" in text else ""
+
+
+def _unchosen(code: Code, every: Iterable[Test], chosen: Collection[Test]) -> set[int]:
+    """Nodes of tests, and of suites of nothing but such tests, that no rendering needs."""
+    wanted = [test.call for test in chosen]
+
+    def is_near(node: Node) -> bool:
+        return any(
+            (one.start_byte <= node.start_byte and node.end_byte <= one.end_byte)
+            or (node.start_byte <= one.start_byte and one.end_byte <= node.end_byte)
+            for one in wanted
+        )
+
+    calls = [test.call for test in every]
+    suites = [
+        node
+        for node in walk(code.root)
+        if node.type == "call_expression"
+        and is_suite(code, node)
+        and any(node.start_byte <= one.start_byte and one.end_byte <= node.end_byte for one in calls)
+    ]
+    found: set[int] = set()
+    for call in [*calls, *suites]:
+        if is_near(call):
+            continue
+        node = call
+        while node.parent is not None and node.parent.type in (
+            "member_expression",
+            "call_expression",
+            "await_expression",
+        ):
+            if node.parent.type == "call_expression" and node.parent.child_by_field_name("function") != node:
+                break
+            node = node.parent
+        if node.parent is not None and node.parent.type == "expression_statement":
+            node = node.parent
+        found.add(node.id)
+    return found
+
+
+def is_path_call(code: Code, call: Node) -> bool:
+    """Whether a call's strings name files."""
+    function = call.child_by_field_name("function")
+    if function is None or function.type not in ("identifier", "member_expression", "import"):
+        return False
+    holder = function.child_by_field_name("object")
+    if holder is not None and code.text(function).endswith(".join") and code.text(holder) not in ("path", "p"):
+        return False
+    return bool(_PATH_CALL.search(code.text(function))) and all(
+        one.type in ("string", "identifier", "member_expression") for one in arguments_of(call)
+    )
+
+
+def _fixed_names(code: Code) -> set[str]:
+    """Names of properties that are names of variables as well."""
+    kinds = ("shorthand_property_identifier", "shorthand_property_identifier_pattern", "identifier")
+    return {code.text(node) for node in walk(code.root) if node.type in kinds}
+
+
+def relabelled_pattern(labels: Labels, pattern: str) -> str:
+    out: list[str] = []
+    at = 0
+    for match in _OPAQUE.finditer(pattern):
+        out += [labels.text(pattern[at : match.start()]), match[0]]
+        at = match.end()
+    return "".join([*out, labels.text(pattern[at:])])
+
+
+def _tokens(code: Code, tests: Iterable[Test], titles: set[int]) -> tuple[set[str], dict[str, set[str]]]:
+    """Words (lower case) and numbers in the data of a file: of all of it, and of what each test may use."""
+    by_place: list[tuple[int, str]] = []
+
+    def visit(node: Node) -> None:
+        if node.id in titles or node.type in ("import_statement", "comment"):
+            return
+        if node.type == "call_expression" and is_path_call(code, node):
+            return
+        is_key = node.type == "property_identifier" and node.parent is not None and node.parent.type == "pair"
+        if node.type == "string_fragment" or is_key:
+            by_place.extend((node.start_byte, token) for token in _data_tokens(code.text(node)))
+        elif node.type == "number" and code.text(node).isdigit() and int(code.text(node)) > 1:
+            by_place.append((node.start_byte, code.text(node)))
+        for child in node.children:
+            visit(child)
+
+    visit(code.root)
+    every = tests_of(code)
+    outside = {
+        token
+        for place, token in by_place
+        if not any(test.body.start_byte <= place < test.body.end_byte for test in every)
+    }
+    by_test = {
+        test.key: outside | {token for place, token in by_place if test.body.start_byte <= place < test.body.end_byte}
+        for test in tests
+    }
+    chosen = list(tests)
+    whole = outside.union(*by_test.values()) if chosen else outside
+    return whole, by_test
+
+
+def _data_tokens(text: str) -> set[str]:
+    found: set[str] = set()
+    for token in TOKEN.findall(text):
+        if not token.isdigit():
+            found.add(token.lower())
+        elif token.isascii() and token[0] != "0" and len(token) > 1:
+            found.add(token)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- names, order, recorder
+
+
+def _other_names(text: str, path: str, rng: random.Random) -> str:
+    """Other names for the variables of each test."""
+    code = Code.parse(text, path)
+    fixed = {
+        code.text(node)
+        for node in walk(code.root)
+        if node.type in ("shorthand_property_identifier", "shorthand_property_identifier_pattern")
+    }
+    declared: dict[str, int] = {}
+    for node in walk(code.root):
+        name = node.child_by_field_name("name") if node.type in ("variable_declarator", *SCOPES) else None
+        if name is not None and name.type == "identifier":
+            declared[code.text(name)] = declared.get(code.text(name), 0) + 1
+        elif node.type == "identifier" and node.parent is not None and node.parent.type.endswith("parameters"):
+            declared[code.text(node)] = declared.get(code.text(node), 0) + 2
+    edits: list[tuple[int, int, str]] = []
+    for body in _test_bodies(code):
+        own = {
+            code.text(name)
+            for node in walk(body)
+            if node.type == "variable_declarator"
+            and (name := node.child_by_field_name("name")) is not None
+            and name.type == "identifier"
+        }
+        outside = {
+            code.text(node)
+            for node in walk(code.root)
+            if node.type == "variable_declarator" and not (body.start_byte <= node.start_byte < body.end_byte)
+            for node in node.children[:1]
+        }
+        free = {name: random_name(rng) for name in sorted(own - fixed - outside) if declared.get(name, 0) < 2}
+        edits += [
+            (node.start_byte, node.end_byte, free[code.text(node)])
+            for node in walk(body)
+            if node.type == "identifier" and code.text(node) in free
+        ]
+    return _edited(code, edits)
+
+
+def _other_order(text: str, path: str, rng: random.Random) -> str:
+    """Tests of each suite in another order, in the places that tests have."""
+    code = Code.parse(text, path)
+    groups: dict[int, list[Node]] = {}
+    for body in _test_bodies(code):
+        node: Node | None = body
+        while node is not None and node.type != "expression_statement":
+            node = node.parent
+        if node is not None and node.parent is not None:
+            groups.setdefault(node.parent.id, []).append(node)
+    edits: list[tuple[int, int, str]] = []
+    for nodes in groups.values():
+        places = list({node.id: node for node in nodes}.values())
+        texts = [code.text(node) for node in places]
+        rng.shuffle(texts)
+        edits += [(node.start_byte, node.end_byte, new) for node, new in zip(places, texts, strict=True)]
+    return _edited(code, edits)
+
+
+def _test_bodies(code: Code) -> list[Node]:
+    return [
+        node
+        for node in walk(code.root)
+        if node.type in FUNCTIONS
+        and (body := node.child_by_field_name("body")) is not None
+        and code.text(body).startswith("{ _ng_begin(")
+    ]
+
+
+def _edited(code: Code, edits: list[tuple[int, int, str]]) -> str:
+    out: list[str] = []
+    at = 0
+    for start, end, new in sorted(edits, key=lambda one: (one[0], -one[1])):
+        if start < at:
+            continue
+        out += [code.between(at, start), new]
+        at = end
+    return "".join([*out, code.between(at, len(code.data))])
+
+
+@functools.cache
+def _script(name: str) -> str:
+    lines = (_HERE / name).read_text(encoding="utf-8").split("\n")
+    return "\n".join(line for line in lines if not line.lstrip().startswith("//"))
+
+
+def _with_recorder(code: Code, text: str, order: Order) -> tuple[str, dict[str, str]]:
+    """The recorder in front of a file, or as a module of its own that a module imports first."""
+    script = _script("recorder.js")
+    driver = _script("driver.js") if order.plain else ""
+    names = ", ".join(f"{name}: _ng_{name}" for name in _HELPERS)
+    made = f"const {{ {names} }} = _ng_make(_ng_fs, {_quoted(order.records_path)});"
+    suffix = PurePosixPath(code.path).suffix
+    unchecked = "// @ts-nocheck\n" if suffix in (".ts", ".tsx", ".mts", ".cts") else ""
+    head, rest = _prologue(code, text)
+    if code.is_module:
+        name = random_name(order.rng) if order.mode == "blind" else "discovery"
+        module = f"{unchecked}import * as _ng_fs from 'fs';\n{script}\nexport {made}\n{driver}\n"
+        imported = f"import {{ {', '.join(f'_ng_{name}' for name in _HELPERS)} }} from './{name}{_ending(code)}';\n"
+        whole, module = _renamed(unchecked + head + imported + rest, module, order)
+        return whole, {str(PurePosixPath(code.path).with_name(name + suffix)): module}
+    prelude = f"const _ng_fs = require('fs');\n{script}\n{made}\n{driver}\n"
+    return _renamed(unchecked + head + prelude + rest, "", order)[0], {}
+
+
+def _renamed(text: str, module: str, order: Order) -> tuple[str, str]:
+    found = sorted(set(_HELPER.findall(text)) | set(_HELPER.findall(module)))
+    names = {name: f"_{random_name(order.rng)}" for name in found}
+    return _HELPER.sub(lambda match: names[match[0]], text), _HELPER.sub(lambda match: names[match[0]], module)
+
+
+def _prologue(code: Code, text: str) -> tuple[str, str]:
+    """What has to stay first: a line for the shell, pragmas and ``"use strict"``."""
+    match = re.match(r"""(?:\s|#![^\n]*\n|//[^\n]*\n|/\*.*?\*/|(['"])use strict\1;?)*""", text, re.DOTALL)
+    end = match.end() if match else 0
+    return text[:end] + ("\n" if end else ""), text[end:]
+
+
+def _ending(code: Code) -> str:
+    """How a file names the modules beside it: with a suffix, or without one."""
+    sources = [
+        string_of(code, source) or ""
+        for node in code.root.children
+        if node.type == "import_statement" and (source := node.child_by_field_name("source")) is not None
+    ]
+    near = [source for source in sources if source.startswith(".")]
+    suffixes = [PurePosixPath(source).suffix for source in near]
+    own = PurePosixPath(code.path).suffix
+    if own in (".js", ".mjs", ".cjs", ".jsx"):
+        return own
+    return next((suffix for suffix in suffixes if suffix in (".js", ".ts", ".mjs", ".tsx")), "")
+
+
+def _quoted(text: str) -> str:
+    return f"'{text}'"
+
+
+def random_name(rng: random.Random) -> str:
+    return "".join(rng.choice(_LETTERS) for _ in range(9))
+
+
+__all__ = ["key_of", "render_javascript"]

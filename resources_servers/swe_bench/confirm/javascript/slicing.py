@@ -1,0 +1,347 @@
+"""Takes out of a test file what only its expected sides needed: constants, columns of tables, arguments of helpers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from resources_servers.swe_bench.confirm.javascript.syntax import (
+    FUNCTIONS,
+    SCOPES,
+    Code,
+    arguments_of,
+    bare,
+    string_of,
+    walk,
+)
+
+if TYPE_CHECKING:
+    from tree_sitter import Node
+
+Edit = tuple[int, int, str]
+_NOTHING = "undefined"
+_ROUNDS = 20
+_ITERATING = frozenset({"forEach", "map", "each"})
+
+
+class _Dropped:
+    """Names and properties that expressions which were left out had read."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.parts: set[tuple[str, str]] = set()
+        """``(owner, property)``."""
+
+    def add(self, code: Code, node: Node) -> None:
+        for one in walk(node):
+            if one.type in ("identifier", "shorthand_property_identifier"):
+                self.names.add(code.text(one))
+            elif one.type == "member_expression":
+                owner, part = one.child_by_field_name("object"), one.child_by_field_name("property")
+                if owner is not None and part is not None and owner.type == "identifier":
+                    self.parts.add((code.text(owner), code.text(part)))
+
+
+def slice_away(text: str, path: str, source: Code, left_out: Iterable[Node]) -> str:
+    """``text``, a rendering of ``source``, without what nothing in it reads any more as far as ``left_out`` leads.
+
+    Raises:
+        ValueError: what a test expects would stay in the file.
+    """
+    dropped = _Dropped()
+    for node in left_out:
+        dropped.add(source, node)
+    for _ in range(_ROUNDS):
+        code = Code.parse(text, path)
+        edits = list(_edits(code, dropped))
+        if not edits:
+            break
+        text = _applied(code, edits)
+    return text
+
+
+def _edits(code: Code, dropped: _Dropped) -> Iterator[Edit]:
+    reads, parts = _reads(code), _part_reads(code)
+    for node in walk(code.root):
+        if node.type in ("variable_declarator", "function_declaration"):
+            name = node.child_by_field_name("name")
+            if name is not None and name.type == "identifier" and _gone(code.text(name), dropped, reads):
+                yield from _remove(code, node, dropped)
+        elif node.type in ("identifier", "shorthand_property_identifier_pattern"):
+            if _gone(code.text(node), dropped, reads):
+                yield from _empty_column(code, node, dropped)
+        elif node.type == "expression_statement" and node.named_children:
+            target = node.named_children[0].child_by_field_name("left")
+            if (
+                node.named_children[0].type == "assignment_expression"
+                and target is not None
+                and target.type == "identifier"
+                and _gone(code.text(target), dropped, reads)
+            ):
+                value = node.named_children[0].child_by_field_name("right")
+                if value is not None:
+                    dropped.add(code, value)
+                yield node.start_byte, node.end_byte, ";"
+    for owner, part in sorted(dropped.parts):
+        if parts[part] == 0:
+            yield from _empty_property(code, owner, part, dropped)
+
+
+def _gone(name: str, dropped: _Dropped, reads: Counter[str]) -> bool:
+    return name in dropped.names and not reads[name]
+
+
+def _reads(code: Code) -> Counter[str]:
+    """How often each name is read; where it is declared or assigned it is not."""
+    found: Counter[str] = Counter()
+    for node in walk(code.root):
+        if node.type == "shorthand_property_identifier" or (node.type == "identifier" and not _is_binding(node)):
+            found[code.text(node)] += 1
+    return found
+
+
+def _is_binding(node: Node) -> bool:
+    above = node.parent
+    if above is None:
+        return False
+    if above.type in ("variable_declarator", "function_declaration", "class_declaration"):
+        return above.child_by_field_name("name") == node
+    if above.type in (
+        "array_pattern",
+        "formal_parameters",
+        "rest_pattern",
+        "required_parameter",
+        "optional_parameter",
+    ):
+        return True
+    if above.type == "pair_pattern":
+        return above.child_by_field_name("value") == node
+    if above.type in ("assignment_pattern", "for_in_statement", "assignment_expression"):
+        return above.child_by_field_name("left") == node
+    return above.type == "arrow_function" and above.child_by_field_name("parameter") == node
+
+
+def _part_reads(code: Code) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for node in walk(code.root):
+        if node.type == "member_expression":
+            part = node.child_by_field_name("property")
+            if part is not None:
+                found[code.text(part)] += 1
+        elif node.type in ("shorthand_property_identifier_pattern",):
+            found[code.text(node)] += 1
+    return found
+
+
+def _remove(code: Code, node: Node, dropped: _Dropped) -> Iterator[Edit]:
+    dropped.add(code, node)
+    holder = node.parent
+    if node.type == "variable_declarator" and holder is not None:
+        others = [one for one in holder.named_children if one.type == "variable_declarator"]
+        if len(others) > 1:
+            place = others.index(node)
+            start = node.start_byte if place == 0 else others[place - 1].end_byte
+            yield start, others[1].start_byte if place == 0 else node.end_byte, ""
+            return
+        if holder.parent is not None and holder.parent.type in ("export_statement", "for_statement"):
+            return
+        node = holder
+    yield node.start_byte, node.end_byte, ";"
+
+
+# -------------------------------------------------------------------------------------------------- tables and helpers
+
+
+def _empty_column(code: Code, name: Node, dropped: _Dropped) -> Iterator[Edit]:
+    """Edits where a parameter or a part of a pattern gets its values from."""
+    steps: list[int | str] = []
+    node: Node = name
+    above = node.parent
+    while above is not None and above.type in (
+        "array_pattern",
+        "object_pattern",
+        "pair_pattern",
+        "assignment_pattern",
+        "object_assignment_pattern",
+        "required_parameter",
+    ):
+        if above.type == "array_pattern":
+            steps.insert(0, _place(above, node))
+        elif above.type == "object_pattern":
+            key = node.child_by_field_name("key") if node.type == "pair_pattern" else name
+            steps.insert(0, code.text(key if key is not None else name))
+        node, above = above, above.parent
+    if above is None:
+        return
+    if above.type == "formal_parameters" or (
+        above.type == "arrow_function" and node == above.child_by_field_name("parameter")
+    ):
+        place = _place(above, node) if above.type == "formal_parameters" else 0
+        function = above.parent if above.type == "formal_parameters" else above
+        if function is not None:
+            yield from _empty_argument(code, function, place, steps, dropped)
+    elif above.type == "for_in_statement" and steps:
+        table = above.child_by_field_name("right")
+        if table is not None:
+            yield from _empty_rows(code, table, steps, dropped)
+    elif above.type == "variable_declarator" and steps:
+        value = above.child_by_field_name("value")
+        if value is not None:
+            yield from _empty_at(code, _resolved(code, value), steps, dropped)
+
+
+def _empty_argument(
+    code: Code, function: Node, place: int, steps: list[int | str], dropped: _Dropped
+) -> Iterator[Edit]:
+    """What calls of a function give for one of its parameters."""
+    above = function.parent
+    if function.type in FUNCTIONS and above is not None and above.type == "arguments":
+        call = above.parent
+        callee = call.child_by_field_name("function") if call is not None else None
+        if callee is None:
+            return
+        if callee.type == "call_expression":  # it.each(rows)("…", (one, expected) => …)
+            tables = arguments_of(callee)
+            if tables:
+                yield from _empty_rows(code, tables[0], [place, *steps], dropped, flat=place == 0 and not steps)
+        elif callee.type == "member_expression":
+            part, table = callee.child_by_field_name("property"), callee.child_by_field_name("object")
+            if part is not None and table is not None and code.text(part) in _ITERATING and place == 0 and steps:
+                yield from _empty_rows(code, table, steps, dropped)
+        return
+    name = function.child_by_field_name("name")
+    if name is None and above is not None and above.type == "variable_declarator":
+        name = above.child_by_field_name("name")
+    if name is None:
+        return
+    for call in walk(code.root):
+        callee = call.child_by_field_name("function") if call.type == "call_expression" else None
+        if callee is None or callee.type != "identifier" or code.text(callee) != code.text(name):
+            continue
+        given = arguments_of(call)
+        if place < len(given):
+            yield from _empty_at(code, given[place], steps, dropped)
+
+
+def _empty_rows(
+    code: Code, table: Node, steps: list[int | str], dropped: _Dropped, *, flat: bool = False
+) -> Iterator[Edit]:
+    table = bare(table)
+    entries = table.type == "call_expression" and code.text(table).startswith("Object.entries")
+    if entries:
+        inner = arguments_of(table)
+        whole = _resolved(code, inner[0]) if inner else table
+        if steps[0] == 1 and whole.type == "object":
+            for pair in whole.named_children:
+                value = pair.child_by_field_name("value") if pair.type == "pair" else None
+                if value is not None:
+                    yield from _empty_at(code, value, steps[1:], dropped)
+        return
+    whole = _resolved(code, table)
+    if whole.type != "array":
+        return
+    for row in whole.named_children:
+        if row.type == "comment":
+            continue
+        if flat and bare(row).type != "array":
+            yield from _empty_at(code, row, [], dropped)
+        else:
+            yield from _empty_at(code, row, steps, dropped)
+
+
+def _empty_at(code: Code, node: Node, steps: list[int | str], dropped: _Dropped) -> Iterator[Edit]:
+    node = bare(node)
+    if not steps:
+        if code.text(node) != _NOTHING:
+            dropped.add(code, node)
+            yield node.start_byte, node.end_byte, _NOTHING
+        return
+    first, *rest = steps
+    if node.type == "array" and isinstance(first, int):
+        items = [one for one in node.named_children if one.type != "comment"]
+        if first < len(items) and not any(one.type == "spread_element" for one in items[: first + 1]):
+            yield from _empty_at(code, items[first], rest, dropped)
+    elif node.type == "object" and isinstance(first, str):
+        for pair in node.named_children:
+            key = pair.child_by_field_name("key") if pair.type == "pair" else None
+            value = pair.child_by_field_name("value") if pair.type == "pair" else None
+            if key is not None and value is not None and first in (code.text(key), string_of(code, key)):
+                yield from _empty_at(code, value, rest, dropped)
+
+
+def _empty_property(code: Code, owner: str, part: str, dropped: _Dropped) -> Iterator[Edit]:
+    """Edits where ``owner.part`` got its value from, when ``owner`` is a constant or runs through a table."""
+    for node in walk(code.root):
+        if node.type != "identifier" or code.text(node) != owner or not _is_binding(node):
+            continue
+        above = node.parent
+        assert above is not None
+        if above.type == "variable_declarator":
+            value = above.child_by_field_name("value")
+            if value is not None:
+                yield from _empty_at(code, _resolved(code, value), [part], dropped)
+        elif above.type == "for_in_statement":
+            table = above.child_by_field_name("right")
+            if table is not None:
+                yield from _empty_rows(code, table, [part], dropped)
+        elif above.type in ("formal_parameters", "arrow_function"):
+            function = above.parent if above.type == "formal_parameters" else above
+            place = _place(above, node) if above.type == "formal_parameters" else 0
+            if function is not None:
+                yield from _empty_argument(code, function, place, [part], dropped)
+
+
+def _place(holder: Node, node: Node) -> int:
+    """Number of an element in a pattern or list, holes counted."""
+    number = 0
+    for one in holder.children:
+        if one == node:
+            return number
+        if one.type == ",":
+            number += 1
+    return number
+
+
+def _resolved(code: Code, node: Node) -> Node:
+    """The literal behind a name that is declared once."""
+    node = bare(node)
+    if node.type != "identifier":
+        return node
+    found = [
+        value
+        for one in walk(code.root)
+        if one.type == "variable_declarator"
+        and (name := one.child_by_field_name("name")) is not None
+        and code.text(name) == code.text(node)
+        and (value := one.child_by_field_name("value")) is not None
+    ]
+    return bare(found[0]) if len(found) == 1 else node
+
+
+def _applied(code: Code, edits: Iterable[Edit]) -> str:
+    """The text with edits made; of two that touch, the outer one."""
+    out: list[str] = []
+    at = 0
+    for start, end, new in sorted(set(edits), key=lambda one: (one[0], -one[1])):
+        if start < at:
+            continue
+        out += [code.between(at, start), new]
+        at = end
+    out.append(code.between(at, len(code.data)))
+    return "".join(out)
+
+
+def leaves_expectations(code: Code) -> bool:
+    """Whether the file holds a table that this module cannot take columns out of."""
+    return any(
+        node.type == "call_expression"
+        and (given := node.child_by_field_name("arguments")) is not None
+        and given.type == "template_string"
+        and (function := node.child_by_field_name("function")) is not None
+        and code.text(function).endswith(".each")
+        for node in walk(code.root)
+    )
+
+
+__all__ = ["SCOPES", "Edit", "leaves_expectations", "slice_away"]

@@ -1,0 +1,334 @@
+"""JavaScript and TypeScript as syntax trees, and the tests in them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from nemo_gym.errors import VerifierError
+
+if TYPE_CHECKING:
+    from tree_sitter import Node, Parser
+
+SUFFIXES = (".js", ".cjs", ".mjs", ".jsx", ".ts", ".cts", ".mts", ".tsx")
+_GRAMMARS = {
+    ".ts": ("tree_sitter_typescript", "language_typescript"),
+    ".cts": ("tree_sitter_typescript", "language_typescript"),
+    ".mts": ("tree_sitter_typescript", "language_typescript"),
+    ".tsx": ("tree_sitter_typescript", "language_tsx"),
+}
+_SUITES = frozenset({"describe", "context", "suite", "fdescribe"})
+_TESTS = frozenset({"it", "test", "specify", "fit"})
+_MODIFIERS = frozenset(
+    {"test", "it", "only", "each", "concurrent", "skip", "serial", "failing", "todo", "cb", "sequential"}
+)
+_TEST_PACKAGES = frozenset({"tape", "ava", "tap", "uvu", "node:test", "test"})
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "0": "\0", "\n": ""}
+FUNCTIONS = frozenset({"arrow_function", "function_expression", "generator_function", "function"})
+SCOPES = FUNCTIONS | {"function_declaration", "generator_function_declaration", "method_definition"}
+
+
+def is_javascript(path: str) -> bool:
+    return path.endswith(SUFFIXES)
+
+
+@functools.cache
+def _parser(suffix: str) -> Parser:
+    module, function = _GRAMMARS.get(suffix, ("tree_sitter_javascript", "language"))
+    try:
+        tree_sitter: Any = importlib.import_module("tree_sitter")
+        grammar: Any = importlib.import_module(module)
+    except ImportError as error:
+        raise VerifierError(
+            f"controls of tests in JavaScript need a parser ({error}); install the extra 'swe-bench-javascript', or"
+            " prepare with controls=off"
+        ) from error
+    parser: Parser = tree_sitter.Parser(tree_sitter.Language(getattr(grammar, function)()))
+    return parser
+
+
+@dataclass(frozen=True)
+class Code:
+    """A parsed file."""
+
+    path: str
+    data: bytes
+    root: Node
+
+    @classmethod
+    def parse(cls, text: str, path: str) -> Code:
+        """Raises:
+        SyntaxError: the file is no code of its language.
+        """
+        data = text.encode("utf-8", "surrogatepass")
+        root = _parser(PurePosixPath(path).suffix).parse(data).root_node
+        if root.has_error:
+            raise SyntaxError("its syntax is not understood")
+        return cls(path, data, root)
+
+    def text(self, node: Node) -> str:
+        return self.data[node.start_byte : node.end_byte].decode("utf-8", "surrogatepass")
+
+    def between(self, start: int, end: int) -> str:
+        return self.data[start:end].decode("utf-8", "surrogatepass")
+
+    @property
+    def is_module(self) -> bool:
+        return any(node.type in ("import_statement", "export_statement") for node in self.root.children)
+
+
+def walk(node: Node) -> Iterator[Node]:
+    """``node`` and everything below it, in the order of the text."""
+    waiting = [node]
+    while waiting:
+        one = waiting.pop()
+        yield one
+        waiting.extend(reversed(one.children))
+
+
+def key_of(node: Node) -> str:
+    return f"{node.start_point[0] + 1}.{node.start_point[1]}"
+
+
+def arguments_of(call: Node) -> list[Node]:
+    """The arguments of a call; a template behind a function is none."""
+    holder = call.child_by_field_name("arguments")
+    if holder is None or holder.type != "arguments":
+        return []
+    return [one for one in holder.named_children if one.type != "comment"]
+
+
+def bare(node: Node) -> Node:
+    """What stands in parentheses, behind ``await``, or before a type."""
+    while node.type in ("parenthesized_expression", "await_expression", "as_expression", "non_null_expression"):
+        inner = [one for one in node.named_children if one.type != "comment"]
+        if not inner:
+            return node
+        node = inner[0]
+    return node
+
+
+def names_in(code: Code, node: Node) -> set[str]:
+    """Identifiers that are read below ``node``."""
+    kinds = ("identifier", "shorthand_property_identifier")
+    return {code.text(one) for one in walk(node) if one.type in kinds}
+
+
+def string_of(code: Code, node: Node) -> str | None:
+    """The value of a string literal."""
+    if node.type not in ("string", "template_string"):
+        return None
+    out: list[str] = []
+    for one in node.named_children:
+        if one.type == "string_fragment":
+            out.append(code.text(one))
+        elif one.type == "escape_sequence":
+            out.append(_unescaped(code.text(one)))
+        else:
+            return None
+    return "".join(out)
+
+
+def _unescaped(text: str) -> str:
+    rest = text[1:]
+    if rest[:1] in ("x", "u"):
+        try:
+            return chr(int(rest[1:].strip("{}"), 16))
+        except ValueError:
+            return text
+    return _ESCAPES.get(rest, rest)
+
+
+@dataclass(frozen=True)
+class Test:
+    """One call that registers a test."""
+
+    __test__ = False
+
+    call: Node
+    body: Node
+    """The function that is the test."""
+    title: str
+    """A pattern, as far as it is not written out."""
+    written: bool
+    """Whether the title is all literal."""
+    suites: tuple[str, ...]
+    """Patterns of the titles around it."""
+    key: str
+
+
+def tests_of(code: Code) -> list[Test]:
+    """Every test that is registered with a function written in the call."""
+    makers = _TESTS | _imported_makers(code)
+    found: list[Test] = []
+    seen: dict[str, int] = {}
+
+    def visit(node: Node, suites: tuple[str, ...]) -> None:
+        inner = suites
+        if node.type == "call_expression":
+            given = arguments_of(node)
+            name, each = _root_name(code, node)
+            body = next((one for one in reversed(given) if _function_in(one) is not None), None)
+            if name in makers and body is not None:
+                function = _function_in(body)
+                assert function is not None
+                title = given[0] if given[0] != body else None
+                pattern, written = (".*", False) if title is None else _title(code, title, each=each)
+                shown = " > ".join([*suites, pattern])
+                seen[shown] = seen.get(shown, 0) + 1
+                key = "test:" + shown.replace("\\", "").replace("|", "/")
+                key += f" #{seen[shown]}" if seen[shown] > 1 else ""
+                found.append(Test(node, function, pattern, written, suites, key))
+                inner = (*suites, pattern)
+            elif name in _SUITES and body is not None:
+                inner = (*suites, _title(code, given[0], each=each)[0])
+        for child in node.children:
+            visit(child, inner)
+
+    visit(code.root, ())
+    return found
+
+
+def is_suite(code: Code, call: Node) -> bool:
+    return _root_name(code, call)[0] in _SUITES and any(_function_in(one) for one in arguments_of(call))
+
+
+def _imported_makers(code: Code) -> set[str]:
+    """Names that a file gives to the ``test`` of its test package, and what holds subtests."""
+    found: set[str] = {"t"}
+    for node in walk(code.root):
+        source: Node | None = None
+        if node.type == "import_statement":
+            source = node.child_by_field_name("source")
+            names = [one for one in node.named_children if one.type == "import_clause"]
+        elif node.type == "variable_declarator":
+            value = node.child_by_field_name("value")
+            value = value and (value.child_by_field_name("object") if value.type == "member_expression" else value)
+            if value is None or value.type != "call_expression" or not arguments_of(value):
+                continue
+            function = value.child_by_field_name("function")
+            if function is None or code.text(function) != "require":
+                continue
+            source, names = arguments_of(value)[0], [node.child_by_field_name("name")]
+        else:
+            continue
+        package = string_of(code, source) if source is not None else None
+        if package is None or package not in _TEST_PACKAGES:
+            continue
+        for holder in names:
+            for one in walk(holder) if holder is not None else ():
+                if one.type in ("identifier", "shorthand_property_identifier_pattern"):
+                    found.add(code.text(one))
+    return found - _SUITES - {"before", "after", "beforeEach", "afterEach", "mock"}
+
+
+def _root_name(code: Code, call: Node) -> tuple[str, bool]:
+    """``it`` of ``it.only(…)`` and ``it.each(…)(…)``, and whether it is the latter; of a subtest ``t``."""
+    function = call.child_by_field_name("function")
+    each = False
+    if function is not None and function.type == "call_expression":
+        each = True
+        function = function.child_by_field_name("function")
+    names: list[str] = []
+    while function is not None and function.type == "member_expression":
+        part = function.child_by_field_name("property")
+        names.append(code.text(part) if part is not None else "")
+        function = function.child_by_field_name("object")
+    if function is None or function.type != "identifier":
+        return "", each
+    root = code.text(function)
+    # `t.test(…)` registers a test, `t.equal(…)` asserts.
+    if names and not set(names) <= {
+        "test",
+        "it",
+        "only",
+        "each",
+        "concurrent",
+        "skip",
+        "serial",
+        "failing",
+        "todo",
+        "cb",
+    }:
+        return "", each
+    if root == "t" and not {"test", "it"} & set(names):
+        return "", each
+    if not each and "each" in names:
+        return "", each
+    return root, each
+
+
+def _function_in(node: Node) -> Node | None:
+    if node.type in FUNCTIONS:
+        return node
+    if node.type != "call_expression":
+        return None
+    # `it("…", wrapped(async () => …))`
+    return next((found for one in arguments_of(node) if (found := _function_in(one)) is not None), None)
+
+
+def _title(code: Code, node: Node, *, each: bool) -> tuple[str, bool]:
+    text = string_of(code, node)
+    if text is not None:
+        pattern = re.escape(" ".join(text.split()))
+        if each:
+            pattern = re.sub(r"%[a-zA-Z#]|\\\$[\w.\\]+", ".*", pattern)
+        return pattern, not each
+    if node.type == "template_string":
+        parts = [re.escape(code.text(one)) if one.type == "string_fragment" else ".*" for one in node.named_children]
+        return "".join(parts), False
+    if node.type == "binary_expression":
+        sides = [node.child_by_field_name(side) for side in ("left", "right")]
+        return "".join(_title(code, side, each=each)[0] for side in sides if side is not None), False
+    return ".*", False
+
+
+def choose(code: Code, ids: tuple[str, ...], touched: Collection[int] = ()) -> dict[str, tuple[str, ...]]:
+    """Test → those of ``ids`` that mean it. Log parsers spell ids in many ways: a title alone, behind those of its
+    suites, the file's path, or what an assertion says. Ids that mean none of the file's tests mean those in which the
+    lines ``touched`` are."""
+    tests = tests_of(code)
+    found: dict[str, list[str]] = {}
+    for one in ids:
+        text = " ".join(one.split())
+        if text == code.path or text.endswith(f"/{code.path}"):
+            meant = tests
+        else:
+            named = [test for test in tests if _is_named(test, text)]
+            meant = [test for test in named if test.written] or named or [t for t in tests if _says(code, t, text)]
+            meant = meant or [test for test in tests if not test.title.strip(".*")]
+            meant = meant or _innermost(tests, touched)
+        for test in meant:
+            found.setdefault(test.key, []).append(one)
+    return {key: tuple(names) for key, names in found.items()}
+
+
+def _innermost(tests: list[Test], lines: Collection[int]) -> list[Test]:
+    """The tests around lines, without those that only hold such tests."""
+    found: list[Test] = []
+    for line in lines:
+        around = [test for test in tests if test.call.start_point[0] < line <= test.call.end_point[0]]
+        if around:
+            found.append(min(around, key=lambda test: test.call.end_byte - test.call.start_byte))
+    return list({test.key: test for test in found}.values())
+
+
+def _is_named(test: Test, text: str) -> bool:
+    match = re.search(f"(?:^|(?<=[\\s>.:/]))(?:{test.title})$", text)
+    if match is None or not (test.title.strip(".*") or test.suites):
+        return False
+    before = text[: match.start()]
+    for suite in test.suites:
+        before = re.sub(suite, "", before, count=1) if suite.strip(".*") else before
+    return not re.search(r"\w", before) or bool(re.search(r"\.[cm]?[jt]sx?\W*$", before))
+
+
+def _says(code: Code, test: Test, text: str) -> bool:
+    return any(
+        (said := string_of(code, node)) is not None and " ".join(said.split()) == text for node in walk(test.body)
+    )

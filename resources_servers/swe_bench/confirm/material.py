@@ -100,7 +100,7 @@ class Material:
             SandboxError, VerifierError: the box failed.
         """
         patched = sorted(paths_of(self.row.test_patch.encode("utf-8", "surrogateescape")))
-        named = sorted({test.path for test in self.fixed if _renderer(test.path)} - set(patched))
+        named = sorted({test.path for test in self.fixed if renderer_of(test.path)} - set(patched))
         gold_paths = paths_of(self.gold)
 
         def is_product(path: str) -> bool:
@@ -114,7 +114,7 @@ class Material:
             if content is None:
                 continue
             fixed = Chosen.of(path, self.fixed)
-            renderer = _renderer(path)
+            renderer = renderer_of(path)
             if renderer is None:
                 self.support[path] = content
                 continue
@@ -142,7 +142,7 @@ class Material:
         texts: dict[str, str] = {}
         plain_path = ""
         for path, source in self.sources.items():
-            renderer = _renderer(path)
+            renderer = renderer_of(path)
             assert renderer is not None
             order = Order("discover", random.Random(0), records, path)
             words = renderer(source, self.chosen[path], order)
@@ -195,7 +195,8 @@ class Material:
         )
 
 
-def _renderer(path: str) -> Renderer | None:
+def renderer_of(path: str) -> Renderer | None:
+    """What renders a test file; ``None`` for one in a language that nothing renders."""
     return RENDERERS.get(PurePosixPath(path).suffix)
 
 

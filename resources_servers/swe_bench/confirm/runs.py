@@ -75,8 +75,12 @@ class Rendering:
     """Where in the box it leaves its records."""
     plain: str = ""
     """The file that is run as a program, without the row's own test command; empty runs that command."""
+    printed: bool = False
+    """Whether its records are what the test command prints."""
 
     def command(self, test_command: str) -> str:
+        if self.printed:
+            return f"{{\n{test_command}\n}} > {self.records} 2>&1"
         if not self.plain:
             return test_command
         return f"env -u PYTEST_CURRENT_TEST -u PYTEST_ADDOPTS python {shlex.quote(self.plain)}"

@@ -168,8 +168,9 @@ async def _controls(
     confirmed = await confirm_control(site, row, patch, controls)
     if any(control.findings for control in confirmed):
         return confirmed
-    # Where nothing could be blinded, tests that can only fail are all there is.
-    canary = await canary_control(site, row, patch) if controls.strength == "none" else None
+    # Where nothing could be blinded, tests that can only fail are all there is for those to be kept.
+    uncontrolled = controls.strength == "none" or (bool(row.pass_to_pass) and not controls.renderings)
+    canary = await canary_control(site, row, patch) if uncontrolled else None
     without_source = await without_source_control(site, row, patch)
     skipped = await skipped_control(site, row, grade)
     return [control for control in (*confirmed, canary, without_source, skipped) if control is not None]

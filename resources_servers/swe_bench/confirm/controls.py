@@ -14,11 +14,12 @@ from typing import Any, Literal
 
 from nemo_gym.errors import VerifierError
 from resources_servers.swe_bench.confirm.runs import Rendering
+from resources_servers.swe_bench.confirm.twins import Twin, TwinTest
 from resources_servers.swe_bench.confirm.values import Check
 from resources_servers.swe_bench.images import content_digest, image_slug
 from resources_servers.swe_bench.row import SweBenchRow
 
-CONTROLS_VERSION = 41
+CONTROLS_VERSION = 5
 Strength = Literal["strong", "weak", "none"]
 
 
@@ -51,6 +52,8 @@ class RowControls:
     support: Mapping[str, bytes] = field(default_factory=dict)
     """Files of the test patch that the renderings need beside them."""
     tests: Mapping[str, ControlledTest] = field(default_factory=dict)
+    twins: tuple[Twin, ...] = ()
+    """For tests that no rendering controls well."""
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     """What making them took."""
@@ -90,6 +93,10 @@ class RowControls:
             )
             for one in data["renderings"]
         )
+        twins = tuple(
+            Twin(one["files"], {test: TwinTest.from_json(fields) for test, fields in one["tests"].items()})
+            for one in data["twins"]
+        )
         return cls(
             instance_id=data["instance_id"],
             image_content=data["image_content"],
@@ -99,6 +106,7 @@ class RowControls:
                 name: ControlledTest(tuple(test["ids"]), test["fail_to_pass"], test["strength"])
                 for name, test in data["tests"].items()
             },
+            twins=twins,
             notes=tuple(data["notes"]),
             seconds=data["seconds"],
         )

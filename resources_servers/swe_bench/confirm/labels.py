@@ -89,16 +89,18 @@ def tokens_of(tree: ast.AST) -> set[str]:
     """Words (lower case) and numbers of two digits or more in the data of ``tree``."""
     found: set[str] = set()
     for node in literals(tree):
-        for token in TOKEN.findall(_text(node)):
-            if not token.isdigit():
-                found.add(token.lower())
-            elif (
-                token.isascii()
-                and token[0] not in "0"
-                and token != "1"
-                and (len(token) > 1 or type(node.value) is int)
-            ):
-                found.add(token)
+        found |= tokens_of_text(_text(node), single_digits=type(node.value) is int)
+    return found
+
+
+def tokens_of_text(text: str, *, single_digits: bool = False) -> set[str]:
+    """Words (lower case) and numbers of a text."""
+    found: set[str] = set()
+    for token in TOKEN.findall(text):
+        if not token.isdigit():
+            found.add(token.lower())
+        elif token.isascii() and token[0] not in "0" and token != "1" and (len(token) > 1 or single_digits):
+            found.add(token)
     return found
 
 

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from resources_servers.swe_bench.confirm.controls import ControlledRendering, ControlledTest, RowControls, Strength
 from resources_servers.swe_bench.confirm.expecting import checks_of, decide_sides
 from resources_servers.swe_bench.confirm.material import Calls, Material, RenderedSet
+from resources_servers.swe_bench.confirm.rendering import Chosen
 from resources_servers.swe_bench.confirm.runs import Steps
 from resources_servers.swe_bench.confirm.telling import keep_what_tells, may_be_strong
+from resources_servers.swe_bench.confirm.twins import TWINS, TWINS_BESIDE, Twin, TwinMaker
 from resources_servers.swe_bench.confirm.wording import find_variation, find_words
 from resources_servers.swe_bench.eval_box import EvalSite
 from resources_servers.swe_bench.row import SweBenchRow
@@ -55,18 +57,21 @@ class Maker:
         material = self._material
         renderings: list[ControlledRendering] = []
         strengths: dict[str, Strength] = {}
+        twins: tuple[Twin, ...] = ()
         if Steps.of(self.row.eval_script) is None:
             material.notes.append("the evaluation script does not apply one test patch from a here-document")
         else:
             await material.read()
             if material.sources:
                 renderings, strengths = await self._renderings()
+            twins = await self._twins(strengths, TWINS_BESIDE if renderings else TWINS)
         return RowControls(
             instance_id=self.row.instance_id,
             image_content=self.image_content,
             renderings=tuple(renderings),
-            support=material.support if renderings else {},
+            support=material.support if renderings or twins else {},
             tests=self._tests(strengths),
+            twins=twins,
             notes=tuple(material.notes),
             seconds=round(time.monotonic() - started, 2),
         )
@@ -114,10 +119,30 @@ class Maker:
         ]
         return await keep_what_tells(material, controlled, sets, public)
 
+    async def _twins(self, strengths: dict[str, Strength], count: int) -> tuple[Twin, ...]:
+        """Twins for the tests that the renderings do not control well; what only twins control becomes ``weak``."""
+        chosen: dict[str, Chosen] = {}
+        for path in self._material.sources:
+            one = Chosen.of(path, self._material.fixed)
+            strong = {test for test, strength in strengths.items() if strength == "strong"}
+            names = {name for name in one.names if not any(test.endswith((f":{name}", f".{name}")) for test in strong)}
+            if names or (one.docstrings and not strong):
+                chosen[path] = Chosen(frozenset(names), one.docstrings)
+        if self._material.sources and not chosen:
+            return ()
+        twins = await TwinMaker(self._material, chosen, self._rng, count).make()
+        for test in {test for twin in twins for test in twin.tests}:
+            if strengths.get(test, "none") == "none":
+                strengths[test] = "weak"
+        return twins
+
     def _tests(self, strengths: Mapping[str, Strength]) -> dict[str, ControlledTest]:
         found: dict[str, ControlledTest] = {}
         for test, strength in strengths.items():
-            found[test] = ControlledTest(self._material.ids_of(test), True, strength)
+            _, _, name = test.partition("|test:")
+            # A file that holds no functions: the test is called as its id is.
+            ids = self._material.ids_of(test) if name else (test.partition("|")[2],)
+            found[test] = ControlledTest(ids, True, strength)
         named = {text for test in found.values() for text in test.ids}
         for text in self.row.fail_to_pass:
             if text not in named:

@@ -142,7 +142,7 @@ class Material:
             SandboxError, VerifierError: the box failed.
         """
         patched = sorted(paths_of(self.row.test_patch.encode("utf-8", "surrogateescape")))
-        named = sorted({test.path for test in self.fixed if _renderer(test.path)} - set(patched))
+        named = sorted({test.path for test in self.fixed if renderer_of(test.path)} - set(patched))
         gold_paths = paths_of(self.gold)
 
         def is_product(path: str) -> bool:
@@ -156,7 +156,7 @@ class Material:
         for path, content in pristine.sources.items():
             if content is None:
                 continue
-            renderer = _renderer(path)
+            renderer = renderer_of(path)
             if renderer is None:
                 if not path.endswith(".snap"):  # holds what is expected
                     self.support[path] = content
@@ -209,7 +209,7 @@ class Material:
         records = f"/var/tmp/{_name(rng)}"
         files: dict[str, Rendered] = {}
         for path, source in self.sources.items():
-            renderer = _renderer(path)
+            renderer = renderer_of(path)
             assert renderer is not None
             chosen = self.chosen[path]
             labels: Labels | Variation | None = None
@@ -289,7 +289,8 @@ class Material:
         )
 
 
-def _renderer(path: str) -> Renderer | None:
+def renderer_of(path: str) -> Renderer | None:
+    """What renders a test file; ``None`` for one in a language that nothing renders."""
     return RENDERERS.get(PurePosixPath(path).suffix)
 
 

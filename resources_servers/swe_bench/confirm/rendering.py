@@ -143,6 +143,34 @@ def render(source: str, chosen: Chosen, order: Order) -> Rendered | None:
     return Rendered(text, probes, known, words, words_by_test)
 
 
+def relayout(tree: ast.Module, tests: Sequence[FunctionNode], rng: random.Random, labels: Labels | None) -> str:
+    """The chosen tests of a file with their assertions, in other words, under other names and in another order, as
+    text. Cases are called by their positions. ``tree`` is left as the text has it."""
+    chosen = {id(node) for node in tests}
+    _keep_chosen(tree, chosen)
+    tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "__name__" in loads_in(node.test))]
+    _strip_docstrings(tree)
+    for _, function, _ in functions_of(tree):
+        strip_ids(function)
+    _drop_unused_helpers(tree, chosen)
+    if labels is not None:
+        labels.apply(tree)
+    for node in tests:
+        _number_cases(tree, node)
+    _rename(tree, tests, rng, [])
+    _shuffle(tree, chosen, rng)
+    return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
+
+
+def _number_cases(tree: ast.Module, function: FunctionNode) -> None:
+    for decorator in function.decorator_list:
+        found = parametrisation(decorator)
+        rows = case_rows(tree, found[1]) if found else None
+        if rows is not None and isinstance(decorator, ast.Call) and len(decorator.args) < 4:
+            numbers: list[ast.expr] = [ast.Constant(f"{number}") for number in range(len(rows))]
+            decorator.keywords.append(ast.keyword("ids", ast.List(numbers, ast.Load())))
+
+
 def _sites(source: str) -> list[str]:
     """Keys of everything in a file that may be an assertion."""
     found: list[str] = []

@@ -78,8 +78,12 @@ class Rendering:
     """The file that is run as a program, without the row's own test command; empty runs that command."""
     module: str = ""
     """What that file is called as a module of the package under test; empty runs it as a program of its own."""
+    printed: bool = False
+    """Whether its records are what the test command prints."""
 
     def command(self, test_command: str) -> str:
+        if self.printed:
+            return f"{{\n{test_command}\n}} > {self.records} 2>&1"
         if not self.plain:
             return test_command
         interpreter = "python" if self.plain.endswith(".py") else "node"

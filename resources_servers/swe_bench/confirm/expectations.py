@@ -1,0 +1,617 @@
+"""Wrong expectations of Python tests: a test file in other words, and the changes by which it expects otherwise.
+
+`twin_of` renders a file with its assertions in place: other words, names and order, nothing else taken out but the
+other tests, comments, docstrings and ids. Beside the text it gives the *wrongs*, each the same text with one
+expectation changed: to what base answers, to what a sibling case expects, or to a near miss.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from resources_servers.swe_bench.confirm.assertions import AssertionRewriter, Blinding, Side
+from resources_servers.swe_bench.confirm.labels import Labels
+from resources_servers.swe_bench.confirm.rendering import Chosen, relayout
+from resources_servers.swe_bench.confirm.slicing import FunctionNode, case_rows, functions_of, parametrisation
+from resources_servers.swe_bench.confirm.values import Value
+
+Origin = Literal["base", "sibling", "near"]
+"""Where a wrong value comes from: what base answers, another expectation of the file, or a small change."""
+
+MAX_WRONGS = 9
+"""Of one test in one rendering."""
+_MAX_TARGETS = 24
+_EXCLUDING = ("==", "is", "count")
+_FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Lt: ast.GtE,
+    ast.GtE: ast.Lt,
+    ast.Gt: ast.LtE,
+    ast.LtE: ast.Gt,
+}
+_OPPOSITES = {
+    "assertEqual": "assertNotEqual",
+    "assertIn": "assertNotIn",
+    "assertIs": "assertIsNot",
+    "assertIsNone": "assertIsNotNone",
+    "assertIsInstance": "assertNotIsInstance",
+    "assertRegex": "assertNotRegex",
+    "assertTrue": "assertFalse",
+}
+_OPPOSITE_OF = _OPPOSITES | {other: name for name, other in _OPPOSITES.items()}
+_ERRORS = (
+    "ValueError",
+    "TypeError",
+    "KeyError",
+    "IndexError",
+    "AttributeError",
+    "RuntimeError",
+    "LookupError",
+    "OSError",
+)
+_PART = re.compile(r"[^\W\d_]+|\d+")
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A file with one expectation of one test changed."""
+
+    test: str
+    kind: str
+    """What it is an expectation of: ``equality``, ``raises``, ``truth``, …"""
+    excluding: bool
+    """Whether nothing can hold it and the true one at once."""
+    origin: Origin
+    text: str
+
+
+@dataclass
+class TwinFile:
+    """A file of a true twin, and the wrong ones that can be made of it."""
+
+    text: str
+    names: dict[str, str]
+    """What a test function is called in ``text`` → the test."""
+    wrongs: dict[str, list[Wrong]] = field(default_factory=dict)
+    """By test, those that say most first."""
+
+
+def twin_of(
+    source: str,
+    chosen: Chosen,
+    *,
+    rng: random.Random,
+    labels: Labels | None = None,
+    sides: Mapping[str, Side] | None = None,
+    base: Mapping[str, Sequence[Value]] | None = None,
+) -> TwinFile | None:
+    """The twin of one file; ``None`` when it holds no chosen test.
+
+    Args:
+        sides: key of an assertion → the side that is expected.
+        base: key → what base answers on the other side, invocation by invocation, in the words of ``labels``.
+
+    Raises:
+        SyntaxError, ValueError: this Python cannot parse the file.
+    """
+    tree = ast.parse(source)
+    places = {_place(node): node for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt)}
+    tests = {
+        id(node): ("test:" + ".".join((*classes, node.name)), node)
+        for classes, node, _ in functions_of(tree)
+        if chosen.holds(node)
+    }
+    if not tests:
+        return None
+    expected = list(_expectations(ast.parse(source), sides or {}))
+    finder = _Finder(tree, [node for _, node in tests.values()])
+    targets = {
+        test: [(one, target) for one in expected for target in finder.targets(node, one, places)]
+        for test, node in tests.values()
+    }
+    text = relayout(tree, [node for _, node in tests.values()], rng, labels)
+    twin = TwinFile(text, {node.name: test for test, node in tests.values()})
+    nodes = dict(tests.values())
+    for test, found in targets.items():
+        maker = _WrongMaker(tree, rng, base or {}, finder.names_of_errors)
+        maker.siblings = [target.node.value for _, target in found if isinstance(target.node, ast.Constant)]
+        maker.literals = [*maker.siblings, *finder.literals_of(nodes[test])]
+        rng.shuffle(found)
+        found.sort(key=lambda pair: not pair[1].whole)
+        wrongs = [wrong for one, target in found[:_MAX_TARGETS] for wrong in maker.wrongs(test, one, target)]
+        twin.wrongs[test] = _picked([wrong for wrong in wrongs if wrong.text != text], rng)
+    return twin
+
+
+def _picked(wrongs: list[Wrong], rng: random.Random) -> list[Wrong]:
+    """A few, those that exclude the true expectation first, and their origins in turn."""
+    rng.shuffle(wrongs)
+    queues = {origin: [one for one in wrongs if one.origin == origin] for origin in ("near", "base", "sibling")}
+    for queue in queues.values():
+        queue.sort(key=lambda one: (not one.excluding, one.kind == "negation"))
+    order = list(queues)
+    rng.shuffle(order)
+    found: list[Wrong] = []
+    while len(found) < MAX_WRONGS and any(queues.values()):
+        found += [queues[origin].pop(0) for origin in order if queues[origin]]
+    return found[:MAX_WRONGS]
+
+
+# ------------------------------------------------------------------------------------------------- what is expected
+
+
+_Place = tuple[str, int, int, int | None, int | None]
+
+
+def _place(node: ast.expr | ast.stmt) -> _Place:
+    return type(node).__name__, node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
+
+
+@dataclass(frozen=True)
+class _Expectation:
+    """One thing that a function asserts, by its places in the pristine file."""
+
+    function: _Place
+    key: str
+    op: str
+    expected: tuple[_Place, ...] = ()
+    """Expressions whose values are expected."""
+    flip: _Place | None = None
+    """The expression, or name of a method, that says which answer is right."""
+    silence: _Place | None = None
+    """A ``with`` statement that expects an error."""
+
+
+class _Collector(AssertionRewriter):
+    """Notes what a function expects; what it makes of the function is thrown away."""
+
+    def __init__(self, function: FunctionNode, sides: Mapping[str, Side], helpers: Sequence[FunctionNode]) -> None:
+        self.probes = Blinding("discover", {}, {})
+        super().__init__(self.probes, ())
+        self.function, self.sides, self.helpers = _place(function), sides, helpers
+        self.found: list[_Expectation] = []
+
+    def _note(self, key: str, op: str, *expected: ast.expr, **more: _Place) -> None:
+        self.found.append(_Expectation(self.function, key, op, tuple(map(_place, expected)), **more))
+
+    def _two(
+        self,
+        key: str,
+        op: str,
+        left: ast.expr,
+        right: ast.expr,
+        *,
+        expected: Side | None = None,
+        extra: float | None = None,
+    ) -> ast.expr:
+        made = super()._two(key, op, left, right, expected=expected, extra=extra)
+        probe = self.probes.probes[key]
+        side = self.sides.get(key) or probe.expected or "right"
+        one = left if side == "left" else right
+        if hasattr(one, "lineno"):
+            self._note(key, probe.op, one)
+        return made
+
+    def _parts(self, test: ast.expr, key: str) -> list[ast.expr]:
+        made = super()._parts(test, key)
+        probe = self.probes.probes.get(key)
+        if probe is not None and probe.op in ("truth", "false"):
+            self._note(key, "truth", flip=_place(test))
+        elif isinstance(test, ast.Compare) and len(test.ops) == 1:
+            self._note(key, "negation", flip=_place(test))
+        return made
+
+    def _asserting_call(self, call: ast.Call, key: str) -> list[ast.expr] | None:
+        made = super()._asserting_call(call, key)
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        if name in _OPPOSITE_OF:
+            self._note(key, "truth" if name in ("assertTrue", "assertFalse") else "negation", flip=_place(call.func))
+        helper = any(inner.name == name for inner in self.helpers)
+        if (
+            made is None
+            and not helper
+            and name.startswith(("assert", "check", "expect", "verify", "fnmatch", "re_match"))
+        ):
+            self._note(key, "said", *call.args, *(one.value for one in call.keywords))
+        return made
+
+    def visit_With(self, node: ast.With) -> ast.stmt:  # noqa: N802
+        for item in node.items:
+            call = item.context_expr
+            if isinstance(call, ast.Call) and _called(call) in ("raises", "assertRaises", "assertRaisesRegex"):
+                key = f"{call.lineno}.{call.col_offset}"
+                self._note(key, "raises", *call.args[:1])
+                if len(node.items) == 1 and item.optional_vars is None:
+                    self._note(key, "silence", silence=_place(node))
+                matched = [one.value for one in call.keywords if one.arg in ("match", "expected_regex")]
+                for pattern in (*call.args[1:], *matched):
+                    self._note(key, "matches", pattern)
+        return super().visit_With(node)
+
+    visit_AsyncWith = visit_With  # type: ignore[assignment]  # noqa: N815
+
+    def visit_If(self, node: ast.If) -> ast.stmt:  # noqa: N802
+        test = node.test
+        fails = any(isinstance(one, ast.Raise) or _fails(one) for one in node.body)
+        if fails and isinstance(test, ast.Compare) and len(test.ops) == 1:
+            sides = [test.left, test.comparators[0]]
+            wanted = sides[0] if self._expected(*sides) == "left" else sides[1]
+            op = {ast.NotEq: "==", ast.IsNot: "is", ast.NotIn: "in"}.get(type(test.ops[0]), "compared")
+            self._note(f"{node.lineno}.{node.col_offset}", op, wanted)
+        return self.generic_visit(node)  # type: ignore[return-value]
+
+
+def _fails(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _called(node.value) == "fail"
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def _expectations(tree: ast.Module, sides: Mapping[str, Side]) -> Iterator[_Expectation]:
+    functions = [function for _, function, _ in functions_of(tree)]
+    for function in functions:
+        collector = _Collector(function, sides, functions)
+        for statement in function.body:
+            collector.visit(statement)
+        yield from collector.found
+
+
+# ---------------------------------------------------------------------------------------------- where it is written
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A node whose change is a change of an expectation."""
+
+    node: ast.AST
+    case: int | None = None
+    """Of a parametrised test; ``None`` for what holds in every case."""
+    whole: bool = False
+    """Whether the node is all that is expected."""
+
+
+class _Finder:
+    """Finds where the expectations of a test are written: in its assertions, in names they read, in its cases, and in
+    what it passes to helpers."""
+
+    def __init__(self, tree: ast.Module, tests: Sequence[FunctionNode]) -> None:
+        self.tree = tree
+        self.functions = {_place(node): node for _, node, _ in functions_of(tree)}
+        self.tests = {id(node) for node in tests}
+        self.names_of_errors = [
+            *_ERRORS,
+            *sorted(
+                {
+                    ast.unparse(call.args[0])
+                    for call in ast.walk(tree)
+                    if isinstance(call, ast.Call)
+                    and _called(call) in ("raises", "assertRaises")
+                    and call.args
+                    and isinstance(call.args[0], ast.Name | ast.Attribute)
+                }
+            ),
+        ]
+
+    def targets(self, test: FunctionNode, one: _Expectation, places: Mapping[_Place, ast.AST]) -> Iterator[_Target]:
+        """What can be changed so that ``test`` expects something else of ``one``."""
+        function = self.functions.get(one.function)
+        if function is None:
+            return
+        if function is not test:
+            # A helper's own expectations belong to all tests that call it; what they pass to it is theirs.
+            if id(function) not in self.tests:
+                yield from self._passed(test, function, one, places)
+            return
+        for place in (one.flip, one.silence):
+            if place is not None and place in places:
+                yield _Target(places[place], whole=True)
+        for place in one.expected:
+            if place in places:
+                yield from self._written(cast(ast.expr, places[place]), test, whole=True)
+
+    def literals_of(self, test: FunctionNode) -> list[Any]:
+        """The data of a test and of its cases."""
+        roots: list[ast.AST] = list(test.body)
+        for decorator in test.decorator_list:
+            found = parametrisation(decorator)
+            roots += (case_rows(self.tree, found[1]) or []) if found else []
+        nodes = [node for root in roots for node in ast.walk(root)]
+        return [
+            node.value
+            for node in nodes
+            if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes | int | float)
+        ]
+
+    def _passed(
+        self, test: FunctionNode, helper: FunctionNode, one: _Expectation, places: Mapping[_Place, ast.AST]
+    ) -> Iterator[_Target]:
+        arguments = [
+            arg.arg for arg in (*helper.args.posonlyargs, *helper.args.args) if arg.arg not in ("self", "cls")
+        ]
+        wanted = {
+            name.id
+            for place in one.expected
+            if place in places
+            for name in ast.walk(places[place])
+            if isinstance(name, ast.Name) and name.id in arguments
+        }
+        for call in ast.walk(test):
+            if isinstance(call, ast.Call) and _called(call) == helper.name:
+                given = dict(zip(arguments, call.args, strict=False))
+                given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+                for name in wanted & set(given):
+                    yield from self._written(given[name], test)
+
+    def _written(
+        self, node: ast.expr, test: FunctionNode, depth: int = 0, *, case: int | None = None, whole: bool = False
+    ) -> Iterator[_Target]:
+        if whole or isinstance(node, ast.List | ast.Tuple):
+            yield _Target(node, case, whole)
+        for inner in _outside_of_calls(node):
+            if isinstance(inner, ast.Constant) and (inner is not node or not whole):
+                yield _Target(inner, case)
+            elif isinstance(inner, ast.Name) and depth < 3:
+                for value, number in self._values(inner.id, test):
+                    yield from self._written(value, test, depth + 1, case=number, whole=inner is node and whole)
+
+    def _values(self, name: str, test: FunctionNode) -> Iterator[tuple[ast.expr, int | None]]:
+        """What is given to a name that a test reads, with the number of the case where it is a parameter."""
+        for decorator in test.decorator_list:
+            names, cases = parametrisation(decorator) or ([], None)
+            rows = case_rows(self.tree, cases) if cases is not None and name in names else None
+            for number, row in enumerate(rows or []):
+                values: Sequence[ast.expr] = row.args if isinstance(row, ast.Call) else getattr(row, "elts", [])
+                values = [row] if len(names) == 1 and not isinstance(row, ast.Call) else values
+                if len(values) == len(names):
+                    yield values[names.index(name)], number
+        for body in (test.body, self.tree.body):
+            found = list(_given_in(body, name, deep=body is test.body))
+            yield from ((value, None) for value in found)
+            if found:
+                return
+
+
+def _given_in(body: Sequence[ast.stmt], name: str, *, deep: bool) -> Iterator[ast.expr]:
+    for node in (inner for statement in body for inner in (ast.walk(statement) if deep else [statement])):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                yield from _column(target, name, [node.value])
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            yield from _column(node.target, name, [node.value])
+        elif isinstance(node, ast.For) and isinstance(node.iter, ast.List | ast.Tuple):
+            yield from _column(node.target, name, node.iter.elts)
+
+
+def _column(target: ast.expr, name: str, values: Sequence[ast.expr]) -> Iterator[ast.expr]:
+    if isinstance(target, ast.Name):
+        yield from (values if target.id == name else ())
+        return
+    for number, inner in enumerate(getattr(target, "elts", ())):
+        if isinstance(inner, ast.Name) and inner.id == name:
+            for value in values:
+                if isinstance(value, ast.Tuple | ast.List) and len(value.elts) > number:
+                    yield value.elts[number]
+
+
+def _outside_of_calls(node: ast.AST) -> Iterator[ast.AST]:
+    """Nodes whose values show in the value of ``node``; not the names of what is called, nor of types and keys."""
+    yield node
+    for name, child in ast.iter_fields(node):
+        if (isinstance(node, ast.Call) and name == "func") or (isinstance(node, ast.Subscript) and name == "slice"):
+            continue
+        if isinstance(node, ast.JoinedStr | ast.Lambda):
+            continue
+        for inner in child if isinstance(child, list) else [child]:
+            if isinstance(inner, ast.AST):
+                yield from _outside_of_calls(inner)
+
+
+# --------------------------------------------------------------------------------------------------- what it becomes
+
+
+class _WrongMaker:
+    """Makes the wrong texts of a tree that is in its final form."""
+
+    def __init__(
+        self, tree: ast.Module, rng: random.Random, base: Mapping[str, Sequence[Value]], errors: Sequence[str]
+    ) -> None:
+        self.tree, self.rng, self.base, self.errors = tree, rng, base, errors
+        self.parents = {
+            id(child): (parent, name)
+            for parent in ast.walk(tree)
+            for name, value in ast.iter_fields(parent)
+            for child in (value if isinstance(value, list) else [value])
+            if isinstance(child, ast.AST)
+        }
+        self.siblings: list[Any] = []
+        """Literals that the test expects elsewhere."""
+        self.literals: list[Any] = []
+        """All literals of the test."""
+
+    def wrongs(self, test: str, one: _Expectation, target: _Target) -> Iterator[Wrong]:
+        node = target.node
+        if one.op in ("truth", "negation") and isinstance(node, ast.expr):
+            # What base answers, where all that is asked is yes or no.
+            yield from self._made(test, one.op, True, [("base", _flipped(node))], node)
+        elif one.op == "silence":
+            yield from self._silenced(test, cast(ast.With, node))
+        elif one.op == "raises":
+            if isinstance(node, ast.Name | ast.Attribute):
+                others = [name for name in self.errors if name != ast.unparse(node)]
+                new = ast.parse(self.rng.choice(others), mode="eval").body
+                yield from self._made(test, "raises", False, [("sibling", new)], node)
+        elif isinstance(node, ast.expr):
+            kind = {"==": "equality", "is": "equality", "count": "equality", "close": "nearness", "almost": "nearness"}
+            excluding = one.op in _EXCLUDING
+            yield from self._made(test, kind.get(one.op, one.op), excluding, self._others(one, target), node)
+
+    def _others(self, one: _Expectation, target: _Target) -> Iterator[tuple[Origin, ast.expr]]:
+        node = target.node
+        answers = self.base.get(one.key, ())
+        if target.whole and answers and (target.case is not None or len(answers) == 1):
+            number = target.case or 0
+            value = _expression(answers[number]) if number < len(answers) else None
+            if value is not None and not isinstance(node, ast.Name):
+                yield "base", value
+        if isinstance(node, ast.Constant):
+            near = _near(node.value, self.rng, self.literals)
+            if near is not None:
+                yield "near", ast.Constant(near)
+            siblings = [one for one in self.siblings if type(one) is type(node.value) and one != node.value]
+            if siblings and target.whole:
+                yield "sibling", ast.Constant(self.rng.choice(siblings))
+        elif isinstance(node, ast.List | ast.Tuple) and len(node.elts) > 1:
+            elements = list(node.elts)
+            first = self.rng.randrange(len(elements) - 1)
+            elements[first], elements[first + 1] = elements[first + 1], elements[first]
+            yield "near", type(node)(elements, ast.Load())
+            yield "near", type(node)(list(node.elts[:-1]), ast.Load())
+
+    def _made(
+        self, test: str, kind: str, excluding: bool, others: Iterable[tuple[Origin, ast.expr]], node: ast.expr
+    ) -> Iterator[Wrong]:
+        for origin, new in others:
+            undo = self._replace(node, new)
+            if undo is not None:
+                yield Wrong(test, kind, excluding, origin, _text_of(self.tree))
+                undo()
+
+    def _silenced(self, test: str, node: ast.With) -> Iterator[Wrong]:
+        """The statements under a ``raises`` alone: base raises nothing."""
+        parent, name = self.parents.get(id(node), (None, ""))
+        body = getattr(parent, name, None)
+        if isinstance(body, list) and node in body:
+            number = body.index(node)
+            body[number : number + 1] = node.body
+            yield Wrong(test, "silence", True, "base", _text_of(self.tree))
+            body[number : number + len(node.body)] = [node]
+
+    def _replace(self, node: ast.AST, new: ast.AST) -> Callable[[], None] | None:
+        parent, name = self.parents.get(id(node), (None, ""))
+        if parent is None:
+            return None
+        value = getattr(parent, name)
+        if not isinstance(value, list):
+            setattr(parent, name, new)
+            return lambda: setattr(parent, name, value)
+        place = next((number for number, one in enumerate(value) if one is node), None)
+        if place is None:
+            return None
+        value[place] = new
+
+        def undo() -> None:
+            value[place] = node
+
+        return undo
+
+
+def _text_of(tree: ast.Module) -> str:
+    return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
+
+
+def _flipped(node: ast.expr) -> ast.expr:
+    if isinstance(node, ast.Attribute):
+        return ast.Attribute(node.value, _OPPOSITE_OF.get(node.attr, node.attr), ast.Load())
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return node.operand
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        return ast.Compare(node.left, [_FLIPPED[type(node.ops[0])]()], node.comparators)
+    return ast.UnaryOp(ast.Not(), copy.copy(node))
+
+
+def _expression(value: Value) -> ast.expr | None:
+    """A recorded plain value as it is written."""
+    kind = value[0]
+    if kind == "none":
+        return ast.Constant(None)
+    if kind == "bool":
+        return ast.Constant(bool(value[1]))
+    if kind == "int":
+        return ast.Constant(int(value[1]))
+    if kind == "float":
+        number = float.fromhex(value[1])
+        return ast.Constant(number) if number - number == 0 else None
+    if kind == "str":
+        return ast.Constant(str(value[1]))
+    if kind == "bytes":
+        return ast.Constant(bytes.fromhex(value[1]))
+    if kind in ("list", "tuple"):
+        inner = [_expression(one) for one in value[1]]
+        if any(one is None for one in inner):
+            return None
+        elements = cast(list[ast.expr], inner)
+        return ast.List(elements, ast.Load()) if kind == "list" else ast.Tuple(elements, ast.Load())
+    if kind == "dict":
+        pairs = [(_expression(key), _expression(one)) for key, one in value[1]]
+        if any(key is None or one is None for key, one in pairs):
+            return None
+        return ast.Dict([key for key, _ in pairs], cast(list[ast.expr], [one for _, one in pairs]))
+    return None
+
+
+def _near(value: Any, rng: random.Random, literals: Sequence[Any]) -> Any:
+    """A value of the same type that looks as likely; ``None`` when there is none."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        siblings = [one for one in literals if type(one) is int and one != value and abs(one - value) < 10]
+        return rng.choice([value + 1, value - 1 if value > 1 else value + 2, *siblings[:2]])
+    if isinstance(value, float):
+        return rng.choice([value + 1.0, value * 2 or 1.0, -value or 1.0])
+    if isinstance(value, str):
+        return near_text(value, rng, [one for one in literals if isinstance(one, str)])
+    if isinstance(value, bytes):
+        return near_text(value.decode("latin-1"), rng).encode("latin-1", "replace")
+    return None
+
+
+def near_text(text: str, rng: random.Random, others: Sequence[str] = ()) -> str:
+    """A text like ``text``, preferably of the same words."""
+    return rng.choice([new for _, new in near_texts(text, rng, others)])
+
+
+def near_texts(text: str, rng: random.Random, others: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Texts like ``text`` with what differs: the ``order`` of two words, a ``gap`` where one stood, or the ``words``
+    themselves, which are taken from ``others`` where that is possible."""
+    parts = list(_PART.finditer(text))
+    words = sorted({word for other in others for word in _PART.findall(other)} - {one[0] for one in parts})
+    found: list[tuple[str, str]] = []
+    for one, two in itertools.pairwise(parts):
+        if one[0] != two[0]:
+            between = text[one.end() : two.start()]
+            found.append(("order", text[: one.start()] + two[0] + between + one[0] + text[two.end() :]))
+            found.append(("gap", text[: one.end()] + text[two.end() :]))
+    for one in parts:
+        same = [word for word in words if word.isdigit() == one[0].isdigit() and word.istitle() == one[0].istitle()]
+        if same:
+            found.append(("words", text[: one.start()] + rng.choice(same) + text[one.end() :]))
+    if parts and not found:
+        one = rng.choice(parts)
+        found.append(("words", text[: one.start()] + _other_part(one[0], rng) + text[one.end() :]))
+    if not found:
+        found = [("gap", text[:-1]), ("words", text + text[-1])] if len(text) > 1 else [("words", text + "0")]
+    return found
+
+
+def _other_part(part: str, rng: random.Random) -> str:
+    if part.isdigit() and part.isascii():
+        return str(int(part) + rng.choice((1, 2, 10)))
+    if len(part) > 3:
+        place = rng.randrange(1, len(part) - 2)
+        if part[place] != part[place + 1]:
+            return part[:place] + part[place + 1] + part[place] + part[place + 2 :]
+    return part + part[-1] if len(part) < 3 else part[:-1]

@@ -1,0 +1,490 @@
+"""Mutant twins, for tests that blinded renderings do not control: what they expect stays in the box, and is wrong
+there every other time.
+
+A *twin* is one rendering of a row's test files together with a *mutant* of it, in which some tests expect something
+else. Gold passes the true one and fails the mutated tests; base fails the true one. An attempt meets both, in boxes
+of their own and in random order, and nothing but the expectation tells which is which: a report that says "passed"
+of both is no report of what the code answers.
+
+A renderer of a language makes twins in form of `TwinFile`; everything else here knows texts, ids and logs alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from resources_servers.swe_bench import grading, harness
+from resources_servers.swe_bench.confirm.comparing import read_records
+from resources_servers.swe_bench.confirm.expectations import Origin, TwinFile, Wrong, near_texts, twin_of
+from resources_servers.swe_bench.confirm.labels import Labels, tokens_of_text
+from resources_servers.swe_bench.confirm.material import Material, renderer_of
+from resources_servers.swe_bench.confirm.rendering import Chosen, Order
+from resources_servers.swe_bench.confirm.runs import Rendering
+from resources_servers.swe_bench.confirm.values import Value
+from resources_servers.swe_bench.grading import MarkerState
+from resources_servers.swe_bench.row import SweBenchRow
+from resources_servers.swe_bench.tamper.canary import FIXTURE_SUFFIXES
+from resources_servers.swe_bench.tamper.test_ids import TestId
+
+TWINS = 3
+"""Twins of a row that nothing else controls; who throws coins for them has to win twice as often."""
+TWINS_BESIDE = 2
+"""Of a row that blinded renderings control, too: as many as two kinds of expectations need."""
+GOLD_RUNS = 3
+BASE_RUNS = 3
+_MUTATION_ROUNDS = 3
+_TRIED_AT_ONCE = 3
+_MAX_TEXT_FILE = 200_000
+_EXPECTED_FILES = (*FIXTURE_SUFFIXES, ".md", ".rst", ".csv", ".ambr", ".expected", ".log")
+TWIN_RENDERERS = {".py": twin_of}
+"""Suffix of a test file → what makes twins of it."""
+_PASSED = ("PASSED", "XFAIL")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wrong expectation: a change of the true text."""
+
+    path: str
+    start: int
+    end: int
+    text: str
+    """What stands there instead."""
+    kind: str
+    excluding: bool
+    """Whether nothing can hold it and the true one at once."""
+
+
+@dataclass(frozen=True)
+class TwinTest:
+    """One test of a twin."""
+
+    ids: tuple[str, ...]
+    """What the log calls its cases, by their positions; gold passes all of them in the true twin."""
+    wrong: tuple[str, ...] = ()
+    """Those that gold fails in the mutant."""
+    mutant: Mutant | None = None
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TwinTest:
+        mutant = data["mutant"]
+        return cls(tuple(data["ids"]), tuple(data["wrong"]), None if mutant is None else Mutant(**mutant))
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A true rendering and its mutant."""
+
+    files: Mapping[str, str]
+    """Path in the repository → true text."""
+    tests: Mapping[str, TwinTest]
+
+    def texts(self, *, mutated: bool) -> dict[str, str]:
+        """The files of the true twin, or of the mutant."""
+        texts = dict(self.files)
+        mutants = [test.mutant for test in self.tests.values() if mutated and test.mutant is not None]
+        for one in sorted(mutants, key=lambda mutant: mutant.start, reverse=True):
+            texts[one.path] = texts[one.path][: one.start] + one.text + texts[one.path][one.end :]
+        return texts
+
+
+@dataclass
+class TwinRun:
+    """What a box said of the twins in it."""
+
+    problems: dict[str, str] = field(default_factory=dict)
+    """Test → why it is not confirmed."""
+    passed: dict[str, set[tuple[str, bool]]] = field(default_factory=lambda: defaultdict(set))
+    """Test → ``(kind, excluding)`` of the wrong expectations that it is reported to meet."""
+
+    @property
+    def passes_wrong_expectations(self) -> bool:
+        """Whether that is more than one right solution among many could do."""
+        kinds = {kind for found in self.passed.values() for kind, _ in found}
+        return len(kinds) > 1 or any(excluding for found in self.passed.values() for _, excluding in found)
+
+
+def decides(twins: Sequence[Twin], test: str) -> bool:
+    """Whether twins can tell that a test's report is none."""
+    mutants = [twin.tests[test].mutant for twin in twins if test in twin.tests]
+    found = [mutant for mutant in mutants if mutant is not None]
+    return any(one.excluding for one in found) or len({one.kind for one in found}) > 1
+
+
+def dealt(twins: Sequence[Twin], rng: random.Random) -> tuple[list[tuple[Twin, bool]], list[tuple[Twin, bool]]]:
+    """For each of two boxes the twins in the order in which they run, with whether it is the mutant."""
+    first = [(twin, rng.random() < 0.5) for twin in twins]
+    second = [(twin, not mutated) for twin, mutated in first]
+    return rng.sample(first, len(first)), rng.sample(second, len(second))
+
+
+def rendering_of(texts: Mapping[str, str], rng: random.Random) -> Rendering:
+    """Test files as they are, whose record is what the test command prints."""
+    return Rendering(texts, f"/var/tmp/{_word(rng)}", printed=True)
+
+
+async def look_at(run: TwinRun, row: SweBenchRow, twin: Twin, log: str, *, mutated: bool) -> None:
+    """Add to ``run`` what the log of a twin says.
+
+    Raises:
+        VerifierError: no process can be started to read the log.
+    """
+    passed = set(await passed_in(row, log))
+    for name, test in twin.tests.items():
+        wrong = test.wrong if mutated else ()
+        if any(one not in passed for one in test.ids if one not in wrong):
+            run.problems.setdefault(name, "twin: it is not reported as passed where it expects what is right")
+        if test.mutant is not None and any(one in passed for one in wrong):
+            run.passed[name].add((test.mutant.kind, test.mutant.excluding))
+
+
+async def passed_in(row: SweBenchRow, log: str) -> list[str]:
+    """The ids that the official parser reads as passed, in their order; none in a log with markers of its own."""
+    module = harness.grading()
+    start, end = (f"+ : '{marker}'" for marker in (module.START_TEST_OUTPUT, module.END_TEST_OUTPUT))
+    text = log.encode("latin-1").decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n")
+    asked = dataclasses.replace(row, fail_to_pass=(), pass_to_pass=(), eval_script="")
+    grade, _ = await grading.graded(asked, f"{start}\n{text}\n{end}\n")
+    if grade.markers is not MarkerState.GENUINE:
+        return []
+    return [test for test, status in grade.status_map.items() if status in _PASSED]
+
+
+# ------------------------------------------------------------------------------------------------------ making them
+
+
+@dataclass
+class _Draft:
+    """A twin in the making."""
+
+    texts: dict[str, str]
+    names: dict[str, str]
+    """What the log calls a function → test."""
+    wrongs: dict[str, list[tuple[str, Wrong]]]
+    """Test → ``(path, wrong)``, those to be tried first in front."""
+    ids: dict[str, list[str]] = field(default_factory=dict)
+    chosen: dict[str, Mutant] = field(default_factory=dict)
+    wrong_ids: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def twin(self) -> Twin:
+        tests = {
+            test: TwinTest(tuple(ids), self.wrong_ids.get(test, ()), self.chosen.get(test))
+            for test, ids in self.ids.items()
+        }
+        return Twin(self.texts, tests)
+
+    def by_test(self, passed: Iterable[str]) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for one in passed:
+            test = self.names.get(TestId.parse(one).function) or self.names.get(one)
+            if test is not None:
+                found.setdefault(test, []).append(one)
+        return found
+
+
+@dataclass
+class TwinMaker:
+    """Makes the twins of a row's tests.
+
+    Args:
+        chosen: path → the tests in it that are to be fixed and that nothing else controls well.
+        rng: what everything is drawn from; secret.
+        count: how many are wanted.
+    """
+
+    material: Material
+    chosen: Mapping[str, Chosen]
+    rng: random.Random
+    count: int = TWINS
+
+    async def make(self) -> tuple[Twin, ...]:
+        """Twins that gold and base tell apart as they should; none where there are none.
+
+        Raises:
+            SandboxError, VerifierError: a box failed.
+        """
+        drafts = await self._true_ones()
+        await self._mutate(drafts)
+        twins = await self._steady([draft.twin() for draft in drafts if draft.chosen])
+        decided = {test for twin in twins for test in twin.tests if decides(twins, test)}
+        kept = []
+        for twin in twins:
+            tests = {test: one for test, one in twin.tests.items() if test in decided}
+            if any(one.mutant is not None for one in tests.values()):
+                kept.append(Twin(twin.files, tests))
+        if drafts and not kept:
+            self.material.notes.append("no twin decides anything")
+        return tuple(kept)
+
+    # ------------------------------------------------------------------------------------------------ true twins
+
+    async def _true_ones(self) -> list[_Draft]:
+        """Renderings that gold passes and base fails: in other words, then in words with the tests' own numbers, then
+        in their own words under other names."""
+        drafts: list[_Draft] = []
+        for levels in ((False,), (False, True, None)):
+            pinned = [level for level in levels for _ in range(self.count - len(drafts))]
+            labels = [None if one is None else self._labels(pin_numbers=one) for one in pinned]
+            answers = await self._base_answers(labels)
+            made = [self._draft(one, base) for one, base in zip(labels, answers, strict=True)]
+            tried = [(one, draft) for one, draft in zip(pinned, made, strict=True) if draft is not None]
+            if not tried:
+                return drafts
+            gold = await self._passed(self.material.gold, [draft.texts for _, draft in tried])
+            base = await self._passed(b"", [draft.texts for _, draft in tried])
+            for (level, draft), passed, before in zip(tried, gold, base, strict=True):
+                unfixed = draft.by_test(before)
+                draft.ids = {
+                    test: ids
+                    for test, ids in draft.by_test(passed).items()
+                    if not set(ids) <= set(unfixed.get(test, ()))
+                }
+                whole = set(draft.ids) >= set(draft.names.values())
+                if len(drafts) < self.count and draft.ids and (whole or level is None):
+                    drafts.append(draft)
+            if len(drafts) == self.count:
+                break
+        if not drafts:
+            self.material.notes.append("gold passes no true twin that base fails")
+        return drafts
+
+    def _draft(self, labels: Labels | None, base: Mapping[str, Sequence[Value]]) -> _Draft | None:
+        draft = _Draft({}, {}, {})
+        for path, source in self.material.sources.items():
+            chosen, make = self.chosen.get(path), TWIN_RENDERERS.get(PurePosixPath(path).suffix)
+            if chosen is None or make is None:
+                continue
+            prefix = f"{path}|"
+            sides = {key.removeprefix(prefix): side for key, side in self.material.sides.items()}
+            answers = {key.removeprefix(prefix): values for key, values in base.items()}
+            twin = make(source, chosen, rng=self.rng, labels=labels, sides=sides, base=answers)
+            if twin is not None:
+                self._add(draft, path, twin)
+        # Expectations that stand in the test itself are surer; a test without any gets those of files.
+        bare = [test for test in dict.fromkeys(draft.names.values()) if not draft.wrongs.get(test)]
+        for path, content in self.material.support.items():
+            text = _text_of(path, content)
+            if text is not None:
+                self._add_text(draft, path, labels.text(text) if labels is not None else text, bare)
+        return draft if draft.names else None
+
+    def _add(self, draft: _Draft, path: str, twin: TwinFile) -> None:
+        draft.texts[path] = twin.text
+        draft.names |= {name: f"{path}|{test}" for name, test in twin.names.items()}
+        for test, wrongs in twin.wrongs.items():
+            draft.wrongs.setdefault(f"{path}|{test}", []).extend((path, wrong) for wrong in wrongs)
+
+    def _add_text(self, draft: _Draft, path: str, text: str, bare: Sequence[str]) -> None:
+        """A file that is no Python: either a test of its own (a document with examples), or what the ``bare`` ones may
+        expect."""
+        draft.texts[path] = text
+        own = {one: f"{path}|{one}" for one in self.material.row.fail_to_pass if TestId.parse(one).path == path}
+        draft.names |= own
+        wrongs = list(_wrong_texts(text, self.rng))
+        for test in own.values() or bare:
+            mine = draft.wrongs.setdefault(test, [])
+            mine += [(path, dataclasses.replace(wrong, test=test)) for wrong in wrongs]
+
+    def _labels(self, *, pin_numbers: bool) -> Labels:
+        tokens: set[str] = set()
+        for path, source in self.material.sources.items():
+            chosen = self.chosen.get(path)
+            make = renderer_of(path)
+            done = make(source, chosen, Order("discover", random.Random(0), "/nowhere")) if make and chosen else None
+            tokens |= done.words if done is not None else set()
+        for path, content in self.material.support.items():
+            tokens |= tokens_of_text(_text_of(path, content) or "")
+        pinned = {token for token in tokens if token.isdigit()} if pin_numbers else set()
+        for path, content in self.material.support.items():
+            # Tests find the file by its name, and the product by its own.
+            pinned |= tokens_of_text(path) | _code_in(_text_of(path, content) or "")
+        return Labels(random.Random(self.rng.getrandbits(64)), tokens, self.material.vocabulary, pinned)
+
+    async def _base_answers(self, labels: Sequence[Labels | None]) -> list[dict[str, list[Value]]]:
+        """What base answers where the tests ask, in the words of each of ``labels``."""
+        renderings: list[Rendering] = []
+        for one in labels:
+            records = f"/var/tmp/{_word(self.rng)}"
+            texts = {
+                path: one.text(text) if one is not None else text
+                for path, content in self.material.support.items()
+                if (text := _text_of(path, content)) is not None
+            }
+            for path, chosen in self.chosen.items():
+                make = renderer_of(path)
+                order = Order("discover", random.Random(0), records, path, one)
+                done = make(self.material.sources[path], chosen, order) if make is not None else None
+                if done is not None:
+                    texts[path] = done.source
+            renderings.append(Rendering(texts, records))
+        if not self.chosen:
+            return [{} for _ in labels]
+        run = await self.material.run(b"", renderings)
+        answers: list[dict[str, list[Value]]] = []
+        for number in range(len(labels)):
+            found: dict[str, list[Value]] = {}
+            for key, values in read_records(run.records[number]) if run.records else ():
+                if values:
+                    left_out = self.material.sides.get(key, "right") == "left" and len(values) > 1
+                    found.setdefault(key, []).append(values[1] if left_out else values[0])
+            answers.append(found)
+        return answers
+
+    # ---------------------------------------------------------------------------------------------------- mutants
+
+    async def _mutate(self, drafts: Sequence[_Draft]) -> None:
+        """Find for each test of each draft a wrong expectation that gold fails, of several kinds over the drafts."""
+        used: Counter[tuple[str, str, Origin]] = Counter()
+        for _ in range(_MUTATION_ROUNDS):
+            tried = [
+                (draft, mutants)
+                for draft in drafts
+                for _ in range(_TRIED_AT_ONCE)
+                if (mutants := self._next(draft, used))
+            ]
+            if not tried:
+                return
+            texts = [
+                Twin(draft.texts, {test: TwinTest((), (), one) for test, one in mutants.items()}).texts(mutated=True)
+                for draft, mutants in tried
+            ]
+            gold = await self._passed(self.material.gold, texts)
+            for (draft, mutants), passed in zip(tried, gold, strict=True):
+                failed = {test: tuple(one for one in ids if one not in passed) for test, ids in draft.ids.items()}
+                # A change that fails other tests, too, is an expectation of theirs.
+                if any(ids and test not in mutants for test, ids in failed.items()):
+                    continue
+                for test, mutant in mutants.items():
+                    taken = [one for other, one in draft.chosen.items() if other != test]
+                    if failed.get(test) and test not in draft.chosen and not _overlaps(mutant, taken):
+                        draft.chosen[test], draft.wrong_ids[test] = mutant, failed[test]
+
+    def _next(self, draft: _Draft, used: Counter[tuple[str, str, Origin]]) -> dict[str, Mutant]:
+        """The next wrong expectation to be tried for each test that has none, those seldom tried first."""
+        found: dict[str, Mutant] = {}
+        for test in draft.ids:
+            wrongs = draft.wrongs.get(test, [])
+            wrongs.sort(key=lambda pair: used[pair[1].test, pair[1].kind, pair[1].origin])
+            while test not in draft.chosen and test not in found and wrongs:
+                path, wrong = wrongs.pop(0)
+                mutant = mutant_of(path, draft.texts[path], wrong)
+                if not _overlaps(mutant, [*found.values(), *draft.chosen.values()]):
+                    found[test] = mutant
+                    used[wrong.test, wrong.kind, wrong.origin] += 1
+        return found
+
+    async def _steady(self, twins: Sequence[Twin]) -> list[Twin]:
+        """The twins less what does not come out alike in every run of gold and base."""
+        if not twins:
+            return []
+        pairs = [(number, mutated) for number in range(len(twins)) for mutated in (False, True)]
+        texts = [twins[number].texts(mutated=mutated) for number, mutated in pairs]
+        alike = [dict(twin.tests) for twin in twins]
+        gold = await self._passed(self.material.gold, texts * GOLD_RUNS)
+        base = await self._passed(b"", texts[::2] * BASE_RUNS)
+        for place, passed in enumerate(gold):
+            number, mutated = pairs[place % len(pairs)]
+            for test, one in list(alike[number].items()):
+                if [name for name in one.ids if name not in passed] != list(one.wrong if mutated else ()):
+                    del alike[number][test]
+        for place, passed in enumerate(base):
+            number = place % len(twins)
+            for test, one in list(alike[number].items()):
+                if set(passed).issuperset(one.ids):
+                    del alike[number][test]
+        return [Twin(twin.files, tests) for twin, tests in zip(twins, alike, strict=True)]
+
+    async def _passed(self, patch: bytes, texts: Sequence[Mapping[str, str]]) -> list[list[str]]:
+        """For each of several sets of test files the ids that pass with ``patch``, in the log's order."""
+        recorded = await self.material.run(patch, [rendering_of(one, self.rng) for one in texts])
+        passed = [await passed_in(self.material.row, log) for log in recorded.records]
+        return [*passed, *([] for _ in range(len(texts) - len(passed)))]
+
+
+def mutant_of(path: str, text: str, wrong: Wrong) -> Mutant:
+    """The change that makes the wrong text of the true one."""
+    start = 0
+    while start < min(len(text), len(wrong.text)) and text[start] == wrong.text[start]:
+        start += 1
+    end = 0
+    while end < min(len(text), len(wrong.text)) - start and text[-1 - end] == wrong.text[-1 - end]:
+        end += 1
+    return Mutant(path, start, len(text) - end, wrong.text[start : len(wrong.text) - end], wrong.kind, wrong.excluding)
+
+
+def _overlaps(mutant: Mutant, others: Iterable[Mutant]) -> bool:
+    return any(
+        mutant.path == other.path and mutant.start <= other.end and other.start <= mutant.end for other in others
+    )
+
+
+_PROMPT = re.compile(r"^\s*(>>>|\.\.\.)(\s|$)")
+
+
+def _wrong_texts(text: str, rng: random.Random) -> list[Wrong]:
+    """Texts with one line changed: of a document with examples one that they print, else any."""
+    lines = text.split("\n")
+    examples = any(_PROMPT.match(line) for line in lines)
+    places = [number for number, line in enumerate(lines) if _may_be_expected(lines, number, examples)]
+    found: list[Wrong] = []
+    for place in rng.sample(places, min(len(places), 6)):
+        line = lines[place].strip()
+        siblings = [lines[other] for other in places if other != place]
+        near = dict(rng.sample(others := near_texts(line, rng, siblings), len(others)))
+        # What an example prints is compared as it is. How a test reads a file, nobody knows.
+        exact = examples and "..." not in line
+        for how, new in near.items():
+            changed = "\n".join([*lines[:place], lines[place].replace(line, new), *lines[place + 1 :]])
+            found.append(Wrong("", "output" if examples else f"file {how}", exact, "near", changed))
+    rng.shuffle(found)
+    return [one for one in found if one.text != text]
+
+
+_STRING = re.compile(r"'[^'\\]*'|\"[^\"\\]*\"")
+
+
+def _code_in(text: str) -> set[str]:
+    """Words of examples in a document that are no data."""
+    lines = [line for line in text.split("\n") if _PROMPT.match(line)]
+    return {word for line in lines for word in tokens_of_text(_STRING.sub("", line)) if not word.isdigit()}
+
+
+def _may_be_expected(lines: Sequence[str], place: int, examples: bool) -> bool:
+    if not lines[place].strip() or _PROMPT.match(lines[place]):
+        return False
+    if not examples:
+        return True
+    before = next((lines[number] for number in range(place - 1, -1, -1) if _is_end(lines, number)), "")
+    return bool(_PROMPT.match(before))
+
+
+def _is_end(lines: Sequence[str], number: int) -> bool:
+    """Whether a line starts an example, or ends the output of one."""
+    return not lines[number].strip() or bool(_PROMPT.match(lines[number]))
+
+
+def _text_of(path: str, content: bytes) -> str | None:
+    """The text of a file that may hold what tests expect."""
+    if PurePosixPath(path).suffix not in _EXPECTED_FILES:
+        return None
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+    return text if len(text) <= _MAX_TEXT_FILE and "\0" not in text and "\r" not in text else None
+
+
+def _relabelled(path: str, content: bytes, labels: Labels | None) -> bytes:
+    text = _text_of(path, content)
+    return content if text is None or labels is None else labels.text(text).encode("utf-8")
+
+
+def _word(rng: random.Random) -> str:
+    return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(10))

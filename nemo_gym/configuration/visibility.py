@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym.configuration.compose import Composition
-from nemo_gym.configuration.keys import COMPOSITION, HOSTS
+from nemo_gym.configuration.keys import COMPOSITION, ENVIRONMENT_TYPE, HOSTS, MODEL_TYPE
 from nemo_gym.configuration.layers import leaves
 from nemo_gym.configuration.resolve import interpolated_keys
 from nemo_gym.configuration.secrets import is_secret_name, without_password
@@ -78,6 +78,20 @@ def server_view(
             block["entrypoint"] = str(server.values.get("entrypoint", "app.py"))
         view[name] = {server.server_type: {server.implementation: block}}
     return view
+
+
+def endpoints(
+    composition: Composition, instance: str, addresses: Mapping[str, Address], replicas: Replicas | None = None
+) -> tuple[str, ...]:
+    """Base URLs of all other model servers and environments."""
+    found = [
+        url
+        for name, server in composition.servers.items()
+        if name != instance and server.server_type in (MODEL_TYPE, ENVIRONMENT_TYPE)
+        for place in (_urls(name, addresses[name], replicas),)
+        for url in (place["url"], *place.get("urls", ()))
+    ]
+    return tuple(dict.fromkeys(found))
 
 
 def pipeline_view(

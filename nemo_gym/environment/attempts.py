@@ -39,6 +39,11 @@ CREATE TEMP TABLE seed (
     digest TEXT NOT NULL, reply BLOB NOT NULL, session BLOB NOT NULL,
     PRIMARY KEY (run_id, rollout_id)
 ) WITHOUT ROWID;
+CREATE TEMP TABLE given (
+    run_id TEXT NOT NULL, rollout_id TEXT NOT NULL, attempt INTEGER NOT NULL, ref TEXT NOT NULL UNIQUE,
+    digest TEXT NOT NULL, rollout TEXT NOT NULL, access TEXT NOT NULL, row BLOB NOT NULL,
+    PRIMARY KEY (run_id, rollout_id)
+);
 """
 _ROLLOUT = "run_id = ? AND rollout_id = ?"
 
@@ -110,7 +115,8 @@ class AttemptStore:
         db.executescript(_SCHEMA)
         return db
 
-    def _ask(self, operation: Callable[[sqlite3.Connection], T]) -> asyncio.Future[T]:
+    def ask(self, operation: Callable[[sqlite3.Connection], T]) -> asyncio.Future[T]:
+        """One operation on the database, for `RowStore` as well."""
         if self._writer is None:
             self._writer = SqliteWriter(
                 lambda: self._db, name="attempts", translate=self._unwritable, stops_when_broken=False
@@ -134,14 +140,14 @@ class AttemptStore:
     async def require_current(self, rollout: RolloutIdentity) -> None:
         """Raise `FencedError` when a newer attempt has replaced this one."""
         key = _key(rollout)
-        _check_current(rollout, await self._ask(lambda db: _known(db, key)))
+        _check_current(rollout, await self.ask(lambda db: _known(db, key)))
 
     async def require_live(self, run_id: str, rollout_id: str, attempt: int) -> None:
         """Raise `FencedError` when the attempt was replaced or closed."""
         key = (run_id, rollout_id)
         known = self._known.get(key)
         if known is None:
-            known = await self._ask(lambda db: _known(db, key))
+            known = await self.ask(lambda db: _known(db, key))
             self._remember(key, known.attempt, closed=known.closed)
         if known.attempt > attempt or (known.closed and known.attempt == attempt):
             raise FencedError(
@@ -155,7 +161,7 @@ class AttemptStore:
         `ContractError` for one that was not seeded since this process started."""
         await self.require_live(run_id, rollout_id, attempt)
         key = (run_id, rollout_id)
-        seed = await self._ask(lambda db: _seed(db, key, attempt))
+        seed = await self.ask(lambda db: _seed(db, key, attempt))
         if seed is None:
             raise ContractError(
                 f"attempt {attempt} of rollout '{rollout_id}' has no session here; it must be seeded first",
@@ -167,7 +173,7 @@ class AttemptStore:
         """Make ``session`` the one of this attempt's calls from now on; nothing for an attempt that is over."""
         values = (_json(session), run_id, rollout_id, attempt)
         query = f"UPDATE seed SET session = ? WHERE {_ROLLOUT} AND attempt = ?"
-        await self._ask(lambda db: db.execute(query, values).rowcount)
+        await self.ask(lambda db: db.execute(query, values).rowcount)
 
     async def seed_of(self, rollout: RolloutIdentity, digest: str) -> Seed | None:
         """The stored seed of this attempt. Raises `FencedError` for an attempt that was replaced or closed, and
@@ -186,7 +192,7 @@ class AttemptStore:
                 )
             return _seed(db, key, rollout.attempt)
 
-        seed = await self._ask(operation)
+        seed = await self.ask(operation)
         _check_row(rollout, seed, digest)
         return seed
 
@@ -194,7 +200,7 @@ class AttemptStore:
         """Raise `ContractError` when this attempt is open here with another row. An attempt that is closed, or that an
         earlier process seeded, is not known by its row any more."""
         key = _key(rollout)
-        _check_row(rollout, await self._ask(lambda db: _seed(db, key, rollout.attempt)), digest)
+        _check_row(rollout, await self.ask(lambda db: _seed(db, key, rollout.attempt)), digest)
 
     async def enter(self, rollout: RolloutIdentity) -> RolloutIdentity | None:
         """Make this the current attempt and fence older ones; returns the attempt that was open until now."""
@@ -207,7 +213,7 @@ class AttemptStore:
                 _save(db, key, rollout.attempt, closed=False)
             return known
 
-        before = await self._ask(operation)
+        before = await self.ask(operation)
         self._remember(key, rollout.attempt, closed=before == _Known(rollout.attempt, True))
         if before.attempt in (0, rollout.attempt) or before.closed:
             return None
@@ -224,11 +230,11 @@ class AttemptStore:
             if not known.closed:
                 db.execute("INSERT OR REPLACE INTO seed VALUES (?,?,?,?,?,?)", values)
 
-        await self._ask(operation)
+        await self.ask(operation)
 
     async def verdict_of(self, rollout: RolloutIdentity) -> StoredVerdict | None:
         key = _key(rollout)
-        return await self._ask(lambda db: _verdict(db, key, rollout.attempt))
+        return await self.ask(lambda db: _verdict(db, key, rollout.attempt))
 
     async def admit_verdict(self, rollout: RolloutIdentity, digest: str) -> StoredVerdict | None:
         """The final verdict to replay, or ``None`` when the work is to be graded. Raises `FencedError` for a replaced
@@ -239,7 +245,7 @@ class AttemptStore:
             _check_current(rollout, _known(db, key))
             return _verdict(db, key, rollout.attempt)
 
-        stored = await self._ask(operation)
+        stored = await self.ask(operation)
         if stored is None:
             return None
         if stored.digest != digest:
@@ -265,7 +271,7 @@ class AttemptStore:
             )
             db.execute("INSERT INTO rollout VALUES (?,?,?,0) ON CONFLICT DO NOTHING", (*key, rollout.attempt))
 
-        await self._ask(operation)
+        await self.ask(operation)
 
     async def close(self, rollout: RolloutIdentity) -> bool:
         """Close the attempt, known or not, so that a late seed of it is refused. Whether it was open."""
@@ -277,7 +283,7 @@ class AttemptStore:
             _save(db, key, rollout.attempt, closed=True)
             return known == _Known(rollout.attempt, False)
 
-        was_open = await self._ask(operation)
+        was_open = await self.ask(operation)
         self._remember(key, rollout.attempt, closed=True)
         return was_open
 

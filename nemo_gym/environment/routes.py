@@ -121,7 +121,7 @@ class EnvironmentRoutes:
     def __init__(self, server: SimpleResourcesServer, attempts: AttemptStore) -> None:
         self._server = server
         self.attempts = attempts
-        self.rows = RowStore()
+        self.rows = RowStore(attempts)
         self._control_key = server.derive_key("control-token")
         self._seed_hook = PluginCall(server.seed_session) if server.overrides("seed_session") else None
         self._grader = Grader(server)
@@ -165,9 +165,9 @@ class EnvironmentRoutes:
         body = await parse_json_object(request)
         envelope = _envelope(body.pop(SESSION_KEY, None))
         if caller is not None and caller.role is Role.AGENT:
-            return self._asked_by_agent(request, caller, envelope, body)
+            return await self._asked_by_agent(request, caller, envelope, body)
         if envelope is not None and envelope.row_ref is not None:
-            stored = self._stored(envelope.row_ref, envelope.rollout)
+            stored = await self._stored(envelope.row_ref, envelope.rollout)
             return _Asked(
                 caller=caller,
                 envelope=envelope,
@@ -178,7 +178,7 @@ class EnvironmentRoutes:
             )
         return _Asked(caller=caller, envelope=envelope, row=body, seeded_row=body)
 
-    def _asked_by_agent(
+    async def _asked_by_agent(
         self, request: Request, caller: Caller, envelope: SessionEnvelope | None, body: dict[str, Any]
     ) -> _Asked:
         # An agent that rebuilds its bodies from typed fields loses the reference; its client's header and its seed's
@@ -190,7 +190,7 @@ class EnvironmentRoutes:
                 f"{request.url.path}: an agent needs the row reference that the pipeline made for its attempt",
                 route=request.url.path,
             )
-        stored = self.rows.get(ref)
+        stored = await self.rows.get(ref)
         if envelope is not None and envelope.rollout != stored.rollout:
             raise RoleError("the row reference belongs to another attempt", route=request.url.path)
         asked = SessionEnvelope(rollout=stored.rollout, row_ref=ref)
@@ -205,8 +205,8 @@ class EnvironmentRoutes:
             row_ref=ref,
         )
 
-    def _stored(self, ref: str, rollout: RolloutIdentity) -> StoredRow:
-        stored = self.rows.get(ref)
+    async def _stored(self, ref: str, rollout: RolloutIdentity) -> StoredRow:
+        stored = await self.rows.get(ref)
         if stored.rollout != rollout:
             raise ContractError("the row reference belongs to another attempt", rollout_id=rollout.rollout_id)
         return stored
@@ -388,12 +388,12 @@ class EnvironmentRoutes:
             if not isinstance(ref := body.get("row_ref"), str):
                 raise RoleError("/close: an agent needs the row reference of its attempt", route="/close")
             asked = _rollout(body.get("rollout"))
-            self._stored(ref, asked)
+            await self._stored(ref, asked)
         else:
             asked = _rollout(body.get("rollout"))
             self._check_control(request, caller, asked)
         closed = await self.attempts.close(asked)
-        self.rows.forget(asked)
+        await self.rows.forget(asked)
         if closed:
             await self._close_hook(asked)
         return JsonResponse({"closed": True, "already_closed": not closed})
@@ -412,7 +412,7 @@ class EnvironmentRoutes:
             raise InvalidBodyError(f"/rows: 'access' is 'public' or 'full', not {access!r}")
         rollout = _rollout(body.get("rollout"))
         await self.attempts.require_current(rollout)
-        ref = self.rows.put(StoredRow(row, rollout, RowAccess(access)))
+        ref = await self.rows.put(StoredRow(row, rollout, RowAccess(access)))
         return JsonResponse({"row_ref": ref, "public_row": self._server.public_row(row)})
 
     async def row_prompts(self, request: Request) -> Response:

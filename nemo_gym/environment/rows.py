@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import sqlite3
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,9 +16,12 @@ from typing import Any
 
 import orjson
 
+from nemo_gym.environment.attempts import AttemptStore
 from nemo_gym.errors import CredentialError, FencedError
+from nemo_gym.serving.client import encode_json
 from nemo_gym.session import RolloutIdentity
 
+_OF_ROLLOUT = "run_id = ? AND rollout_id = ?"
 PARAMS_KEY = "responses_create_params"
 RESPONSE_KEY = "response"
 SESSION_KEY = "_ng_session"
@@ -103,41 +107,45 @@ class StoredRow:
 
 
 class RowStore:
-    """Rows by unguessable reference, one per attempt, for as long as the attempt lives."""
+    """Rows by unguessable reference, one per attempt, for as long as the attempt lives. They are in a temporary file,
+    as seeds are: many attempts are never closed."""
 
-    def __init__(self) -> None:
-        self._rows: dict[str, StoredRow] = {}
-        self._refs: dict[tuple[str, str], tuple[int, str]] = {}
+    def __init__(self, attempts: AttemptStore) -> None:
+        self._attempts = attempts
 
-    def put(self, stored: StoredRow) -> str:
-        """A reference to the row; the same attempt gets the same one, and an older attempt's is forgotten."""
-        rollout = stored.rollout
-        key = (rollout.run_id, rollout.rollout_id)
-        attempt, known = self._refs.get(key, (0, ""))
-        if attempt > rollout.attempt:
-            raise FencedError(f"attempt {rollout.attempt} of '{rollout.rollout_id}' was replaced by {attempt}")
-        if attempt == rollout.attempt and row_digest(self._rows[known].row) == row_digest(stored.row):
-            return known
-        self._rows.pop(known, None)
+    async def put(self, stored: StoredRow) -> str:
+        """A reference to the row; the same attempt gets the same one, and an older attempt's is forgotten. Raises
+        `InvalidBodyError` for a row that is nested too deeply."""
+        rollout, written = stored.rollout, encode_json(dict(stored.row))
+        key, digest = (rollout.run_id, rollout.rollout_id), row_digest(stored.row)
         ref = f"ngr_{secrets.token_urlsafe(32)}"
-        self._rows[ref] = stored
-        self._refs[key] = (rollout.attempt, ref)
-        return ref
 
-    def get(self, ref: str) -> StoredRow:
+        def operation(db: sqlite3.Connection) -> str:
+            known = db.execute(f"SELECT attempt, digest, ref FROM given WHERE {_OF_ROLLOUT}", key).fetchone()
+            if known is not None and known[0] > rollout.attempt:
+                raise FencedError(f"attempt {rollout.attempt} of '{rollout.rollout_id}' was replaced by {known[0]}")
+            if known is not None and known[:2] == (rollout.attempt, digest):
+                return str(known[2])
+            values = (*key, rollout.attempt, ref, digest, rollout.model_dump_json(), stored.access, written)
+            db.execute("INSERT OR REPLACE INTO given VALUES (?,?,?,?,?,?,?,?)", values)
+            return ref
+
+        return await self._attempts.ask(operation)
+
+    async def get(self, ref: str) -> StoredRow:
         """The stored row; raises `CredentialError`, because a reference is also the right to use it."""
-        stored = self._rows.get(ref)
-        if stored is None:
+        query = "SELECT row, rollout, access FROM given WHERE ref = ?"
+        found = await self._attempts.ask(lambda db: db.execute(query, (ref,)).fetchone())
+        if found is None:
             raise CredentialError(
                 "the row reference is unknown: its attempt was replaced or closed, or the server restarted since",
                 retryable=True,
             )
-        return stored
+        rollout = RolloutIdentity.model_validate_json(found[1])
+        return StoredRow(orjson.loads(found[0]), rollout, RowAccess(found[2]))
 
-    def forget(self, rollout: RolloutIdentity) -> None:
+    async def forget(self, rollout: RolloutIdentity) -> None:
         """Drop the row of an attempt, and of older ones."""
-        key = (rollout.run_id, rollout.rollout_id)
-        attempt, ref = self._refs.get(key, (0, ""))
-        if ref and attempt <= rollout.attempt:
-            del self._refs[key]
-            self._rows.pop(ref, None)
+        values = (rollout.run_id, rollout.rollout_id, rollout.attempt)
+        query = f"DELETE FROM given WHERE {_OF_ROLLOUT} AND attempt <= ?"
+        await self._attempts.ask(lambda db: db.execute(query, values).rowcount)

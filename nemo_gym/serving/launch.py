@@ -40,6 +40,8 @@ class ServerLaunch:
     """Where the server may keep what must survive its restart; ``None`` keeps it in memory."""
     url: str | None = None
     """Where it is reached, in a composition on several hosts."""
+    endpoints: tuple[str, ...] = ()
+    """Base URLs of the run's model servers and environments: what boxes may reach."""
     certificate_file: str | None = None
     key_file: str | None = None
     """Of TLS; without them it speaks plain HTTP."""
@@ -56,6 +58,7 @@ class ServerLaunch:
                 "parent_pid": self.parent_pid,
                 "state_dir": self.state_dir,
                 "url": self.url,
+                "endpoints": self.endpoints,
                 "certificate_file": self.certificate_file,
                 "key_file": self.key_file,
             },
@@ -66,6 +69,7 @@ class ServerLaunch:
     def from_json(cls, data: bytes) -> ServerLaunch:
         raw = orjson.loads(data)
         credentials = raw.pop("credentials")
+        raw["endpoints"] = tuple(raw["endpoints"])
         return cls(credentials=ServerCredentials.from_dict(credentials) if credentials else None, **raw)
 
 

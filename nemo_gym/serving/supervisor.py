@@ -23,7 +23,7 @@ from nemo_gym.configuration.keys import AGENT_TYPE, ENVIRONMENT_TYPE, MODEL_TYPE
 from nemo_gym.configuration.plugin_keys import entrypoint
 from nemo_gym.configuration.roots import EXTRA_ROOTS_VARIABLE
 from nemo_gym.configuration.secrets import scrub, secret_values
-from nemo_gym.configuration.visibility import Address, call_targets, pipeline_view, server_view
+from nemo_gym.configuration.visibility import Address, call_targets, endpoints, pipeline_view, server_view
 from nemo_gym.credentials import Role, StackKeys
 from nemo_gym.errors import ConfigError, ServerError
 from nemo_gym.serving import nursery
@@ -136,6 +136,7 @@ class Supervisor:
             credentials=self.keys.for_server(instance, ROLES[block.server_type], targets),
             run_id=self.run_id,
             state_dir=str(self._state_dir(instance)),
+            endpoints=endpoints(self.composition, instance, self._addresses, self._replicas),
             **self._outside(server),
         )
         ready_read, ready_write = os.pipe()

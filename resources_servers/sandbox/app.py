@@ -68,7 +68,8 @@ class SandboxBroker(SimpleServer):
                 key="sandbox_provider",
             )
         state_dir = await asyncio.to_thread(lambda: self.state_dir)
-        self._broker = assemble(self.config, state_dir, provider, self._credentials)
+        endpoints = self._launch.endpoints if self._launch is not None else ()
+        self._broker = assemble(self.config, state_dir, provider, self._credentials, endpoints)
         await self._broker.start()
         install_routes(self._app, self._broker)
 

@@ -7,7 +7,7 @@ import fcntl
 import os
 import secrets
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nemo_gym.credentials import ServerCredentials
@@ -39,9 +39,14 @@ KEY_BYTES = 32
 
 
 def assemble(
-    config: BrokerConfig, state_dir: Path, provider: SandboxProvider, credentials: ServerCredentials | None
+    config: BrokerConfig,
+    state_dir: Path,
+    provider: SandboxProvider,
+    credentials: ServerCredentials | None,
+    endpoints: Sequence[str] = (),
 ) -> BrokerService:
-    """A broker that has asked nobody for anything yet. Runs in the server's event loop.
+    """A broker that has asked nobody for anything yet. Runs in the server's event loop. ``endpoints``: the base URLs
+    of the stack's model servers and environments.
 
     Raises:
         ConfigError: the state directory is another process's, or cannot be used; the database's URL is wrong.
@@ -80,7 +85,7 @@ def assemble(
         access=Access(
             TokenSigner(derive("sandbox-lease")), boxes, credentials, config.caller_tokens, config.trusted_callers
         ),
-        permissions=Permissions(config),
+        permissions=Permissions(config, endpoints),
         images=Images(ImageStore(writer, identity), backend, identity),
         warm=warm,
         upkeep=Upkeep(

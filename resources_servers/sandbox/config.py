@@ -56,8 +56,8 @@ class BrokerConfig(BaseRunServerInstanceConfig):
     agent_provider_options: dict[str, Any] = Field(default_factory=dict)
     """The ``provider_options`` that agents and ``caller_tokens`` may ask for, each with the one value it may have."""
     door_targets: list[str] | None = None
-    """Base URLs (model servers, environments) that doors of agents and ``caller_tokens`` may lead to; ``None`` is any,
-    by the routes of a model or an MCP server alone."""
+    """Base URLs that doors of agents and ``caller_tokens`` may lead to, by the routes of a model or an MCP server
+    alone; ``None`` is the model servers and environments of this broker's run, and nothing for a broker by itself."""
 
     default_ttl_s: float = Field(DEFAULT_TTL_S, gt=0, le=MAX_TTL_S)
     max_ttl_s: float = Field(24 * 3600.0, gt=0, le=MAX_TTL_S)

@@ -13,7 +13,8 @@ import pytest
 from nemo_gym.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.environment import attempts
 from nemo_gym.environment.attempts import AttemptStore, Seed, StoredVerdict
-from nemo_gym.errors import FencedError, ServerError
+from nemo_gym.environment.rows import RowAccess, RowStore, StoredRow
+from nemo_gym.errors import CredentialError, FencedError, ServerError
 from tests.servers.plugins import CounterEnvironment
 from tests.servers.stack import Stack, response, rollout, running_stack
 
@@ -130,6 +131,42 @@ async def test_memory_does_not_grow_with_the_number_of_rollouts(
             await store.require_live(rollout().run_id, "r0", 1)
     else:
         assert (await store.session_of(rollout().run_id, "r0", 1)) == {"cookie": "r0"}
+    await store.aclose()
+
+
+async def test_memory_does_not_grow_with_the_rows_of_attempts_that_nobody_closes() -> None:
+    store = AttemptStore()
+    rows = RowStore(store)
+    refs: list[str] = []
+
+    async def many(count: int) -> int:
+        for _ in range(count):
+            name = f"r{len(refs)}"
+            refs.append(await rows.put(StoredRow({"question": name, "answer": "x" * 2000}, rollout(name))))
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = await many(200)
+        after = await many(1000)
+    finally:
+        tracemalloc.stop()
+    assert after - before < 500_000, "1,000 rows of 2 kB each"
+    first = await rows.get(refs[0])
+    assert first.row["question"] == "r0" and first.rollout == rollout("r0")
+    assert await rows.put(first) == refs[0]
+    again = await rows.put(StoredRow(first.row, rollout("r0", attempt=2), RowAccess.FULL))
+    assert (await rows.get(again)).access is RowAccess.FULL
+    with pytest.raises(CredentialError):
+        await rows.get(refs[0])
+    with pytest.raises(FencedError):
+        await rows.put(first)
+    await rows.forget(rollout("r0"))
+    assert (await rows.get(again)).row == first.row, "an older attempt's end leaves it"
+    await rows.forget(rollout("r0", attempt=2))
+    with pytest.raises(CredentialError):
+        await rows.get(again)
     await store.aclose()
 
 

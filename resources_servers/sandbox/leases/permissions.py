@@ -42,14 +42,16 @@ def is_trusted(role: Role) -> bool:
 class Permissions:
     """The rules of one broker, by its configuration."""
 
-    def __init__(self, config: BrokerConfig) -> None:
+    def __init__(self, config: BrokerConfig, endpoints: Iterable[str] = ()) -> None:
+        """``endpoints``: what doors may lead to where the configuration names nothing."""
         self._config = config
         named = config.mount_roots
         roots = [*(named or ()), *(_packages() if config.agent_packages else ())]
         self._everybody = named is None
         """Whether a server of the stack that is trusted may mount anything, as with a provider of its own."""
         self._roots = [Path(os.path.realpath(root)) for root in roots]
-        self._targets = None if config.door_targets is None else [_base(target) for target in config.door_targets]
+        targets = endpoints if config.door_targets is None else config.door_targets
+        self._targets = [_base(target) for target in targets]
 
     def check_create(self, caller: Caller, body: CreateSandbox, *, is_outsider: bool) -> None:
         """Raise `BrokerError` ``mount_refused`` or ``not_permitted`` for what the caller may not have."""
@@ -97,10 +99,11 @@ class Permissions:
                         f"'{route[:80]}' is no route of a model or an MCP server{nearest(route, DOOR_ROUTES)}; an"
                         f" agent's doors forward {', '.join(DOOR_ROUTES)}",
                     )
-            if self._targets is not None and not any(_base(door.target).startswith(base) for base in self._targets):
+            if not any(_base(door.target).startswith(base) for base in self._targets):
                 raise _not_permitted(
                     f"door '{door.name[:80]}': target",
-                    f"'{door.target[:200]}' is below none of this broker's door_targets",
+                    f"'{door.target[:200]}' is below none of this broker's door_targets"
+                    " (by default the model servers and environments of its run)",
                 )
 
     def _check_paths(self, sources: Iterable[str], field: str) -> None:

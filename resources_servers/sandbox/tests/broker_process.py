@@ -31,6 +31,7 @@ class BrokerProcess:
         provider: the block of the backend.
         settings: further keys of the server's block.
         program: what runs the server instead of ``app.py``.
+        endpoints: base URLs of the model servers and environments of its run.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class BrokerProcess:
         *,
         program: Sequence[str] = (str(APP),),
         env: Mapping[str, str] | None = None,
+        endpoints: Sequence[str] = (),
         **settings: Any,
     ) -> None:
+        self.endpoints = tuple(endpoints)
         self.state_dir, self.program, self.env = state_dir, program, dict(env or {})
         self.keys = StackKeys.generate()
         self.listener = socket.socket()
@@ -83,6 +86,7 @@ class BrokerProcess:
             socket_fd=self.listener.fileno(),
             credentials=self.keys.for_server(INSTANCE, Role.OPERATOR, []),
             state_dir=str(self.state_dir),
+            endpoints=self.endpoints,
         )
         descriptor = write_launch(launch)
         self.listener.set_inheritable(True)

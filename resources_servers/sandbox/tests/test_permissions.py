@@ -233,8 +233,8 @@ def fetch(path: str, port: int = 8000) -> str:
     return f'python3 -c "{code}"'
 
 
-async def test_agents_doors_lead_to_models_and_mcp_servers_alone(host_service: str, broker: BrokerProcess) -> None:
-    async with roles(broker) as callers:
+async def test_agents_doors_lead_to_models_and_mcp_servers_alone(host_service: str, start_broker: StartBroker) -> None:
+    async with roles(start_broker(door_targets=[host_service])) as callers:
         for allow in ("GET /**", "GET /containers/json", "POST /v1/*", "PUT /v1/models", "get /v1/models"):
             refused = await callers[Role.AGENT].create(spec={"doors": [door(host_service, allow)]})
             assert said(refused) == (403, "not_permitted"), allow
@@ -260,10 +260,33 @@ async def test_only_an_environment_opens_a_proxy_to_an_allow_list(host_service: 
         assert b"inside:/secret" in (await owned.run(f'python3 -c "{code}"')).stdout
 
 
-async def test_borrower_opens_doors_to_models_and_mcp_servers_alone_and_the_owner_any(
-    host_service: str, broker: BrokerProcess
+async def test_agents_doors_lead_to_servers_of_the_run_alone_unless_others_are_named(
+    host_service: str, start_broker: StartBroker
 ) -> None:
+    async with roles(start_broker(endpoints=[f"{host_service}/run"])) as callers:
+        agent, environment = callers[Role.AGENT], callers[Role.ENVIRONMENT]
+        for target in (host_service, "http://127.0.0.1:1", f"{host_service}/run/../x", "http://169.254.169.254"):
+            refused = await agent.create(spec={"doors": [door(target, *MODEL_ROUTES)]})
+            assert said(refused) == (403, "not_permitted") and "door_targets" in refused.json["detail"]
+        box = await agent.box(spec={"doors": [door(f"{host_service}/run/sessions/1", *MODEL_ROUTES)]})
+        assert b"inside:/run/sessions/1/v1/models" in (await box.run(fetch("/v1/models"))).stdout
+        late = door(host_service, *MODEL_ROUTES, name="late", port=8001)
+        assert said(await box.ask("PUT", "/doors/late", json=late)) == (403, "not_permitted")
+        lent = await (await environment.box()).mint("operate")
+        assert said(await lent.ask("PUT", "/doors/late", json=late)) == (403, "not_permitted")
+        assert (await environment.create(spec={"doors": [door(host_service, *MODEL_ROUTES)]})).status == 201
+
+
+async def test_agents_doors_of_a_broker_by_itself_lead_nowhere(host_service: str, broker: BrokerProcess) -> None:
     async with roles(broker) as callers:
+        refused = await callers[Role.AGENT].create(spec={"doors": [door(host_service, *MODEL_ROUTES)]})
+        assert said(refused) == (403, "not_permitted")
+
+
+async def test_borrower_opens_doors_to_models_and_mcp_servers_alone_and_the_owner_any(
+    host_service: str, start_broker: StartBroker
+) -> None:
+    async with roles(start_broker(door_targets=[host_service])) as callers:
         owned = await callers[Role.ENVIRONMENT].box()
         lent: LentBox = await owned.mint("operate")
         wide = door(host_service, "GET /**")

@@ -18,7 +18,7 @@ from resources_servers.swe_bench.confirm.values import Check
 from resources_servers.swe_bench.images import content_digest, image_slug
 from resources_servers.swe_bench.row import SweBenchRow
 
-CONTROLS_VERSION = 41
+CONTROLS_VERSION = 5
 Strength = Literal["strong", "weak", "none"]
 
 

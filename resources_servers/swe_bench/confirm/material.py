@@ -165,7 +165,7 @@ class Material:
         pinned: Collection[str] | None,
         *,
         kinds: Mapping[str, Collection[Kind]] | None = None,
-        plain: bool = False,
+        plain: str = "",
         inside: bool = False,
     ) -> RenderedSet | None:
         """One rendering of all files.
@@ -173,13 +173,15 @@ class Material:
         Args:
             pinned: tokens that are not relabelled; ``None`` relabels nothing.
             kinds: test → what is varied in it instead. Other tests are left out.
-            plain: without a test runner.
+            plain: this file alone, without a test runner.
             inside: as a module of the package that gold changes, for callers within and without look alike then.
         """
-        rng = random.Random(seed)
+        rng = random.Random(f"{seed}{plain}{inside}")
         records = f"/var/tmp/{_name(rng)}"
         files: dict[str, Rendered] = {}
         for path, source in self.sources.items():
+            if plain and path != plain:
+                continue
             renderer = _renderer(path)
             assert renderer is not None
             chosen = self.chosen[path]
@@ -195,7 +197,7 @@ class Material:
                 assert words is not None
                 labels = Labels(random.Random(seed), words.words, self.vocabulary, pinned)
             sides = {key.partition("|")[2]: side for key, side in self.sides.items() if key.startswith(f"{path}|")}
-            done = renderer(source, chosen, Order(mode, rng, records, path, labels, sides, plain=plain))
+            done = renderer(source, chosen, Order(mode, rng, records, path, labels, sides, plain=bool(plain)))
             if done is not None:
                 files[path] = done
         if not files:
@@ -204,11 +206,9 @@ class Material:
         texts = {path: files[path].source if path in files else "" for path in self.sources}
         plain_path = module = ""
         if plain:
-            first = next(iter(files))
-            files = {first: files[first]}
             name = _name(rng)
             plain_path = f"{self.package.path}/{name}.py" if inside and self.package else f"{name}.py"
-            texts = {plain_path: texts[first]}
+            texts = {plain_path: texts[plain]}
             module = f"{self.package.name}.{name}" if inside and self.package else ""
         return RenderedSet(Rendering(texts, records, plain_path, module), files)
 

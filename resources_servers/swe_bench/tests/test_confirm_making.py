@@ -47,12 +47,13 @@ def test_plain_rendering_stands_in_the_package_of_the_first_module_that_gold_cha
 
 
 def test_plain_rendering_within_the_package_is_kept_unless_it_confirms_less() -> None:
-    blinded = ControlledRendering(Rendering({}, "/r"), {"a": (), "b": ()})
-    outside = ControlledRendering(Rendering({}, "/r", "x.py"), {"a": (), "b": ()})
-    inside = ControlledRendering(Rendering({}, "/r", "tool/x.py", "tool.x"), {"a": ()})
-    assert one_plain([blinded, outside, inside], {"a"}) == [blinded, inside]
-    assert one_plain([blinded, outside, inside], {"a", "b"}) == [blinded, outside]
-    assert one_plain([blinded], {"a"}) == [blinded]
+    blinded = ControlledRendering(Rendering({}, "/r"), {"f|a": (), "f|b": ()})
+    outside = ControlledRendering(Rendering({}, "/r", "x.py"), {"f|a": (), "f|b": ()})
+    inside = ControlledRendering(Rendering({}, "/r", "tool/x.py", "tool.x"), {"f|a": ()})
+    other = ControlledRendering(Rendering({}, "/r", "y.py"), {"g|c": ()})
+    assert one_plain([blinded, outside, inside, other], {"f|a"}) == [blinded, inside, other]
+    assert one_plain([blinded, outside, inside, other], {"f|a", "f|b"}) == [blinded, outside, other]
+    assert one_plain([blinded], {"f|a"}) == [blinded]
 
 
 def test_plain_rendering_within_the_package_is_imported_as_a_module_of_it() -> None:

@@ -25,7 +25,7 @@ from resources_servers.swe_bench.eval_box import EvalSite
 from resources_servers.swe_bench.row import SweBenchRow
 
 BLINDED = 2
-"""Renderings in other words that run under the row's own test command; one more of them runs without a test runner."""
+"""Renderings in other words under the row's own test command. The tests of one more run without a test runner."""
 
 
 @dataclass
@@ -101,11 +101,16 @@ class Maker:
         seeds = [self._rng.getrandbits(64) for _ in range(BLINDED + 1)]
         found = await find_words(material, own, public, before, seeds)
         sets: list[tuple[RenderedSet, Calls]] = []
-        for number, (seed, pinned, calls) in enumerate(found):
-            for inside in (False, True) if number == BLINDED and material.package else (False,):
-                blinded = material.render("blind", seed, pinned, plain=number == BLINDED, inside=inside)
-                if blinded is not None:
-                    sets.append((blinded, calls))
+        for seed, pinned, calls in found[:BLINDED]:
+            blinded = material.render("blind", seed, pinned)
+            assert blinded is not None
+            sets.append((blinded, calls))
+        seed, pinned, calls = found[BLINDED]
+        for path in sorted({test.partition("|")[0] for test in public if material.is_fixed(test)}):
+            for inside in (False, True) if material.package else (False,):
+                plain = material.render("blind", seed, pinned, plain=path, inside=inside)
+                if plain is not None:
+                    sets.append((plain, calls))
         variation = await find_variation(material, own, public, before)
         if variation is not None:
             seed, kinds, calls = variation

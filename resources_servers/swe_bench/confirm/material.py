@@ -194,7 +194,7 @@ class Material:
         pinned: Collection[str] | None,
         *,
         kinds: Mapping[str, Collection[Kind]] | None = None,
-        plain: bool = False,
+        plain: str = "",
         inside: bool = False,
     ) -> RenderedSet | None:
         """One rendering of all files.
@@ -202,13 +202,15 @@ class Material:
         Args:
             pinned: tokens that are not relabelled; ``None`` relabels nothing.
             kinds: test → what is varied in it instead. Other tests are left out.
-            plain: without a test runner.
+            plain: this file alone, without a test runner.
             inside: as a module of the package that gold changes, for callers within and without look alike then.
         """
-        rng = random.Random(seed)
+        rng = random.Random(f"{seed}{plain}{inside}")
         records = f"/var/tmp/{_name(rng)}"
         files: dict[str, Rendered] = {}
         for path, source in self.sources.items():
+            if plain and path != plain:
+                continue
             renderer = renderer_of(path)
             assert renderer is not None
             chosen = self.chosen[path]
@@ -230,7 +232,7 @@ class Material:
                 path,
                 labels,
                 {key.partition("|")[2]: side for key, side in self.sides.items() if key.startswith(f"{path}|")},
-                plain=plain,
+                plain=bool(plain),
                 keeps_titles=bool(SELECTS_BY_TITLE.search(self._test_command)),
             )
             done = renderer(source, chosen, order)
@@ -244,12 +246,11 @@ class Material:
             for path, done in files.items():
                 texts |= {path: done.source, **done.beside}
             return RenderedSet(Rendering(texts, records), files)
-        path, only = next(iter(files.items()))
-        files = {path: only}
-        name = f"{_name(rng)}{PurePosixPath(path).suffix}"
+        only = files[plain]
+        name = f"{_name(rng)}{PurePosixPath(plain).suffix}"
         plain_path, module = name, ""
-        if path.endswith(JAVASCRIPT):
-            plain_path = str(PurePosixPath(path).with_name(name))
+        if plain.endswith(JAVASCRIPT):
+            plain_path = str(PurePosixPath(plain).with_name(name))
         elif inside and self.package:
             plain_path, module = f"{self.package.path}/{name}", f"{self.package.name}.{PurePosixPath(name).stem}"
         return RenderedSet(Rendering({plain_path: only.source, **only.beside}, records, plain_path, module), files)

@@ -75,14 +75,18 @@ def may_be_strong(own: RenderedSet, public: Sequence[Call]) -> bool:
 
 
 def one_plain(kept: Sequence[ControlledRendering], fixed: Collection[str]) -> list[ControlledRendering]:
-    """Of the plain renderings only the one that confirms most of what is to be fixed, within the package if it can."""
-    plain = [one for one in kept if one.rendering.plain]
-    best = max(
-        plain,
-        key=lambda one: (len(one.tests.keys() & fixed), bool(one.rendering.module), len(one.tests)),
-        default=None,
-    )
-    return [one for one in kept if not one.rendering.plain or one is best]
+    """Of the plain renderings of a file only the one that confirms most of what is to be fixed, within the package if
+    it can."""
+    best: dict[str, ControlledRendering] = {}
+    for one in kept:
+        if one.rendering.plain:
+            path = next(iter(one.tests)).partition("|")[0]
+            best[path] = max(best.get(path, one), one, key=lambda it: _worth(it, fixed))
+    return [one for one in kept if not one.rendering.plain or any(one is it for it in best.values())]
+
+
+def _worth(plain: ControlledRendering, fixed: Collection[str]) -> tuple[int, bool, int]:
+    return len(plain.tests.keys() & fixed), bool(plain.rendering.module), len(plain.tests)
 
 
 def _carries_more_than_the_public(

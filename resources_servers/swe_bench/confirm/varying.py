@@ -16,15 +16,17 @@ from typing import Literal, get_args
 from resources_servers.swe_bench.confirm.labels import PYTHON_WORDS, TOKEN, naming_constants, other_words
 from resources_servers.swe_bench.confirm.slicing import functions_of
 
-Kind = Literal["words", "known words", "numbers", "zero and one", "fractions", "spaces"]
-"""What is varied: words that the product does not know, those that it does, whole numbers from two on, 0 and 1, floats
-that are whole numbers of 1/1024, and runs of spaces within a line."""
+Kind = Literal["words", "known words", "more words", "numbers", "zero and one", "fractions", "spaces"]
+"""What is varied: words that the product does not know, those that it does, how many there are, whole numbers from two
+on, 0 and 1, floats that are whole numbers of 1/1024, and runs of spaces within a line."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _SPACES = re.compile(r"(?<=[^\s]) +(?=[^\s])")
 _BEFORE = re.compile(r"(\w+|\W)\Z")
 _AFTER = re.compile(r"\w+|\W")
 _FACTORS = (0.75, 1.25, 1.5, 1.75)
 _FINENESS = 1024
+_MORE = 0.5
+"""Share of the places between words that one more word is put into."""
 
 
 class Variation:
@@ -91,21 +93,25 @@ class Variation:
         return value
 
     def _text(self, text: str, kinds: frozenset[Kind]) -> str:
-        if "spaces" not in kinds:
-            return TOKEN.sub(lambda match: self._token(match[0], kinds), text)
         parts: list[str] = []
         end = 0
         for run in _SPACES.finditer(text):
-            parts += [self._text(text[end : run.start()], kinds - {"spaces"}), " " * self._spaces(text, run)]
+            parts += [self._tokens(text[end : run.start()], kinds), self._run(text, run, kinds)]
             end = run.end()
-        return "".join([*parts, self._text(text[end:], kinds - {"spaces"})])
+        return "".join([*parts, self._tokens(text[end:], kinds)])
 
-    def _spaces(self, text: str, run: re.Match[str]) -> int:
-        """How long a run becomes: alike wherever the same stands around it."""
+    def _run(self, text: str, run: re.Match[str], kinds: frozenset[Kind]) -> str:
+        """What becomes of a run of spaces: the same wherever the same stands around it."""
         before, after = _BEFORE.search(text[: run.start()]), _AFTER.match(text[run.end() :])
         assert before is not None and after is not None
-        about = f"{self._salt}|{before[0].lower()}|{len(run[0])}|{after[0].lower()}"
-        return random.Random(about).choice([length for length in (1, 2, 3, 4) if length != len(run[0])])
+        rng = random.Random(f"{self._salt}|{before[0].lower()}|{len(run[0])}|{after[0].lower()}")
+        length = rng.choice([length for length in (1, 2, 3, 4) if length != len(run[0])])
+        spaces = " " * length if "spaces" in kinds else run[0]
+        more = "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.randint(1, 3)))
+        return spaces + more + spaces if "more words" in kinds and rng.random() < _MORE else spaces
+
+    def _tokens(self, text: str, kinds: frozenset[Kind]) -> str:
+        return TOKEN.sub(lambda match: self._token(match[0], kinds), text)
 
     def _token(self, token: str, kinds: frozenset[Kind]) -> str:
         if _is_number(token):

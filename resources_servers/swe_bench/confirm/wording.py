@@ -16,7 +16,7 @@ OWN_NUMBERS = 1
 _MAX_ROUNDS = 6
 _DRAWS = 3
 """Variations of which the best is taken."""
-_LONE_KINDS: frozenset[Kind] = frozenset(("words", "fractions"))
+_LONE_KINDS: frozenset[Kind] = frozenset(("words", "more words", "fractions"))
 """What is varied in a test that does not bear everything at once."""
 
 

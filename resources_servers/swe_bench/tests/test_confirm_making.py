@@ -10,10 +10,11 @@ import pytest
 
 from resources_servers.swe_bench.confirm.controls import ControlledRendering
 from resources_servers.swe_bench.confirm.making import BLINDED
-from resources_servers.swe_bench.confirm.material import Package
+from resources_servers.swe_bench.confirm.material import Package, RenderedSet
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order, render
 from resources_servers.swe_bench.confirm.runs import Pristine, Rendering
-from resources_servers.swe_bench.confirm.telling import one_plain
+from resources_servers.swe_bench.confirm.telling import may_be_strong, one_plain
+from resources_servers.swe_bench.confirm.values import Value
 from resources_servers.swe_bench.confirm.wording import OWN_NUMBERS, first_pins
 
 
@@ -47,15 +48,37 @@ def test_plain_rendering_stands_in_the_package_of_the_first_module_that_gold_cha
 
 
 def test_plain_rendering_within_the_package_is_kept_unless_it_confirms_less() -> None:
-    blinded = ControlledRendering(Rendering({}, "/r"), {"a": (), "b": ()})
-    outside = ControlledRendering(Rendering({}, "/r", "x.py"), {"a": (), "b": ()})
-    inside = ControlledRendering(Rendering({}, "/r", "tool/x.py", "tool.x"), {"a": ()})
-    assert one_plain([blinded, outside, inside], {"a"}) == [blinded, inside]
-    assert one_plain([blinded, outside, inside], {"a", "b"}) == [blinded, outside]
-    assert one_plain([blinded], {"a"}) == [blinded]
+    blinded = ControlledRendering(Rendering({}, "/r"), {"f|a": (), "f|b": ()})
+    outside = ControlledRendering(Rendering({}, "/r", "x.py"), {"f|a": (), "f|b": ()})
+    inside = ControlledRendering(Rendering({}, "/r", "tool/x.py", "tool.x"), {"f|a": ()})
+    other = ControlledRendering(Rendering({}, "/r", "y.py"), {"g|c": ()})
+    assert one_plain([blinded, outside, inside, other], {"f|a"}) == [blinded, inside, other]
+    assert one_plain([blinded, outside, inside, other], {"f|a", "f|b"}) == [blinded, outside, other]
+    assert one_plain([blinded], {"f|a"}) == [blinded]
 
 
 def test_plain_rendering_within_the_package_is_imported_as_a_module_of_it() -> None:
     assert Rendering({}, "/r", "tool/x.py", "tool.x").command("pytest").endswith("python -c 'import tool.x'")
     assert Rendering({}, "/r", "x.py").command("pytest").endswith("python x.py")
     assert Rendering({}, "/r").command("pytest") == "pytest"
+
+
+@pytest.mark.parametrize(
+    ("assertion", "answer", "again"),
+    [
+        ("assert f() == 'x'", ["str", "x"], True),
+        ("assert f() in names", ["int", "4"], True),
+        ("assert f() == True", ["bool", True], False),
+        ("assert f() is None", ["none"], False),
+        ("assert f()", ["str", "x"], False),
+    ],
+)
+def test_weak_test_is_drawn_again_only_where_other_words_can_change_what_it_asks(
+    assertion: str, answer: Value, again: bool
+) -> None:
+    order = Order("discover", random.Random(0), "/var/tmp/r", "t.py")
+    rendered = render(f"def test_x():\n    {assertion}\n", Chosen(frozenset({"test_x"}), frozenset()), order)
+    assert rendered is not None
+    own = RenderedSet(Rendering({}, "/var/tmp/r"), {"t.py": rendered})
+    (key,) = rendered.probes
+    assert may_be_strong(own, [[(key, [answer, answer])]]) is again

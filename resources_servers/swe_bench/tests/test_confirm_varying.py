@@ -34,18 +34,28 @@ def test_variation_gives_inputs_other_shapes_than_relabelling_does() -> None:
     Labels(random.Random(3), {"river", "stone", "20"}, {"of"}).apply(tree)
     relabelled = [shape(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     assert [5, 2, 2, 1, 5] in relabelled
+    kinds = tuple(kind for kind in KINDS if kind != "more words")
     for seed in range(20):
-        text = next(value for value in varied({"test:test_one": KINDS}, seed) if len(shape(value)) == 5)
+        text = next(value for value in varied({"test:test_one": kinds}, seed) if len(shape(value)) == 5)
         assert all(one != other for one, other in zip(shape(text)[::2], [5, 2, 5], strict=True)), text
         assert shape(text)[1] != 2 and shape(text)[3] != 1
 
 
 def test_variation_says_the_same_wherever_the_same_stood() -> None:
     texts = [value for value in varied({"test:test_one": KINDS}) if isinstance(value, str)]
-    whole = next(text for text in texts if len(shape(text)) == 5)
-    part = next(text for text in texts if len(shape(text)) == 3)
+    part, whole = sorted((text for text in texts if " " in text), key=len)[:2]
     assert whole.startswith(part)
     assert texts.count(whole.split(" ")[0]) >= 2
+
+
+def test_variation_gives_texts_more_words() -> None:
+    counts = set()
+    for seed in range(20):
+        text = max(map(str, varied({"test:test_one": ("more words",)}, seed)), key=len)
+        words = text.split()
+        assert [word for word in words if word in ("river", "of", "stone")] == ["river", "of", "stone"]
+        counts.add(len(words))
+    assert counts == {3, 4, 5}
 
 
 def test_variation_changes_numbers_in_their_order_and_no_place_in_a_list() -> None:

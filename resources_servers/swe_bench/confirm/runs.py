@@ -8,7 +8,7 @@ import shlex
 import tarfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nemo_gym.errors import SandboxArchiveError
 from nemo_gym.sandbox.archive_filters import single_file
@@ -77,13 +77,22 @@ class Rendering:
     """The file that is run as a program, without the row's own test command; empty runs that command."""
     printed: bool = False
     """Whether its records are what the test command prints."""
+    instead: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """File that the test command names → the files that it is given for it."""
 
     def command(self, test_command: str) -> str:
+        for path, others in self.instead.items():
+            test_command = word_in_command(path).sub(lambda _, others=others: shlex.join(others), test_command)  # type: ignore[misc]
         if self.printed:
             return f"{{\n{test_command}\n}} > {self.records} 2>&1"
         if not self.plain:
             return test_command
         return f"env -u PYTEST_CURRENT_TEST -u PYTEST_ADDOPTS python {shlex.quote(self.plain)}"
+
+
+def word_in_command(word: str) -> re.Pattern[str]:
+    """Where a command has a word."""
+    return re.compile(rf"(?<!\S){re.escape(word)}(?!\S)")
 
 
 @dataclass(frozen=True)

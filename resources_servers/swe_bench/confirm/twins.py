@@ -29,6 +29,7 @@ from resources_servers.swe_bench.confirm.rendering import Chosen, Order
 from resources_servers.swe_bench.confirm.runs import Rendering, Steps, word_in_command
 from resources_servers.swe_bench.confirm.values import Value
 from resources_servers.swe_bench.grading import MarkerState
+from resources_servers.swe_bench.patches import paths_of
 from resources_servers.swe_bench.row import SweBenchRow
 from resources_servers.swe_bench.tamper.canary import FIXTURE_SUFFIXES
 from resources_servers.swe_bench.tamper.test_ids import TestId
@@ -125,9 +126,17 @@ def dealt(twins: Sequence[Twin], rng: random.Random) -> tuple[list[tuple[Twin, b
     return rng.sample(first, len(first)), rng.sample(second, len(second))
 
 
-def rendering_of(texts: Mapping[str, str], rng: random.Random) -> Rendering:
-    """Test files as they are, whose record is what the test command prints."""
-    return Rendering(texts, f"/var/tmp/{_word(rng)}", printed=True)
+def rendering_of(
+    row: SweBenchRow,
+    texts: Mapping[str, str],
+    rng: random.Random,
+    instead: Mapping[str, tuple[str, ...]] | None = None,
+) -> Rendering:
+    """Test files as they are, whose record is what the test command prints. Its other files hold tests to be kept,
+    which are never in one run with those to be fixed."""
+    patched = paths_of(row.test_patch.encode("utf-8", "surrogateescape"))
+    others = {path: () for path in patched if path.endswith(".py") and path not in texts}
+    return Rendering(texts, f"/var/tmp/{_word(rng)}", printed=True, instead=others | dict(instead or {}))
 
 
 @dataclass(frozen=True)
@@ -145,7 +154,7 @@ class Delivery:
         """The delivery of ``(twin, whether it is the mutant)``."""
         texts = [twin.texts(mutated=mutated) for twin, mutated in box]
         if not _fit_into_one_run(row, [twin for twin, _ in box]):
-            return cls(tuple(rendering_of(one, rng) for one in texts), {}, len(box))
+            return cls(tuple(rendering_of(row, one, rng) for one in texts), {}, len(box))
         files: dict[str, str] = {}
         paths: dict[str, str] = {}
         for one in texts:
@@ -153,7 +162,7 @@ class Delivery:
                 new = str(PurePosixPath(path).with_name(f"test_{_word(rng)}.py"))
                 files[new], paths[new] = text, path
         instead = {path: tuple(new for new in paths if paths[new] == path) for path in paths.values()}
-        return cls((Rendering(files, f"/var/tmp/{_word(rng)}", printed=True, instead=instead),), paths, len(box))
+        return cls((rendering_of(row, files, rng, instead),), paths, len(box))
 
     async def passed(self, row: SweBenchRow, logs: Sequence[str]) -> list[set[str]]:
         """For each twin the ids that pass, maybe with others' among them.
@@ -418,7 +427,10 @@ class TwinMaker:
         found: dict[str, Mutant] = {}
         for test in draft.ids:
             wrongs = draft.wrongs.get(test, [])
-            wrongs.sort(key=lambda pair: used[pair[1].test, pair[1].kind, pair[1].origin])
+            # Who knows the public test sees at once where "is" has become "is not": only where there is nothing else.
+            wrongs.sort(
+                key=lambda pair: (pair[1].kind == "negation", used[pair[1].test, pair[1].kind, pair[1].origin])
+            )
             while test not in draft.chosen and test not in found and wrongs:
                 path, wrong = wrongs.pop(0)
                 mutant = mutant_of(path, draft.texts[path], wrong)
@@ -461,7 +473,7 @@ class TwinMaker:
 
     async def _passed(self, patch: bytes, texts: Sequence[Mapping[str, str]]) -> list[list[str]]:
         """For each of several sets of test files the ids that pass with ``patch``, in the log's order."""
-        recorded = await self.material.run(patch, [rendering_of(one, self.rng) for one in texts])
+        recorded = await self.material.run(patch, [rendering_of(self.material.row, one, self.rng) for one in texts])
         passed = [await passed_in(self.material.row, log) for log in recorded.records]
         return [*passed, *([] for _ in range(len(texts) - len(passed)))]
 

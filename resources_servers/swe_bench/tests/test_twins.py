@@ -200,9 +200,9 @@ async def test_twins_share_one_run_where_the_command_names_their_file() -> None:
     (rendering,) = delivery.renderings
     assert sorted(rendering.files.values()) == ids
     assert "tests/test_words.py" not in rendering.files
-    assert rendering.command("pytest -rA tests/test_slugs.py tests/test_words.py").split("\n")[1] == (
-        "pytest -rA tests/test_slugs.py " + " ".join(rendering.files)
-    )
+    command = rendering.command("pytest -rA tests/test_slugs.py tests/test_words.py").split("\n")[1]
+    # Tests to be kept, in the other file, are never in one run with those to be fixed.
+    assert command.split() == ["pytest", "-rA", *rendering.files]
     log = "".join(f"PASSED {path}::{text.partition('::')[2]}\n" for path, text in rendering.files.items())
     assert await delivery.passed(row, [log]) == [set(ids), set(ids)]
     same = [Twin(twin.files, twins[0].tests) for twin in twins]
@@ -372,5 +372,5 @@ async def test_reports_that_lie_are_found_by_twins(provider: SandboxProvider, ad
     )
     verdict = await judged(provider, patch)
     assert verdict.official["resolved"], "the attack must fool the official run"
-    assert [one.kind for one in verdict.findings] == [finding], verdict.details
+    assert [one.kind for one in verdict.findings] == [finding, "looks_at_the_grader"], verdict.details
     assert verdict.reward == 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -13,7 +13,7 @@ from nemo_gym.sandbox.base import SandboxProvider
 from nemo_gym.sandbox.registry import create_provider
 from nemo_gym.session import Artifact
 from nemo_gym.verdict import Verdict
-from resources_servers.swe_bench.confirm.controls import RowControls
+from resources_servers.swe_bench.confirm.controls import RowControls, Strength
 from resources_servers.swe_bench.confirm.expectations import near_texts, twin_of
 from resources_servers.swe_bench.confirm.labels import Labels, tokens_of_text
 from resources_servers.swe_bench.confirm.making import Maker
@@ -207,6 +207,15 @@ async def test_twins_share_one_run_where_the_command_names_their_file() -> None:
     assert await delivery.passed(row, [log]) == [set(ids), set(ids)]
     same = [Twin(twin.files, twins[0].tests) for twin in twins]
     assert len(Delivery.of(row, [(twin, False) for twin in same], random.Random(1)).renderings) == 2
+
+
+async def test_no_twins_are_made_where_blinded_controls_are_strong() -> None:
+    row = SweBenchRow.from_mapping(next(row for _, row in read_rows(EXAMPLE_ROWS) if "slugline" in row["instance_id"]))
+    maker = Maker(EvalSite(cast(SandboxProvider, None), "none"), row, "content")
+    functions = {test.partition("[")[0].partition("::")[::2] for test in row.fail_to_pass}
+    maker._material.sources = {path: "" for path, _ in functions}
+    strengths: dict[str, Strength] = {f"{path}|test:{name}": "strong" for path, name in functions}
+    assert await maker._twins(strengths, 2) == ()
 
 
 # ------------------------------------------------------------------------------------------------------- with boxes

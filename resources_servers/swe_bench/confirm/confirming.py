@@ -12,7 +12,7 @@ from nemo_gym.verdict import FailureKind, Finding
 from resources_servers.swe_bench.confirm.comparing import compare
 from resources_servers.swe_bench.confirm.controls import RowControls
 from resources_servers.swe_bench.confirm.runs import Recorded, run_renderings
-from resources_servers.swe_bench.confirm.twins import TwinRun, dealt, look_at, rendering_of
+from resources_servers.swe_bench.confirm.twins import Delivery, TwinRun, dealt, look_at
 from resources_servers.swe_bench.eval_box import EvalSite, patch_may_be_the_cause
 from resources_servers.swe_bench.patches import part_of, paths_of
 from resources_servers.swe_bench.row import SweBenchRow
@@ -126,8 +126,8 @@ async def _once(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowCon
     twins = TwinRun()
     seconds: dict[str, float] = {}
     for name, dealt_twins in zip(("confirmed", "twins"), dealt(controls.twins, rng), strict=True):
-        texts = [rendering_of(twin.texts(mutated=mutated), rng) for twin, mutated in dealt_twins]
-        renderings = [*(blinded if name == "confirmed" else ()), *texts]
+        delivery = Delivery.of(row, dealt_twins, rng)
+        renderings = [*(blinded if name == "confirmed" else ()), *delivery.renderings]
         if not renderings:
             continue
         recorded = await run_renderings(site, row, patch, renderings, support=controls.support)
@@ -136,8 +136,9 @@ async def _once(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowCon
             return _Confirmation({"": "the patch does not apply"}, seconds)
         if recorded.outcome is not ExecOutcome.EXITED:
             return _Confirmation({"": f"the run ended by '{recorded.outcome}'"}, seconds)
-        for (twin, mutated), log in zip(dealt_twins, recorded.records[len(renderings) - len(texts) :], strict=True):
-            await look_at(twins, row, twin, log, mutated=mutated)
+        passed_by_twin = await delivery.passed(row, recorded.records[len(renderings) - len(delivery.renderings) :])
+        for (twin, mutated), passed in zip(dealt_twins, passed_by_twin, strict=True):
+            look_at(twins, twin, passed, mutated=mutated)
         if twins.passes_wrong_expectations:
             return _Confirmation(_wrongly_passed(twins), seconds, lies=True)
         problems = await _other_values(controls, recorded) if name == "confirmed" else {}

@@ -61,6 +61,8 @@ _ERRORS = (
     "LookupError",
     "OSError",
 )
+_EXACT = re.compile("equal|identical|same", re.IGNORECASE)
+_INEXACT = re.compile("almost|close|approx|not|n_equal", re.IGNORECASE)
 _PART = re.compile(r"[^\W\d_]+|\d+")
 
 
@@ -182,6 +184,8 @@ class _Collector(AssertionRewriter):
         super().__init__(self.probes, ())
         self.function, self.sides, self.helpers = _place(function), sides, helpers
         self.found: list[_Expectation] = []
+        self._name = ""
+        """Of the method that asserts."""
 
     def _note(self, key: str, op: str, *expected: ast.expr, **more: _Place) -> None:
         self.found.append(_Expectation(self.function, key, op, tuple(map(_place, expected)), **more))
@@ -201,7 +205,8 @@ class _Collector(AssertionRewriter):
         side = self.sides.get(key) or probe.expected or "right"
         one = left if side == "left" else right
         if hasattr(one, "lineno"):
-            self._note(key, probe.op, one)
+            exact = probe.op == "like" and _EXACT.search(self._name) and not _INEXACT.search(self._name)
+            self._note(key, "==" if exact else probe.op, one)
         return made
 
     def _parts(self, test: ast.expr, key: str) -> list[ast.expr]:
@@ -209,13 +214,13 @@ class _Collector(AssertionRewriter):
         probe = self.probes.probes.get(key)
         if probe is not None and probe.op in ("truth", "false"):
             self._note(key, "truth", flip=_place(test))
-        elif isinstance(test, ast.Compare) and len(test.ops) == 1:
+        elif (isinstance(test, ast.Compare) and len(test.ops) == 1) or isinstance(test, ast.Call | ast.UnaryOp):
             self._note(key, "negation", flip=_place(test))
         return made
 
     def _asserting_call(self, call: ast.Call, key: str) -> list[ast.expr] | None:
+        name = self._name = _called(call)
         made = super()._asserting_call(call, key)
-        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
         if name in _OPPOSITE_OF:
             self._note(key, "truth" if name in ("assertTrue", "assertFalse") else "negation", flip=_place(call.func))
         helper = any(inner.name == name for inner in self.helpers)
@@ -224,7 +229,7 @@ class _Collector(AssertionRewriter):
             and not helper
             and name.startswith(("assert", "check", "expect", "verify", "fnmatch", "re_match"))
         ):
-            self._note(key, "said", *call.args, *(one.value for one in call.keywords))
+            self._note(key, f"said to {name}", *call.args, *(one.value for one in call.keywords))
         return made
 
     def visit_With(self, node: ast.With) -> ast.stmt:  # noqa: N802

@@ -9,7 +9,7 @@ import tarfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nemo_gym.errors import SandboxArchiveError
 from nemo_gym.sandbox.archive_filters import single_file
@@ -80,8 +80,12 @@ class Rendering:
     """What that file is called as a module of the package under test; empty runs it as a program of its own."""
     printed: bool = False
     """Whether its records are what the test command prints."""
+    instead: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """File that the test command names → the files that it is given for it."""
 
     def command(self, test_command: str) -> str:
+        for path, others in self.instead.items():
+            test_command = word_in_command(path).sub(lambda _, others=others: shlex.join(others), test_command)  # type: ignore[misc]
         if self.printed:
             return f"{{\n{test_command}\n}} > {self.records} 2>&1"
         if not self.plain:
@@ -89,6 +93,11 @@ class Rendering:
         interpreter = "python" if self.plain.endswith(".py") else "node"
         program = ["-c", f"import {self.module}"] if self.module else [self.plain]
         return f"env -u PYTEST_CURRENT_TEST -u PYTEST_ADDOPTS {interpreter} {shlex.join(program)}"
+
+
+def word_in_command(word: str) -> re.Pattern[str]:
+    """Where a command has a word."""
+    return re.compile(rf"(?<!\S){re.escape(word)}(?!\S)")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import dataclasses
 import random
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -26,9 +26,10 @@ from resources_servers.swe_bench.confirm.expectations import Origin, TwinFile, W
 from resources_servers.swe_bench.confirm.labels import Labels, tokens_of_text
 from resources_servers.swe_bench.confirm.material import Material, renderer_of
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order
-from resources_servers.swe_bench.confirm.runs import Rendering
+from resources_servers.swe_bench.confirm.runs import Rendering, Steps, word_in_command
 from resources_servers.swe_bench.confirm.values import Value
 from resources_servers.swe_bench.grading import MarkerState
+from resources_servers.swe_bench.patches import paths_of
 from resources_servers.swe_bench.row import SweBenchRow
 from resources_servers.swe_bench.tamper.canary import FIXTURE_SUFFIXES
 from resources_servers.swe_bench.tamper.test_ids import TestId
@@ -125,18 +126,73 @@ def dealt(twins: Sequence[Twin], rng: random.Random) -> tuple[list[tuple[Twin, b
     return rng.sample(first, len(first)), rng.sample(second, len(second))
 
 
-def rendering_of(texts: Mapping[str, str], rng: random.Random) -> Rendering:
-    """Test files as they are, whose record is what the test command prints."""
-    return Rendering(texts, f"/var/tmp/{_word(rng)}", printed=True)
+def rendering_of(
+    row: SweBenchRow,
+    texts: Mapping[str, str],
+    rng: random.Random,
+    instead: Mapping[str, tuple[str, ...]] | None = None,
+) -> Rendering:
+    """Test files as they are, whose record is what the test command prints. Its other files hold tests to be kept,
+    which are never in one run with those to be fixed."""
+    patched = paths_of(row.test_patch.encode("utf-8", "surrogateescape"))
+    others = {path: () for path in patched if path.endswith(".py") and path not in texts}
+    return Rendering(texts, f"/var/tmp/{_word(rng)}", printed=True, instead=others | dict(instead or {}))
 
 
-async def look_at(run: TwinRun, row: SweBenchRow, twin: Twin, log: str, *, mutated: bool) -> None:
-    """Add to ``run`` what the log of a twin says.
+@dataclass(frozen=True)
+class Delivery:
+    """How twins get into a box: each by itself, or as files of one run, which costs the runner's start only once."""
 
-    Raises:
-        VerifierError: no process can be started to read the log.
-    """
-    passed = set(await passed_in(row, log))
+    renderings: tuple[Rendering, ...]
+    paths: Mapping[str, str]
+    """File in the box → the file that ids name."""
+    count: int
+    """Of twins."""
+
+    @classmethod
+    def of(cls, row: SweBenchRow, box: Sequence[tuple[Twin, bool]], rng: random.Random) -> Delivery:
+        """The delivery of ``(twin, whether it is the mutant)``."""
+        texts = [twin.texts(mutated=mutated) for twin, mutated in box]
+        if not _fit_into_one_run(row, [twin for twin, _ in box]):
+            return cls(tuple(rendering_of(row, one, rng) for one in texts), {}, len(box))
+        files: dict[str, str] = {}
+        paths: dict[str, str] = {}
+        for one in texts:
+            for path, text in one.items():
+                new = str(PurePosixPath(path).with_name(f"test_{_word(rng)}.py"))
+                files[new], paths[new] = text, path
+        instead = {path: tuple(new for new in paths if paths[new] == path) for path in paths.values()}
+        return cls((rendering_of(row, files, rng, instead),), paths, len(box))
+
+    async def passed(self, row: SweBenchRow, logs: Sequence[str]) -> list[set[str]]:
+        """For each twin the ids that pass, maybe with others' among them.
+
+        Raises:
+            VerifierError: no process can be started to read the logs.
+        """
+        found = [{self._named(one) for one in await passed_in(row, log)} for log in logs]
+        return found if len(found) == self.count else [set().union(*found) for _ in range(self.count)]
+
+    def _named(self, test: str) -> str:
+        path, separator, rest = test.partition("::")
+        return self.paths.get(path, path) + separator + rest
+
+
+def _fit_into_one_run(row: SweBenchRow, twins: Sequence[Twin]) -> bool:
+    """Whether the test command names the twins' files, and no id is of two twins."""
+    steps = Steps.of(row.eval_script)
+    ids = Counter(one for twin in twins for test in twin.tests.values() for one in test.ids)
+    paths = {path for twin in twins for path in twin.files}
+    return (
+        steps is not None
+        and len(twins) > 1
+        and all(path.endswith(".py") and word_in_command(path).search(steps.test_command) for path in paths)
+        and all(count == 1 for count in ids.values())
+    )
+
+
+def look_at(run: TwinRun, twin: Twin, passed: Collection[str], *, mutated: bool) -> None:
+    """Add to ``run`` what the log of a twin says."""
     for name, test in twin.tests.items():
         wrong = test.wrong if mutated else ()
         if any(one not in passed for one in test.ids if one not in wrong):
@@ -371,7 +427,10 @@ class TwinMaker:
         found: dict[str, Mutant] = {}
         for test in draft.ids:
             wrongs = draft.wrongs.get(test, [])
-            wrongs.sort(key=lambda pair: used[pair[1].test, pair[1].kind, pair[1].origin])
+            # Who knows the public test sees at once where "is" has become "is not": only where there is nothing else.
+            wrongs.sort(
+                key=lambda pair: (pair[1].kind == "negation", used[pair[1].test, pair[1].kind, pair[1].origin])
+            )
             while test not in draft.chosen and test not in found and wrongs:
                 path, wrong = wrongs.pop(0)
                 mutant = mutant_of(path, draft.texts[path], wrong)
@@ -384,26 +443,37 @@ class TwinMaker:
         """The twins less what does not come out alike in every run of gold and base."""
         if not twins:
             return []
-        pairs = [(number, mutated) for number in range(len(twins)) for mutated in (False, True)]
-        texts = [twins[number].texts(mutated=mutated) for number, mutated in pairs]
+        boxes = [[(twin, mutated) for twin in twins] for mutated in (False, True)]
         alike = [dict(twin.tests) for twin in twins]
-        gold = await self._passed(self.material.gold, texts * GOLD_RUNS)
-        base = await self._passed(b"", texts[::2] * BASE_RUNS)
-        for place, passed in enumerate(gold):
-            number, mutated = pairs[place % len(pairs)]
-            for test, one in list(alike[number].items()):
-                if [name for name in one.ids if name not in passed] != list(one.wrong if mutated else ()):
-                    del alike[number][test]
-        for place, passed in enumerate(base):
-            number = place % len(twins)
-            for test, one in list(alike[number].items()):
-                if set(passed).issuperset(one.ids):
-                    del alike[number][test]
+        gold = await self._delivered(self.material.gold, boxes * GOLD_RUNS)
+        base = await self._delivered(b"", boxes[:1] * BASE_RUNS)
+        for place, passed_by_twin in enumerate(gold):
+            for tests, passed in zip(alike, passed_by_twin, strict=True):
+                for test, one in list(tests.items()):
+                    if [name for name in one.ids if name not in passed] != list(one.wrong if place % 2 else ()):
+                        del tests[test]
+        for passed_by_twin in base:
+            for tests, passed in zip(alike, passed_by_twin, strict=True):
+                for test, one in list(tests.items()):
+                    if passed.issuperset(one.ids):
+                        del tests[test]
         return [Twin(twin.files, tests) for twin, tests in zip(twins, alike, strict=True)]
+
+    async def _delivered(self, patch: bytes, boxes: Sequence[Sequence[tuple[Twin, bool]]]) -> list[list[set[str]]]:
+        """For each of several deliveries, in one box, and each twin of it, the ids that pass with ``patch``."""
+        deliveries = [Delivery.of(self.material.row, box, self.rng) for box in boxes]
+        recorded = await self.material.run(patch, [one for each in deliveries for one in each.renderings])
+        logs = [*recorded.records]
+        found: list[list[set[str]]] = []
+        for each in deliveries:
+            mine, logs = logs[: len(each.renderings)], logs[len(each.renderings) :]
+            mine += [""] * (len(each.renderings) - len(mine))
+            found.append(await each.passed(self.material.row, mine))
+        return found
 
     async def _passed(self, patch: bytes, texts: Sequence[Mapping[str, str]]) -> list[list[str]]:
         """For each of several sets of test files the ids that pass with ``patch``, in the log's order."""
-        recorded = await self.material.run(patch, [rendering_of(one, self.rng) for one in texts])
+        recorded = await self.material.run(patch, [rendering_of(self.material.row, one, self.rng) for one in texts])
         passed = [await passed_in(self.material.row, log) for log in recorded.records]
         return [*passed, *([] for _ in range(len(texts) - len(passed)))]
 

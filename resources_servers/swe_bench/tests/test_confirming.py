@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tarfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from nemo_gym.verdict import FailureKind
 from resources_servers.swe_bench.confirm import confirming
 from resources_servers.swe_bench.confirm.controls import ControlledRendering, RowControls
 from resources_servers.swe_bench.confirm.runs import MAX_RECORD_BYTES, Recorded, Rendering, read_records
+from resources_servers.swe_bench.confirm.twins import Mutant, Twin, TwinTest
 from resources_servers.swe_bench.eval_box import EvalSite
 from resources_servers.swe_bench.preparation.example_rows import EXAMPLE_ROWS
 from resources_servers.swe_bench.row import SweBenchRow, read_rows
@@ -47,6 +48,50 @@ async def test_no_verdict_is_given_where_gold_loses_its_box_too(monkeypatch: pyt
     monkeypatch.setattr(confirming, "run_renderings", run)
     with pytest.raises(SandboxLostError):
         await confirming.confirm_control(SITE, ROW, b"diff --git a/x.py b/x.py\n", CONTROLS)
+
+
+TWINNED = RowControls(
+    ROW.instance_id,
+    "",
+    twins=(
+        Twin(
+            {"t.py": "right"},
+            {"t.py|test:x": TwinTest(("t.py::x",), ("t.py::x",), Mutant("t.py", 0, 5, "wrong", "equality", True))},
+        ),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("says", "finding", "runs"),
+    [
+        (lambda text, run: "PASSED", "passes_wrong_expectations", range(1, 3)),
+        (lambda text, run: "FAILED" if text == "wrong" or run == 0 else "PASSED", None, range(2, 5)),
+        # Twice the patch, of which the second box is not needed when the first has the true twin, then gold.
+        (lambda text, run: "FAILED", "values_not_confirmed", range(4, 7)),
+    ],
+    ids=["lies", "honest on a busy host", "fails everything"],
+)
+async def test_twins_that_fail_are_run_again_and_those_that_lie_are_not(
+    says: Callable[[str, int], str], finding: str | None, runs: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bytes] = []
+
+    async def run(
+        site: EvalSite, row: SweBenchRow, patch: bytes, renderings: Sequence[Rendering], **_: Any
+    ) -> Recorded:
+        texts = [text for one in renderings for text in one.files.values()]
+        honest = patch == row.patch.encode()
+        told = ["PASSED" if text == "right" else "FAILED" for text in texts]
+        told = told if honest else [says(text, len(seen)) for text in texts]
+        seen.append(patch)
+        return Recorded(True, records=tuple(f"{one} t.py::x\n" for one in told))
+
+    monkeypatch.setattr(confirming, "run_renderings", run)
+    results = await confirming.confirm_control(SITE, ROW, b"diff --git a/x.py b/x.py\n", TWINNED)
+    found = [one.kind for result in results for one in result.findings]
+    assert found == ([finding] if finding else [])
+    assert len(seen) in runs
 
 
 async def test_records_larger_than_their_limit_are_not_read_into_memory() -> None:

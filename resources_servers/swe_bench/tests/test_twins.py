@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -13,12 +13,22 @@ from nemo_gym.sandbox.base import SandboxProvider
 from nemo_gym.sandbox.registry import create_provider
 from nemo_gym.session import Artifact
 from nemo_gym.verdict import Verdict
-from resources_servers.swe_bench.confirm.controls import RowControls
+from resources_servers.swe_bench.confirm.controls import RowControls, Strength
 from resources_servers.swe_bench.confirm.expectations import near_texts, twin_of
 from resources_servers.swe_bench.confirm.labels import Labels, tokens_of_text
 from resources_servers.swe_bench.confirm.making import Maker
 from resources_servers.swe_bench.confirm.rendering import Chosen
-from resources_servers.swe_bench.confirm.twins import Mutant, Twin, TwinRun, TwinTest, dealt, decides, look_at
+from resources_servers.swe_bench.confirm.twins import (
+    Delivery,
+    Mutant,
+    Twin,
+    TwinRun,
+    TwinTest,
+    dealt,
+    decides,
+    look_at,
+    passed_in,
+)
 from resources_servers.swe_bench.eval_box import EvalSite
 from resources_servers.swe_bench.images import resolve_image
 from resources_servers.swe_bench.preparation.example_rows import EXAMPLE_ROWS
@@ -66,9 +76,16 @@ class LengthTest(unittest.TestCase):
             with self.subTest(text=text):
                 self.assertEqual(len(slug(text)), length)
         self.assertFalse(slug(""))
+
+    def test_others(self):
+        assert_slugs_identical(slug("Wide sea"), "wide-sea")
+        assert isinstance(slug("x"), str)
+        self.result.assert_outcomes(passed=2)
 '''
 CHOSEN = Chosen(
-    frozenset(["test_cases", "test_errors", "test_helper", "test_without_assertion", "test_lengths"]), frozenset()
+    frozenset(["test_cases", "test_errors", "test_helper", "test_without_assertion", "test_lengths"])
+    | {"test_others"},
+    frozenset(),
 )
 
 
@@ -98,6 +115,7 @@ def test_true_twin_is_the_same_test_in_other_bytes() -> None:
         ("test:test_helper", {"equality"}),
         ("test:test_without_assertion", {"equality"}),
         ("test:LengthTest.test_lengths", {"equality", "truth"}),
+        ("test:LengthTest.test_others", {"equality", "negation", "said to assert_outcomes"}),
     ],
 )
 def test_each_kind_of_expectation_can_be_made_wrong(test: str, kinds: set[str]) -> None:
@@ -143,8 +161,8 @@ async def looked_at(*mutants: tuple[str, bool], true: str = PASSED, mutated: str
     row = SweBenchRow.from_mapping(next(row for _, row in read_rows(EXAMPLE_ROWS)))
     run = TwinRun()
     for one in twins_of(*(mutant(kind, excluding=excluding) for kind, excluding in mutants)):
-        await look_at(run, row, one, true, mutated=False)
-        await look_at(run, row, one, mutated, mutated=True)
+        for log, wrong in ((true, False), (mutated, True)):
+            look_at(run, one, await passed_in(row, log), mutated=wrong)
     return run
 
 
@@ -172,6 +190,32 @@ def test_each_twin_meets_its_mutant_in_the_other_box_and_in_no_order() -> None:
         assert {one.files["t.py"]: not mutated for one, mutated in second} == states
         seen.add(tuple(states[str(number)] for number in range(3)))
     assert len(seen) == 8
+
+
+async def test_twins_share_one_run_where_the_command_names_their_file() -> None:
+    row = SweBenchRow.from_mapping(next(row for _, row in read_rows(EXAMPLE_ROWS) if "slugline" in row["instance_id"]))
+    ids = [f"tests/test_words.py::test_{name}" for name in ("one", "two")]
+    twins = [Twin({"tests/test_words.py": one}, {one: TwinTest((one,), (one,))}) for one in ids]
+    delivery = Delivery.of(row, [(twin, False) for twin in twins], random.Random(1))
+    (rendering,) = delivery.renderings
+    assert sorted(rendering.files.values()) == ids
+    assert "tests/test_words.py" not in rendering.files
+    command = rendering.command("pytest -rA tests/test_slugs.py tests/test_words.py").split("\n")[1]
+    # Tests to be kept, in the other file, are never in one run with those to be fixed.
+    assert command.split() == ["pytest", "-rA", *rendering.files]
+    log = "".join(f"PASSED {path}::{text.partition('::')[2]}\n" for path, text in rendering.files.items())
+    assert await delivery.passed(row, [log]) == [set(ids), set(ids)]
+    same = [Twin(twin.files, twins[0].tests) for twin in twins]
+    assert len(Delivery.of(row, [(twin, False) for twin in same], random.Random(1)).renderings) == 2
+
+
+async def test_no_twins_are_made_where_blinded_controls_are_strong() -> None:
+    row = SweBenchRow.from_mapping(next(row for _, row in read_rows(EXAMPLE_ROWS) if "slugline" in row["instance_id"]))
+    maker = Maker(EvalSite(cast(SandboxProvider, None), "none"), row, "content")
+    functions = {test.partition("[")[0].partition("::")[::2] for test in row.fail_to_pass}
+    maker._material.sources = {path: "" for path, _ in functions}
+    strengths: dict[str, Strength] = {f"{path}|test:{name}": "strong" for path, name in functions}
+    assert await maker._twins(strengths, 2) == ()
 
 
 # ------------------------------------------------------------------------------------------------------- with boxes
@@ -337,5 +381,5 @@ async def test_reports_that_lie_are_found_by_twins(provider: SandboxProvider, ad
     )
     verdict = await judged(provider, patch)
     assert verdict.official["resolved"], "the attack must fool the official run"
-    assert [one.kind for one in verdict.findings] == [finding], verdict.details
+    assert [one.kind for one in verdict.findings] == [finding, "looks_at_the_grader"], verdict.details
     assert verdict.reward == 0.0

@@ -61,6 +61,8 @@ class Maker:
             await material.read()
             if material.sources:
                 renderings, strengths = await self._renderings()
+            else:
+                material.notes.append("no file of the test patch holds tests that can be blinded, as expected files")
         return RowControls(
             instance_id=self.row.instance_id,
             image_content=self.image_content,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import subprocess
 from collections.abc import AsyncIterator, Mapping
@@ -21,7 +22,7 @@ from resources_servers.swe_bench.confirm.controls import ControlStore
 from resources_servers.swe_bench.confirm.javascript import syntax
 from resources_servers.swe_bench.confirm.javascript.rendering import render_javascript
 from resources_servers.swe_bench.confirm.javascript.syntax import Code, choose
-from resources_servers.swe_bench.confirm.javascript.words import JAVASCRIPT_WORDS
+from resources_servers.swe_bench.confirm.javascript.words import JAVASCRIPT_WORDS, words_of_code
 from resources_servers.swe_bench.confirm.labels import Labels
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order, Rendered
 from resources_servers.swe_bench.eval_box import EvalSite
@@ -118,8 +119,11 @@ def test_tests_are_found_by_the_ids_of_many_log_parsers(source: str, ids: tuple[
 
 
 def test_ids_that_mean_no_test_mean_those_that_the_test_patch_adds_to() -> None:
-    source = "test('one', t => {\n  t.ok(1);\n});\ntest('two', t => {\n  t.ok(2);\n});\n"
-    found = choose(Code.parse(source, "test/a.js"), ("should be truthy",), {3, 4, 5})
+    source = "test('one', t => {\n  t.ok(1);\n  t.end();\n});\ntest('two', t => {\n  t.ok(2);\n  t.end();\n});\n"
+    # As git tells it: the end of the test before, and the new one without its own end.
+    found = choose(Code.parse(source, "test/a.js"), ("should be truthy",), {3, 4, 5, 6})
+    assert list(found) == ["test:two"]
+    found = choose(Code.parse(source, "test/a.js"), ("should be truthy",), {6})
     assert list(found) == ["test:two"]
 
 
@@ -140,6 +144,46 @@ def test_missing_parser_is_told_with_the_extra_that_brings_it(monkeypatch: pytes
     monkeypatch.setattr(syntax.importlib, "import_module", missing)
     with pytest.raises(VerifierError, match="swe-bench-javascript"):
         Code.parse("1", "a.js")
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "for (const [a, b] of load()) it('x ' + a, () => assert.equal(up(a), b));",
+        "load().forEach((one) => it(one.given, () => assert.equal(up(one.given), one.wanted)));",
+        "it.each(load())('x', (a, b) => { expect(up(a)).toBe(b); });",
+        "const ALL = { a: 'A' }; Object.keys(ALL).forEach((k) => it(k, () => assert.equal(up(k), ALL[k])));",
+        "it.each`a | b\n${1} | ${2}`('x', ({ a, b }) => { expect(up(a)).toBe(b); });",
+    ],
+)
+def test_files_whose_expectations_cannot_be_taken_out_are_not_rendered(tests: str) -> None:
+    source = f"const assert = require('assert');\n{tests}\n"
+    with pytest.raises(ValueError, match=r"cannot be taken out|template"):
+        rendered(source, ("x",))
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "for (const [a, b] of [['q', 'SECRET']]) it('x ' + a, () => assert.equal(up(a), b));",
+        "[{ given: 'q', wanted: 'SECRET' }].forEach((one) => it('x', () => assert.equal(up(one.given), one.wanted)));",
+        "it.each([['q', 'SECRET']])('x', (a, b) => { expect(up(a)).toBe(b); });",
+        "for (const [a, b] of Object.entries({ q: 'SECRET' })) it('x', () => assert.equal(up(a), b));",
+        "const { a, b } = { a: 'q', b: 'SECRET' }; it('x', () => assert.equal(up(a), b));",
+        "const check = (a, b) => assert.equal(up(a), b); it('x', () => check('q', 'SECRET'));",
+    ],
+)
+def test_columns_of_expectations_are_taken_out_of_tables(tests: str) -> None:
+    done = rendered(f"const assert = require('assert');\n{tests}\n", ("x",))
+    assert "require('assert')" in done.source and not re.search("secret", done.source.lower())
+    assert [probe.expected for probe in done.probes.values()] == [None]
+
+
+def test_words_of_a_product_are_those_of_its_strings_and_properties() -> None:
+    product = "/** about mountains */\nfunction read(key) { return { valley: key }.valley + 'river'; } // lakes\n"
+    assert words_of_code(product, "a.js") == {"valley", "river"}
+    assert {"valley", "river", "key"} <= words_of_code(product + "}{", "a.js")
+    assert "mountains" not in words_of_code(product + "}{", "a.js")
 
 
 def recorded(tmp_path: Path, body: str) -> list[Any]:

@@ -64,6 +64,8 @@ class Maker:
             await material.read()
             if material.sources:
                 renderings, strengths = await self._renderings()
+            else:
+                material.notes.append("no file of the test patch holds tests that can be blinded, as expected files")
             twins = await self._twins(strengths, TWINS_BESIDE if renderings else TWINS)
         return RowControls(
             instance_id=self.row.instance_id,

@@ -166,7 +166,7 @@ class Material:
                 fixed, kept = self._tests_in(path, text)
                 sample = self.rng.sample(kept, min(len(kept), SAMPLED_TESTS))
                 chosen = Chosen(fixed.names | frozenset(sample), fixed.docstrings)
-                if renderer(text, chosen, Order("discover", random.Random(0), "/nowhere")) is None:
+                if renderer(text, chosen, Order("discover", random.Random(0), "/nowhere", path)) is None:
                     raise ValueError("holds no expected test")
             except (UnicodeDecodeError, SyntaxError, ValueError, RecursionError) as error:
                 self.notes.append(f"{path}: {error}")
@@ -309,7 +309,7 @@ def _vocabulary(product: bytes) -> set[str]:
                 if suffix == ".py":
                     found |= words_of(text)
                 elif suffix in JAVASCRIPT:
-                    found |= words_of_code(text)
+                    found |= words_of_code(text, f"a{suffix}")
                 elif "\0" not in text:
                     found.update(word.lower() for word in _WORD.findall(text))
     except tarfile.TarError:

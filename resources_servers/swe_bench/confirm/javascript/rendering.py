@@ -54,7 +54,7 @@ def render_javascript(source: str, chosen: Chosen, order: Order) -> Rendered | N
     """
     if order.plain and (_NEEDS_RUNNER.search(source) or not order.path.endswith((".js", ".cjs", ".mjs"))):
         return None
-    code = Code.parse(source, order.path or "test.js")
+    code = Code.parse(source, order.path)
     every = tests_of(code)
     tests = [test for test in every if test.key in chosen.names]
     if not tests:
@@ -65,7 +65,7 @@ def render_javascript(source: str, chosen: Chosen, order: Order) -> Rendered | N
     text = writer.emit(code.root)
     blind = order.mode == "blind"
     if blind:
-        text = slice_away(text, code.path, code, writer.blinding.dropped)
+        text = slice_away(text, code.path, code, writer.blinding.dropped, writer.property_name)
         text = _other_names(text, code.path, order.rng)
         text = _other_order(text, code.path, order.rng)
         text = re.sub(r"\n\s*\n+", "\n", text)
@@ -150,9 +150,12 @@ class _Writer:
             return relabelled_pattern(labels, text)
         if node.type == "number" and text.isdigit():
             return labels.map.get(text, text)
-        if node.type == "property_identifier" and text not in self._fixed_names:
-            return labels.text(text)
-        return text
+        return self.property_name(text) if node.type == "property_identifier" else text
+
+    def property_name(self, name: str) -> str:
+        """What the rendering calls a property."""
+        labels = self.order.labels
+        return name if labels is None or name in self._fixed_names else labels.text(name)
 
     def _body(self, test: Test) -> str:
         body = test.body.child_by_field_name("body")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from resources_servers.swe_bench.confirm.javascript.syntax import (
@@ -32,6 +32,12 @@ class _Dropped:
         self.names: set[str] = set()
         self.parts: set[tuple[str, str]] = set()
         """``(owner, property)``."""
+        self.tables: set[str] = set()
+        """Names that something was looked up in."""
+        self.looking = ""
+        """The name, or ``owner.property``, whose values are being taken out."""
+        self.reached: set[str] = set()
+        """Those whose values were found."""
 
     def add(self, code: Code, node: Node) -> None:
         for one in walk(node):
@@ -41,10 +47,19 @@ class _Dropped:
                 owner, part = one.child_by_field_name("object"), one.child_by_field_name("property")
                 if owner is not None and part is not None and owner.type == "identifier":
                     self.parts.add((code.text(owner), code.text(part)))
+            elif one.type == "subscript_expression":
+                owner = one.child_by_field_name("object")
+                if owner is not None and owner.type == "identifier":
+                    self.tables.add(code.text(owner))
 
 
-def slice_away(text: str, path: str, source: Code, left_out: Iterable[Node]) -> str:
+def slice_away(
+    text: str, path: str, source: Code, left_out: Iterable[Node], property_name: Callable[[str], str]
+) -> str:
     """``text``, a rendering of ``source``, without what nothing in it reads any more as far as ``left_out`` leads.
+
+    Args:
+        property_name: what the rendering calls a property of the source.
 
     Raises:
         ValueError: what a test expects would stay in the file.
@@ -52,13 +67,60 @@ def slice_away(text: str, path: str, source: Code, left_out: Iterable[Node]) -> 
     dropped = _Dropped()
     for node in left_out:
         dropped.add(source, node)
+    dropped.parts = {(owner, property_name(part)) for owner, part in dropped.parts}
     for _ in range(_ROUNDS):
         code = Code.parse(text, path)
         edits = list(_edits(code, dropped))
         if not edits:
             break
         text = _applied(code, edits)
+    _refuse_leftovers(Code.parse(text, path), dropped)
     return text
+
+
+def _refuse_leftovers(code: Code, dropped: _Dropped) -> None:
+    reads, parts = _reads(code), _part_reads(code)
+    for node in walk(code.root):
+        name = code.text(node) if node.type in ("identifier", "shorthand_property_identifier_pattern") else ""
+        if not name or not _iterates(code, node):
+            continue
+        lost = _gone(name, dropped, reads) and name not in dropped.reached
+        lost = lost or any(
+            owner == name and not parts[part] and f"{owner}.{part}" not in dropped.reached
+            for owner, part in dropped.parts
+        )
+        if lost:
+            raise ValueError(f"what its cases expect ({name}) cannot be taken out")
+    for name in dropped.tables:
+        if reads[name] and any(
+            node.type == "variable_declarator"
+            and (declared := node.child_by_field_name("name")) is not None
+            and code.text(declared) == name
+            and (value := node.child_by_field_name("value")) is not None
+            and bare(value).type == "object"
+            for node in walk(code.root)
+        ):
+            raise ValueError(f"its table of expectations ({name}) cannot be taken out")
+
+
+def _iterates(code: Code, name: Node) -> bool:
+    """Whether a binding runs through cases: of ``for … of``, ``forEach`` and ``map``, ``it.each``."""
+    node, above = name, name.parent
+    while above is not None and above.type.endswith(("_pattern", "_parameter")):
+        node, above = above, above.parent
+    if above is None or (node == name and not _is_binding(name)):
+        return False
+    if above.type == "for_in_statement":
+        return above.child_by_field_name("left") == node
+    function = above.parent if above.type == "formal_parameters" else above
+    if function is None or function.type not in FUNCTIONS or function.child_by_field_name("body") == node:
+        return False
+    call = function.parent.parent if function.parent is not None and function.parent.type == "arguments" else None
+    callee = call.child_by_field_name("function") if call is not None else None
+    if callee is None:
+        return False
+    part = callee.child_by_field_name("property")
+    return callee.type == "call_expression" or (part is not None and code.text(part) in _ITERATING)
 
 
 def _edits(code: Code, dropped: _Dropped) -> Iterator[Edit]:
@@ -70,6 +132,7 @@ def _edits(code: Code, dropped: _Dropped) -> Iterator[Edit]:
                 yield from _remove(code, node, dropped)
         elif node.type in ("identifier", "shorthand_property_identifier_pattern"):
             if _gone(code.text(node), dropped, reads):
+                dropped.looking = code.text(node)
                 yield from _empty_column(code, node, dropped)
         elif node.type == "expression_statement" and node.named_children:
             target = node.named_children[0].child_by_field_name("left")
@@ -85,6 +148,7 @@ def _edits(code: Code, dropped: _Dropped) -> Iterator[Edit]:
                 yield node.start_byte, node.end_byte, ";"
     for owner, part in sorted(dropped.parts):
         if parts[part] == 0:
+            dropped.looking = f"{owner}.{part}"
             yield from _empty_property(code, owner, part, dropped)
 
 
@@ -253,6 +317,7 @@ def _empty_rows(
 def _empty_at(code: Code, node: Node, steps: list[int | str], dropped: _Dropped) -> Iterator[Edit]:
     node = bare(node)
     if not steps:
+        dropped.reached.add(dropped.looking)
         if code.text(node) != _NOTHING:
             dropped.add(code, node)
             yield node.start_byte, node.end_byte, _NOTHING

@@ -309,7 +309,10 @@ def choose(code: Code, ids: tuple[str, ...], touched: Collection[int] = ()) -> d
 
 
 def _innermost(tests: list[Test], lines: Collection[int]) -> list[Test]:
-    """The tests around lines, without those that only hold such tests."""
+    """The tests that begin in such lines, else those around them, without those that only hold such tests."""
+    begun = [test for test in tests if test.call.start_point[0] + 1 in lines]
+    if begun:
+        return begun
     found: list[Test] = []
     for line in lines:
         around = [test for test in tests if test.call.start_point[0] < line <= test.call.end_point[0]]

@@ -163,7 +163,8 @@ async def rollout_rounds(runs: int, rollouts: int, concurrency: int) -> tuple[li
                 rows = write_rows(source, rollouts)
 
                 async def run_suite() -> None:
-                    keys = {"input": source, "output": Path(directory, "out.jsonl"), "concurrency": concurrency}
+                    output = Path(directory, "out.jsonl")
+                    keys = {"input": source, "output": output, "overwrite": True, "concurrency": concurrency}
                     result = await run_collection(client, {**keys, "agent_name": stack.chosen["agent"]})
                     assert (result.valid, result.invalid) == (rollouts, 0)
                     assert abs(result.aggregates[0]["agent_metrics"]["mean/reward"] - 0.5) < 0.01

@@ -261,12 +261,13 @@ def test_environment_whose_gold_is_rewarded_and_nothing_is_not_carries_a_marker(
     write_rows(folder / "data/example.jsonl", 3)
     assert "verified: no; ng_validate environment=" in command(root, "validate", *GROUPS).stdout
 
-    fooled = command(root, "validate", "environment=sums", "--oracle", "sums.resources_servers.sums.bonus=1.0")
+    bonus = "sums.resources_servers.sums.bonus=1.0"
+    fooled = command(root, "validate", "environment=sums", "--oracle", "topology=none", bonus)
     assert fooled.returncode == 1, fooled.stderr
     assert "sum-0 with oracle=nothing: reward 1" in fooled.stderr
     assert not (folder / "verified.yaml").exists()
 
-    passed = command(root, "validate", "environment=sums", "--oracle")
+    passed = command(root, "validate", "environment=sums", "topology=none", "--oracle")
     assert passed.returncode == 0, passed.stderr
     done = command(root, "validate", *GROUPS)
     assert "3 rows of data/example.jsonl, on no sandbox, commit unknown" in done.stdout

@@ -24,7 +24,14 @@ def validate(argv: Sequence[str]) -> int:
     parser = command.parser(NAME, "Compose a configuration and check it without running anything.")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--dump", action="store_true", help="print the whole configuration, secrets removed")
-    arguments = parser.parse_args(argv)
+    parser.add_argument(
+        "--oracle",
+        action="store_true",
+        help="run the environment's gold solutions and none, and mark it as verified (verified.yaml in its folder)",
+    )
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.oracle:
+        return _oracle(arguments.settings)
     try:
         composition, report = inspect(arguments.settings)
     except ConfigError as error:
@@ -47,6 +54,10 @@ def validate(argv: Sequence[str]) -> int:
     if run := report["run"]:
         left = "finished" if run["finished"] else f"{run['left']} left to run"
         print(f"run: {run['rollouts']} rollouts of {run['tasks']} tasks, {left}")
+    if "environment" in composition.chosen:
+        from nemo_gym.cli.oracle_check import sentence
+
+        print(f"verified: {sentence(report['verified'])}")
     for notice in report["notices"]:
         print(f"notice: {notice}")
     if arguments.dump:
@@ -59,6 +70,7 @@ def validate(argv: Sequence[str]) -> int:
 
 def inspect(words: Sequence[str]) -> tuple[Composition, dict[str, Any]]:
     """Compose ``words`` and check everything that can be checked without starting a server."""
+    from nemo_gym.cli.oracle_check import marker_of
     from nemo_gym.configuration.check import check_everything, notices
     from nemo_gym.configuration.compose import compose
     from nemo_gym.configuration.sandbox_check import check_sandbox
@@ -80,6 +92,7 @@ def inspect(words: Sequence[str]) -> tuple[Composition, dict[str, Any]]:
         ],
         "composition": composition.chosen,
         "topology": topology and str(topology),
+        "verified": marker_of(composition),
         "notices": notices(composition),
     }
 
@@ -95,6 +108,16 @@ def _outlook(composition: Composition) -> dict[str, Any]:
         "finished": outlook.finished,
         "left": recorded.left if recorded is not None else outlook.inputs.rollouts,
     }
+
+
+def _oracle(words: Sequence[str]) -> int:
+    from nemo_gym.cli.oracle_check import check_with_oracle
+
+    problems = check_with_oracle(words)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    print("not verified" if problems else "verified: gold was rewarded and nothing was not")
+    return command.EXIT_FAILED if problems else command.EXIT_OK
 
 
 def _print_json(value: Any) -> None:

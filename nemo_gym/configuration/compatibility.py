@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nemo_gym.configuration.compose import Composition
+from nemo_gym.configuration.compose import SANDBOX, Composition
 from nemo_gym.configuration.keys import AGENT_TYPE, COMPOSITION, DEFAULT_MODEL, MODEL_TYPE, TOPOLOGY
 from nemo_gym.configuration.plugin_keys import class_constant
 from nemo_gym.configuration.servers import ServerBlock, references
@@ -23,8 +23,6 @@ from nemo_gym.configuration.suggest import nearest
 from nemo_gym.errors import ConfigError
 from nemo_gym.session import Topology
 
-SANDBOX_BLOCK = "sandbox"
-"""The block that ``sandbox=<name>`` chooses."""
 UNSUPPORTED_PAIRING = "allow_unsupported_pairing"
 WORLD_TOPOLOGIES = (Topology.AGENT_IN_ENV, Topology.WHOLE_INTERACTION)
 """Topologies in which the agent side needs a sandbox."""
@@ -170,7 +168,7 @@ def sandbox_provider(composition: Composition, server: ServerBlock) -> str | Non
     if named is None:
         return None
     where = f"{server.where}.sandbox_provider"
-    if named == SANDBOX_BLOCK and named not in composition.values:
+    if named == SANDBOX and named not in composition.values:
         if server.server_type == AGENT_TYPE:
             return None  # whether that is right depends on the topology
         raise ConfigError(

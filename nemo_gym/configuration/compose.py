@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from nemo_gym.configuration import servers as server_blocks
 from nemo_gym.configuration.directives import apply_directives
@@ -25,7 +25,9 @@ from nemo_gym.configuration.keys import (
     COMPOSITION,
     CONFIG_PATHS,
     DEFAULT_MODEL,
+    ENVIRONMENT_TYPE,
     GROUPS,
+    HOSTS,
     MODEL_TYPE,
     TOPOLOGY,
 )
@@ -121,6 +123,9 @@ def compose(words: Sequence[str], *, roots: Sequence[Path] | None = None) -> Com
         raise ConfigError(f"{problems} (or error_on_almost_servers=false)", keys=list(almost))
     chosen = _chosen(merged, groups, instance_choices, blocks, search)
     merged.values[COMPOSITION] = dict(chosen)
+    if _lends_its_world(merged, chosen, blocks, search):
+        merged.values.update(broker_backend=merged.values[SANDBOX], **_BROKER)
+        blocks = server_blocks.find_servers(merged)
     _complete_references(merged, chosen, blocks)
     if merged.values.get("error_on_unknown_keys", True):
         check_top_level(merged, [*blocks, *almost], known, free)
@@ -130,6 +135,54 @@ def compose(words: Sequence[str], *, roots: Sequence[Path] | None = None) -> Com
     blocks = server_blocks.find_servers(merged)
     server_blocks.check_references(blocks)
     return Composition(values, unresolved, blocks, chosen, tuple(search), merged)
+
+
+SANDBOX: Final = "sandbox"
+"""The block that ``sandbox=<name>`` chooses."""
+_BROKER: Final = {
+    SANDBOX: {"remote": {"server": {"type": ENVIRONMENT_TYPE, "name": "sandbox_broker"}}},
+    "sandbox_broker": {
+        ENVIRONMENT_TYPE: {
+            SANDBOX: {
+                "entrypoint": "app.py",
+                "sandbox_provider": "broker_backend",
+                "on_stop": "destroy",
+                "agent_packages": True,
+            }
+        }
+    },
+}
+"""What ``sandbox=broker_<backend>`` adds to a composition."""
+
+
+def _lends_its_world(
+    merged: Merged, chosen: Mapping[str, str], blocks: Mapping[str, ServerBlock], roots: Sequence[Path]
+) -> bool:
+    """Whether the environment has to own a box that the agent works in from outside (topology B), and the chosen
+    sandbox cannot lend any: then a broker of this run's own stands before it."""
+    from nemo_gym.configuration import compatibility
+    from nemo_gym.session import Topology
+
+    agent, environment = blocks.get(chosen.get("agent", "")), blocks.get(chosen.get("environment", ""))
+    block = merged.values.get(SANDBOX)
+    if agent is None or environment is None or HOSTS in merged.values:
+        return False
+    if not isinstance(block, Mapping) or "remote" in block or environment.values.get("sandbox_provider") != SANDBOX:
+        return False
+    if {"broker_backend", "sandbox_broker"} & set(merged.values):
+        return False
+    wanted = chosen.get(TOPOLOGY)
+    try:
+        offered = compatibility.side_of(environment, roots)
+        topology = compatibility.check_composition(
+            compatibility.side_of(agent, roots),
+            offered,
+            sandbox=SANDBOX,
+            topology=Topology(wanted) if wanted else None,
+        )
+    except ConfigError:
+        return False  # refused later, with its reason
+    return topology is Topology.ENV_SANDBOXED and "exec" in (offered.tool_access or ())
 
 
 def _wants_a_model(layers: Sequence[Layer]) -> bool:

@@ -43,6 +43,8 @@ SUITE_KEYS: Final = frozenset(
         "shutdown_timeout_s",
         "max_restarts",
         "pass_env",
+        "dry_run",
+        "allow_unsupported_pairing",
         "policy_base_url",
         "policy_api_key",
         "policy_model_name",
@@ -92,9 +94,7 @@ UNREAD_NEMO_GYM_KEYS: Final = {
 """Top-level keys of NeMo Gym that nothing here reads → what they are there, and what does it here. They may stand in
 configurations written for it; whoever uses one is told."""
 
-NEMO_GYM_KEYS: Final = frozenset(
-    {*UNREAD_NEMO_GYM_KEYS, "allow_unsupported_pairing", "dry_run", "hf_token", "observability_enabled"}
-)
+NEMO_GYM_KEYS: Final = frozenset({*UNREAD_NEMO_GYM_KEYS, "hf_token", "observability_enabled"})
 """Top-level keys that NeMo Gym reserves; configurations written for it may hold them."""
 
 SERVER_KEYS: Final = frozenset(

@@ -78,7 +78,8 @@ class SweBenchServer(SimpleResourcesServer):
         return {"git_patch": {"path": TESTBED, "patch": patch}} if patch else None
 
     def owned_boxes(self) -> OwnedBoxes | None:
-        """Behind a broker this server makes the working boxes and lends them; without one, the agents make them."""
+        """Behind a broker (in topology B there is always one) this server makes the working boxes and lends them;
+        without one, the agents make them."""
         if self._boxes is None and self.box_provider().name == BROKER_CLIENT:
             self._boxes = OwnedBoxes(self.box_provider(), lease_s=self.config.work_lease_s)
         return self._boxes

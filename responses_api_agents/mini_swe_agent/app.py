@@ -42,8 +42,6 @@ class MiniSWEAgentConfig(BaseResponsesAPIAgentConfig):
     """Attempts that run at once; each holds a thread."""
     scratch: SandboxSpecModel = Field(default_factory=SandboxSpecModel)
     """The box its commands run in where the task has no world (topology A)."""
-    outer: SandboxSpecModel = Field(default_factory=SandboxSpecModel)
-    """What the episode's box needs beyond the environment's world (topology D)."""
     requires: list[str] = Field(default_factory=list)
     """Sandbox capabilities this agent needs in every box."""
     max_output_tokens: int | None = None
@@ -59,13 +57,12 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
         Topology.AGENT_IN_ENV,
         Topology.ENV_SANDBOXED,
         Topology.NONE,
-        Topology.WHOLE_INTERACTION,
     )
+    """Never ``whole_interaction``: there, the harness is in the box as well."""
     box_topologies: ClassVar[tuple[Topology, ...]] = (
         Topology.AGENT_IN_ENV,
         Topology.ENV_SANDBOXED,
         Topology.NONE,
-        Topology.WHOLE_INTERACTION,
     )
     tool_access: ClassVar[tuple[str, ...]] = ("exec",)
 
@@ -118,7 +115,7 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
                 owner.provider(),
                 harness,
                 needs=HarnessNeeds.of(await self.box_needs()),
-                boxes=AgentBoxes(scratch=config.scratch.to_spec(), outer=config.outer.to_spec()),
+                boxes=AgentBoxes(scratch=config.scratch.to_spec()),
                 topologies=self.topologies,
                 default_wall_clock_s=config.wall_clock_s,
                 lease_ttl_s=config.sandbox_lease_s,

@@ -269,6 +269,8 @@ SERVERS = ROOT / "responses_api_models", ROOT / "responses_api_agents"
                 *BaseResourcesServerConfig.model_fields,
                 *BaseResponsesAPIAgentConfig.model_fields,
                 *BaseResponsesAPIModelConfig.model_fields,
+                "allowed_agents",
+                "allowed_model_types",
                 "topologies",
                 "requires",
                 "sandbox_provider",

@@ -311,3 +311,27 @@ def test_prepare_calls_the_environments_script(root: Path, source: str, expected
     done = command(root, "prepare", "sums", *words)
     assert done.returncode == expected, done.stderr
     assert f"got {words}" in done.stdout
+
+
+def test_environment_whose_gold_is_rewarded_and_nothing_is_not_carries_a_marker(root: Path) -> None:
+    folder = root / "resources_servers/sums"
+    app = folder / "app.py"
+    gold = "    async def gold_solution(self, row):\n        return {'text': row['expected']}\n\n    async def verify("
+    app.write_text(app.read_text().replace("    async def verify(", gold))
+    (folder / "data").mkdir()
+    write_rows(folder / "data/example.jsonl", 3)
+    assert "verified: no; ng_validate environment=" in command(root, "validate", *GROUPS).stdout
+
+    bonus = "sums.resources_servers.sums.bonus=1.0"
+    fooled = command(root, "validate", "environment=sums", "--oracle", "topology=none", bonus)
+    assert fooled.returncode == 1, fooled.stderr
+    assert "sum-0 with oracle=nothing: reward 1" in fooled.stderr
+    assert not (folder / "verified.yaml").exists()
+
+    passed = command(root, "validate", "environment=sums", "topology=none", "--oracle")
+    assert passed.returncode == 0, passed.stderr
+    done = command(root, "validate", *GROUPS)
+    assert "3 rows of data/example.jsonl, on no sandbox, commit unknown" in done.stdout
+    marker = json.loads(command(root, "validate", *GROUPS, "--json").stdout)["verified"]
+    assert (marker["rows"], marker["providers"]) == (3, [])
+    assert command(root, "validate", "--oracle", *GROUPS).returncode == 2  # the agent is its own

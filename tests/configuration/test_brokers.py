@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from nemo_gym.configuration.backend import backend_of
+from nemo_gym.configuration.check import check_everything
 from nemo_gym.configuration.compose import compose
 from nemo_gym.configuration.visibility import Address, call_targets, server_view
 from nemo_gym.errors import ConfigError
+from nemo_gym.session import Topology
 
 WORDS = ["agent=claude_code", "environment=swe_bench", "model=scripted"]
 
@@ -38,3 +40,30 @@ def test_sandbox_that_leads_to_no_broker_is_refused_with_a_way_out(name: str) ->
     composition = compose([*WORDS, "sandbox=broker_local", f"sandbox.remote.server.name={name}"])
     with pytest.raises(ConfigError, match=f"'{name}', which is no broker.*broker_local"):
         backend_of(composition, "sandbox")
+
+
+@pytest.mark.parametrize("backend", ["local", "docker"])
+def test_world_that_is_worked_in_from_outside_is_lent_by_a_broker_of_the_run(backend: str) -> None:
+    words = ["agent=mini_swe_agent", "environment=swe_bench", "model=scripted", f"sandbox={backend}"]
+    composition = compose([*words, "topology=env_sandboxed"])
+    assert check_everything(composition) is Topology.ENV_SANDBOXED
+    assert "sandbox_broker" in call_targets(composition, "swe_bench")
+    assert "sandbox_broker" in call_targets(composition, "mini_swe_agent")
+    assert backend_of(composition, "sandbox") == {backend: {}}
+    inside = compose(words)
+    assert check_everything(inside) is Topology.AGENT_IN_ENV
+    assert "sandbox_broker" not in inside.servers
+    named = compose([*words[:3], "sandbox=broker_local", "topology=env_sandboxed"])
+    assert [*named.servers].count("sandbox_broker") == 1
+
+
+def test_settings_of_the_sandbox_are_those_of_the_backend_behind_the_runs_broker() -> None:
+    words = ["agent=mini_swe_agent", "environment=swe_bench", "model=scripted", "sandbox=local", "topology=B"]
+    composition = compose([*words, "+sandbox.local.use_cgroups=false"])
+    assert backend_of(composition, "sandbox") == {"local": {"use_cgroups": False}}
+
+
+def test_agent_whose_loop_is_outside_of_the_box_is_no_whole_interaction() -> None:
+    words = ["agent=mini_swe_agent", "environment=swe_bench", "model=scripted", "sandbox=local"]
+    with pytest.raises(ConfigError, match="'mini_swe_agent' cannot run in topology 'whole_interaction'"):
+        check_everything(compose([*words, "topology=D"]))

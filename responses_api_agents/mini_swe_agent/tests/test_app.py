@@ -135,7 +135,6 @@ def stack(tmp_path: Path, provider: dict[str, Any]) -> Iterator[Stack]:
         "sandbox_provider": {"local": provider},
         "command_timeout_s": 4,
         "model_max_tries": 2,
-        "outer": {"env": {"ADDED": "by-the-agent"}},
     }
     settings.pop("entrypoint")
     with running_stack() as running:
@@ -188,14 +187,6 @@ async def test_loop_works_in_the_box_and_its_edit_is_harvested(stack: Stack) -> 
     assert kinds.count("function_call") == 3
     outputs = [item["output"] for item in answer.response["output"] if item["type"] == "function_call_output"]
     assert "hello wrld" in outputs[0]
-
-
-async def test_loop_acts_on_the_outer_box_with_the_world_and_what_the_agent_adds(stack: Stack) -> None:
-    answer = await act(stack, "Please fix the greeting", topology=Topology.WHOLE_INTERACTION)
-    assert (answer.outcome, answer.observations["turns"]) == (AgentOutcome.COMPLETED, 3), answer.outcome_detail
-    assert "+hello world" in answer.artifacts[0].content().decode()
-    outputs = [item["output"] for item in answer.response["output"] if item["type"] == "function_call_output"]
-    assert "by-the-agent" in outputs[0]
 
 
 async def test_commands_run_in_a_scratch_box_without_doors_where_there_is_no_world(stack: Stack) -> None:

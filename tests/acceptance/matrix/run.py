@@ -17,8 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from nemo_gym.cli.prepare_agents import cli_packages
-from nemo_gym.configuration.compatibility import SANDBOX_BLOCK
-from nemo_gym.configuration.compose import Composition
+from nemo_gym.configuration.compose import SANDBOX, Composition
 from nemo_gym.configuration.servers import references
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.config import resolve_provider_config
@@ -127,7 +126,7 @@ async def boxes_of(composition: Composition, run_id: str) -> tuple[str, ...]:
 def backends(composition: Composition) -> list[dict[str, Any]]:
     """The provider blocks that servers use, without those that ask another server for boxes: that server is gone with
     the run, and its own block is among the others."""
-    names = {str(server.values.get("sandbox_provider", SANDBOX_BLOCK)) for server in composition.servers.values()}
+    names = {str(server.values.get("sandbox_provider", SANDBOX)) for server in composition.servers.values()}
     blocks = [resolve_provider_config(name, composition.values) for name in sorted(names)]
     return [block for block in blocks if not [*references(block)]]
 

@@ -73,7 +73,7 @@ WEATHER = Task(
     "example_mcp_weather",
     3,
     {"text": "It is 1.1 °C in Quito.", "tool": "get_weather", "arguments": {"city": "Quito"}},
-    ("mcp", "mcp", "/responses", "mcp", "/responses"),
+    ("mcp", "/responses", "mcp", "/responses"),
 )
 BOX = Task(
     "math", 0, {"text": "\\boxed{46}", "tool": "bash", "arguments": {"command": SUBMIT}}, ("/chat/completions",)

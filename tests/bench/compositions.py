@@ -241,13 +241,13 @@ async def compare(
                     before = model.cpu_s()
                     each = {name: _cpu_s(pid) for name, pid in pids.items()}
                     shipped = await measured([*pids.values()], rollouts, collect)
+                    spent_s = {name: _cpu_s(pid) - each[name] for name, pid in pids.items()}
                     if number:
                         found.bare.append(bare)
-                        found.shipped.append(shipped)
+                        found.shipped.append(replace(shipped, server_cpu_s=sum(spent_s.values())))
                         found.model_cpu_ms.append(1000 * (model.cpu_s() - before) / rollouts)
-                        for name, pid in pids.items():
-                            spent = 1000 * (_cpu_s(pid) - each[name]) / rollouts
-                            found.by_server.setdefault(name, []).append(spent)
+                        for name, seconds in spent_s.items():
+                            found.by_server.setdefault(name, []).append(1000 * seconds / rollouts)
                 if memory:
                     before_mib = {name: memory_mib(pid) for name, pid in pids.items()}
                     await collect(repeats=MEMORY_ROLLOUTS // rollouts)
@@ -259,7 +259,9 @@ async def compare(
 
 
 def _cpu_s(pid: int) -> float:
-    return float(sum(psutil.Process(pid).cpu_times()[:2]))
+    """Of a server and of the processes in which it grades."""
+    server = psutil.Process(pid)
+    return float(sum(sum(one.cpu_times()[:2]) for one in (server, *server.children(recursive=True))))
 
 
 def main() -> int:

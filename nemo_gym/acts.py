@@ -18,6 +18,9 @@ from nemo_gym.errors import ContractError, FencedError
 from nemo_gym.serving.disconnect import CallerGoneError, end, while_connected
 from nemo_gym.session import RolloutIdentity
 
+REMEMBERED = 4096
+"""Rollouts whose older attempts are known for such: about 1 MB."""
+
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
@@ -34,6 +37,8 @@ class ActRegistry:
     def __init__(self) -> None:
         self._acts: dict[tuple[str, str], _Act] = {}
         self._latest: dict[tuple[str, str], int] = {}
+        """The newest attempt of each rollout that was seen, in the order of the last sight; the latest
+        `REMEMBERED`."""
 
     @property
     def active(self) -> int:
@@ -83,12 +88,19 @@ class ActRegistry:
                 f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' is already running here",
                 rollout_id=rollout.rollout_id,
             )
-        self._latest[key] = rollout.attempt
+        self._remember(key, rollout.attempt)
+
+    def _remember(self, key: tuple[str, str], attempt: int) -> None:
+        self._latest.pop(key, None)
+        self._latest[key] = attempt
+        if len(self._latest) > REMEMBERED:
+            # An attempt that comes this late would have been refused by its environment, too.
+            self._latest.pop(next(iter(self._latest)))
 
     async def cancel(self, rollout: RolloutIdentity) -> tuple[bool, float]:
         """End the act of this attempt or of an older one; whether there was one, and the seconds it took to end."""
         key = (rollout.run_id, rollout.rollout_id)
-        self._latest[key] = max(self._latest.get(key, 0), rollout.attempt)
+        self._remember(key, max(self._latest.get(key, 0), rollout.attempt))
         act = self._acts.get(key)
         if act is None or act.attempt > rollout.attempt:
             return False, 0.0

@@ -11,6 +11,7 @@ import hmac
 import itertools
 import secrets
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -24,7 +25,9 @@ from nemo_gym.session import RolloutIdentity
 INFERENCE_TOKEN_PREFIX = "ngi1_"
 SESSION_TTL_S = 6 * 3600.0
 KEEP_CLOSED_S = 600.0
-"""How long a closed session still answers a repeated finalize."""
+"""How long a closed session still answers a repeated finalize, unless so many have been closed after it:"""
+KEEP_CLOSED_SESSIONS = 1024
+"""Their tokens and conversations are memory: at 400 rollouts a second, ten minutes are 240,000 sessions."""
 
 
 PIPELINE = ""
@@ -130,6 +133,7 @@ class InMemoryGatewaySessions:
         self._entries: dict[str, _Entry] = {}
         self._by_token: dict[str, str] = {}
         self._current: dict[SessionKey, str] = {}
+        self._closed: deque[str] = deque()
 
     async def open(
         self,
@@ -213,19 +217,25 @@ class InMemoryGatewaySessions:
     def _close(self, entry: _Entry) -> None:
         if entry.closed_at is None:
             entry.closed_at = time.time()
+            self._closed.append(entry.session.session_id)
 
     def _sweep(self) -> None:
-        """Forget what has been closed or expired for long enough."""
+        """Forget what has been closed or expired for long enough, and the oldest of too many closed ones."""
+        while len(self._closed) > KEEP_CLOSED_SESSIONS:
+            self._forget(self._closed.popleft())
         before = time.time() - KEEP_CLOSED_S
         # Sessions are in order of opening, and live about equally long: looking at the oldest few is enough.
         for session_id in [*itertools.islice(self._entries, 8)]:
             entry = self._entries[session_id]
             ended = entry.closed_at if entry.closed_at is not None else entry.session.expires_at
             if ended < before:
-                del self._entries[session_id]
-                self._by_token.pop(entry.token_digest, None)
-                if self._current.get(entry.key) == session_id:
-                    del self._current[entry.key]
+                self._forget(session_id)
+
+    def _forget(self, session_id: str) -> None:
+        if (entry := self._entries.pop(session_id, None)) is not None:
+            self._by_token.pop(entry.token_digest, None)
+            if self._current.get(entry.key) == session_id:
+                del self._current[entry.key]
 
 
 def token_in(headers: Mapping[str, str]) -> str | None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from urllib.parse import urlsplit
 
 import aiohttp
 import httpx2
 import yarl
 from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
+from mcp.types import DiscoverResult
 
 from nemo_gym.serving.client import get_global_aiohttp_client
 from nemo_gym.session import McpServer
@@ -23,8 +25,15 @@ READ_TIMEOUT_S = 300.0
 """Between two reads: a tool may be silent until it is done, and each call has a limit of its own."""
 
 
+_discovered: dict[tuple[str, str], tuple[str, DiscoverResult]] = {}
+"""What servers said of themselves, by address and name: attempts after the first do not ask again, which is one of an
+attempt's three or more requests. An environment has one address for all its attempts."""
+MAX_DISCOVERED = 256
+
+
 async def connect(stack: AsyncExitStack, server: McpServer) -> Client:
-    """A client of ``server`` for as long as ``stack`` is open. Raises what the library raises."""
+    """A client of ``server`` for as long as ``stack`` is open. Raises what the library raises; whoever cannot use the
+    client then says so by `forget`."""
     http = await stack.enter_async_context(
         httpx2.AsyncClient(
             headers=dict(server.headers),
@@ -33,7 +42,24 @@ async def connect(stack: AsyncExitStack, server: McpServer) -> Client:
             timeout=httpx2.Timeout(CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S),
         )
     )
-    return await stack.enter_async_context(Client(streamable_http_client(server.url, http_client=http)))
+    transport = streamable_http_client(server.url, http_client=http)
+    if (known := _discovered.get(_key(server))) is not None:
+        return await stack.enter_async_context(Client(transport, mode=known[0], prior_discover=known[1]))
+    client = await stack.enter_async_context(Client(transport))
+    # A server of an older protocol makes a session for each client, and has to be asked each time.
+    if (said := client.session.discover_result) is not None and len(_discovered) < MAX_DISCOVERED:
+        _discovered[_key(server)] = (client.protocol_version, said)
+    return client
+
+
+def forget(server: McpServer) -> None:
+    """Ask ``server`` again what it speaks: it may be another by now."""
+    _discovered.pop(_key(server), None)
+
+
+def _key(server: McpServer) -> tuple[str, str]:
+    parts = urlsplit(server.url)
+    return f"{parts.scheme}://{parts.netloc}", server.name
 
 
 class SharedSessionTransport(httpx2.AsyncBaseTransport):

@@ -81,12 +81,14 @@ class SimpleAgent(SimpleResponsesAPIAgent):
             async with asyncio.timeout(asked.wall_clock_s(config.wall_clock_s)), AsyncExitStack() as stack:
                 policy = PolicyClient(asked.inference, max_tries=config.model_max_tries)
                 toolbox = Toolbox(self.server_client, config.resources_server.name, cookies, config.tool_timeout_s)
-                await toolbox.open(stack, asked.descriptor.mcp, asked.responses_create_params.get("tools") or [])
-                ended = await converse(policy, toolbox, asked.responses_create_params, transcript, rules)
+                try:
+                    await toolbox.open(stack, asked.descriptor.mcp, asked.responses_create_params.get("tools") or [])
+                    ended = await converse(policy, toolbox, asked.responses_create_params, transcript, rules)
+                except ToolServerError as error:
+                    # Caught here: the clients' task groups would wrap it in groups of theirs.
+                    ended = Ended(AgentOutcome.MCP_FAILED, str(error))
         except TimeoutError:
             ended = Ended(AgentOutcome.TIMED_OUT, "the attempt reached its wall clock limit")
-        except ToolServerError as error:
-            ended = Ended(AgentOutcome.MCP_FAILED, str(error))
         done = ended.outcome is AgentOutcome.COMPLETED
         transcript.ends("completed" if done else "incomplete", error_type=None if done else str(ended.outcome))
         return ActResponse(

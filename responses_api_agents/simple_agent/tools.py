@@ -46,13 +46,14 @@ class Toolbox:
         """Connect to ``servers`` for as long as ``stack`` is open, and take the row's ``tools`` that none of them has.
         Raises `ToolServerError`."""
         if servers:  # the protocol's packages are loaded where there is a server that speaks it
-            from nemo_gym.harness.mcp_client import connect
+            from nemo_gym.harness.mcp_client import connect, forget
         for server in servers:
             try:
                 client = await connect(stack, server)
                 await self._add(server.name, client)
             except Exception as error:
                 # The boundary of the MCP library, whose transports raise their own and groups of them.
+                forget(server)
                 raise ToolServerError(f"MCP server '{server.name}' cannot be used: {_reason(error)}") from error
         for tool in tools:
             if isinstance(tool, Mapping) and tool.get("type") == "function" and tool.get("name") not in self._mcp:

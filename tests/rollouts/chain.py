@@ -127,6 +127,11 @@ def environment(options: dict[str, Any]) -> FastAPI:
             return answer({"code": "contract", "detail": "no verdict"}, 409)
         return answer({"reward": 0.5, "valid": True})
 
+    @app.post("/mcp")
+    async def mcp(request: Request) -> Response:
+        asked = orjson.loads(await request.body())
+        return answer({"jsonrpc": "2.0", "id": asked["id"], "result": {"content": [{"type": "text", "text": "1.1"}]}})
+
     @app.post("/aggregate_metrics")
     async def aggregate(request: Request) -> Response:
         rows = orjson.loads(await request.body())["verify_responses"]
@@ -138,8 +143,8 @@ def environment(options: dict[str, Any]) -> FastAPI:
 def agent(options: dict[str, Any]) -> FastAPI:
     """Options: ``hang`` (task indices whose act never ends), ``crash`` (rollouts that answer ``crashed``),
     ``delay_s``, ``overrides_run``, ``status``, ``says`` (members of the act's answer, instead of the right ones),
-    ``box_needs`` (the whole answer, as text), ``limits`` (that it keeps), ``outcome`` and
-    ``detail`` (of every act)."""
+    ``box_needs`` (the whole answer, as text), ``limits`` (that it keeps), ``outcome`` and ``detail`` (of every act),
+    ``asks`` (what it asks in turn: a route of the model, or the URL of a tool server)."""
     journal = Journal(options.get("journal"))
 
     @asynccontextmanager
@@ -176,13 +181,15 @@ def agent(options: dict[str, Any]) -> FastAPI:
             return answer({"response": {}, "outcome": "crashed", "outcome_detail": "harness died"})
         if "validation" in body:
             return answer({"response": message(body["validation"]["text"]), "validation": True})
-        inference = body["inference"]
-        async with request.app.state.http.post(
-            f"{inference['base_url']}/responses",
-            data=orjson.dumps(body["responses_create_params"]),
-            headers={"Authorization": f"Bearer {inference['token']}", "Content-Type": "application/json"},
-        ) as response:
-            completion = await response.read()
+        inference, params = body["inference"], body["responses_create_params"]
+        headers = {"Authorization": f"Bearer {inference['token']}", "Content-Type": "application/json"}
+        for asked in options.get("asks", ("/responses",)):
+            is_model = asked.startswith("/")
+            sent = params if is_model else {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {}}
+            url = inference["base_url"] + asked if is_model else asked
+            async with request.app.state.http.post(url, data=orjson.dumps(sent), headers=headers) as response:
+                completion = await response.read()
+                assert response.status == 200, completion
         reply = {"response": orjson.Fragment(completion), "outcome": "completed", "artifacts": []}
         return answer({**reply, "observations": {"turns": 1}, **options.get("says", {})})
 
@@ -205,8 +212,15 @@ def agent(options: dict[str, Any]) -> FastAPI:
 
 def model(options: dict[str, Any]) -> FastAPI:
     """Answers ``B`` at once. Options: ``trajectories`` (finalize returns one, which holds the reward it was given),
-    ``usage`` (of each session), ``preflight`` (its answer)."""
-    app = FastAPI()
+    ``usage`` (of each session), ``preflight`` (its answer), ``forwards_to`` (the base URL of an endpoint that it asks
+    first)."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as app.state.http:
+            yield
+
+    app = FastAPI(lifespan=lifespan)
     journal = Journal(options.get("journal"))
     completion = orjson.dumps(message("B"))
     opened: dict[str, dict[str, Any]] = {}
@@ -237,8 +251,14 @@ def model(options: dict[str, Any]) -> FastAPI:
         return answer({"engines": options["preflight"]}) if "preflight" in options else answer({}, 404)
 
     @app.post("/v1/responses")
-    async def responses(request: Request) -> Response:
-        orjson.loads(await request.body())
+    @app.post("/v1/chat/completions")
+    async def inference(request: Request) -> Response:
+        asked = orjson.loads(await request.body())
+        if url := options.get("forwards_to"):
+            headers = {"Content-Type": "application/json"}
+            path = request.url.path.removeprefix("/v1")
+            async with request.app.state.http.post(url + path, data=orjson.dumps(asked), headers=headers) as reply:
+                orjson.loads(await reply.read())
         return Response(completion, media_type="application/json")
 
     @app.post("/sessions/{session_id}/{action}")

@@ -9,7 +9,7 @@ from aiohttp import ClientResponse
 
 from nemo_gym.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.errors import CredentialError, FencedError
-from nemo_gym.gateway.sessions import GatewaySessions, InMemoryGatewaySessions
+from nemo_gym.gateway.sessions import KEEP_CLOSED_SESSIONS, GatewaySessions, InMemoryGatewaySessions
 from nemo_gym.gateway.usage import StreamedUsage, Usage
 from nemo_gym.session import MAX_ATTEMPT
 from responses_api_models.scripted_model.app import ScriptedModel
@@ -173,6 +173,17 @@ async def test_ended_sessions_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> 
         opened_session = await sessions.open(rollout(f"r{number}"))
         await sessions.abort(opened_session.session_id, opened_session.control_token)
     assert len(sessions._entries) == len(sessions._by_token) == len(sessions._current) <= 2
+
+
+async def test_closed_sessions_are_kept_up_to_a_number() -> None:
+    sessions = InMemoryGatewaySessions()
+    still_open = await sessions.open(rollout("open"))
+    for number in range(KEEP_CLOSED_SESSIONS + 200):
+        opened_session = await sessions.open(rollout(f"r{number}"))
+        await sessions.finalize(opened_session.session_id, opened_session.control_token)
+    assert len(sessions._entries) == len(sessions._by_token) == len(sessions._current) <= KEEP_CLOSED_SESSIONS + 2
+    sessions.authorize(still_open.inference_token)
+    await sessions.finalize(opened_session.session_id, opened_session.control_token)
 
 
 def test_usage_is_found_in_streams_however_they_are_cut() -> None:

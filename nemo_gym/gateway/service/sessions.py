@@ -9,6 +9,7 @@ import hmac
 import math
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -35,6 +36,7 @@ from nemo_gym.gateway.service.live import LiveSession
 from nemo_gym.gateway.sessions import (
     INFERENCE_TOKEN_PREFIX,
     KEEP_CLOSED_S,
+    KEEP_CLOSED_SESSIONS,
     PIPELINE,
     SESSION_TTL_S,
     GatewaySession,
@@ -65,6 +67,7 @@ class DurableSessions(Generic[C, D]):
         self._live: dict[str, LiveSession[C]] = {}
         self._by_token: dict[str, LiveSession[C]] = {}
         self._current: dict[SessionKey, LiveSession[C]] = {}
+        self._closed: deque[LiveSession[C]] = deque()
         self._sweeping: asyncio.Task[None] | None = None
         self.memory_is_free = False
         """Set where something large has been let go of: the next sweep gives it back to the system."""
@@ -122,6 +125,7 @@ class DurableSessions(Generic[C, D]):
             if current.state not in (SessionState.OPEN, SessionState.COMPLETE):
                 break
             await self._end(current, f"replaced by attempt {rollout.attempt}")
+        await self._forget_oldest()
         now = time.time()
         opened = OpenedSession(
             secrets.token_hex(12),
@@ -241,7 +245,7 @@ class DurableSessions(Generic[C, D]):
                 await live.answers.aclose()
                 with self._unless_kept(live, before):
                     live.reward_info = orjson.loads(await self.journal.finalize(session_id, result))
-                live.closed_at = time.time()
+                self._has_closed(live)
                 live.forget_requests()
                 self.memory_is_free = True
                 self._backend.forget(session_id)
@@ -267,7 +271,7 @@ class DurableSessions(Generic[C, D]):
         live = self._new(found.record)
         live.state, live.reason = found.state, found.reason
         if found.state is SessionState.ABORTED:
-            live.closed_at = time.time()
+            self._has_closed(live)
             return live
         records = []
         for turn in found.turns:
@@ -288,13 +292,28 @@ class DurableSessions(Generic[C, D]):
         if found.result:
             live.reward_info = orjson.loads(found.result)
         if found.state is SessionState.FINALIZED:
-            live.closed_at = time.time()
+            self._has_closed(live)
         return live
 
     def _add(self, live: LiveSession[C]) -> None:
         self._live[live.session_id] = live
         self._by_token[live.record.inference_digest] = live
         self._current[_key(live)] = live
+
+    def _has_closed(self, live: LiveSession[C]) -> None:
+        live.closed_at = time.time()
+        self._closed.append(live)
+
+    async def _forget_oldest(self) -> None:
+        """Of closed sessions, those that are more than are kept."""
+        while len(self._closed) > KEEP_CLOSED_SESSIONS:
+            live = self._closed.popleft()
+            if live.session_id in self._live:  # not swept meanwhile
+                self._drop(live)
+                try:
+                    await self.journal.forget(live.session_id)
+                except JournalError as error:  # after a restart it is swept as any other
+                    log.warning("session not forgotten", session_id=live.session_id, error=str(error))
 
     def _drop(self, live: LiveSession[C]) -> None:
         self._live.pop(live.session_id, None)
@@ -328,7 +347,7 @@ class DurableSessions(Generic[C, D]):
             live.state, live.reason = SessionState.ABORTED, reason
             await live.answers.aclose()
             await self.journal.abort(live.session_id, reason)
-            live.closed_at = time.time()
+            self._has_closed(live)
             live.forget_requests()
             self.memory_is_free = True
             # Nothing of it is kept but that it was.

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from nemo_gym.credentials import Role
+from nemo_gym.harness.mcp_client import SharedSessionTransport
 from nemo_gym.session import (
     ActRequest,
     ActResponse,
@@ -178,6 +179,29 @@ async def test_agent_answers_without_tools_when_there_are_none(attempt: Attempt)
     descriptor = SessionDescriptor(environment="env", task_id=ROLLOUT.task_id, rollout=ROLLOUT)
     answer = await attempt.act("no tools", descriptor)
     assert answer.outcome == "completed" and not outputs(answer)
+
+
+async def test_mcp_server_is_asked_once_what_it_speaks_and_again_after_a_failure(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    send = SharedSessionTransport.handle_async_request
+
+    async def seen(self: SharedSessionTransport, request: Any) -> Any:
+        asked.append(json.loads(request.content)["method"])
+        return await send(self, request)
+
+    monkeypatch.setattr(SharedSessionTransport, "handle_async_request", seen)
+    descriptor = await attempt.seed()
+    for _ in range(2):
+        assert (await attempt.act("ask Quito", descriptor)).outcome == "completed"
+    assert asked == ["server/discover", *2 * ["tools/list", "tools/call"]]
+    (server,) = descriptor.mcp
+    broken = server.model_copy(update={"headers": {"Authorization": "Bearer wrong"}})
+    assert (await attempt.act("ask Quito", descriptor.model_copy(update={"mcp": (broken,)}))).outcome == "mcp_failed"
+    asked.clear()
+    assert (await attempt.act("ask Quito", descriptor)).outcome == "completed"
+    assert asked == ["server/discover", "tools/list", "tools/call"]
 
 
 async def test_attempts_share_the_servers_client_and_make_no_tls_context(

@@ -14,7 +14,7 @@ import random
 import socket
 import sys
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import orjson
 import uvloop
@@ -126,8 +126,16 @@ def _chat(scenario: Scenario, *, logprobs: bool) -> dict[str, Any]:
     return {**head, "choices": [choice], "usage": _usage(scenario)}
 
 
+class Answers(Protocol):
+    """What all connections of a server share."""
+
+    def answer(self, path: bytes, body: bytes) -> tuple[bytes, float]:
+        """The body of the answer and its delay in seconds; raises `KeyError` for a route that is not there."""
+        ...
+
+
 class Engine:
-    """What all connections share."""
+    """A scenario's answers."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -163,8 +171,8 @@ def _prompt(body: bytes) -> bytes:
     return body[start : body.index(b"]", start) + 1]
 
 
-class _Connection(asyncio.Protocol):
-    def __init__(self, engine: Engine) -> None:
+class EngineConnection(asyncio.Protocol):
+    def __init__(self, engine: Answers) -> None:
         self._engine = engine
         self._held = bytearray()
         self._needed = 0
@@ -210,7 +218,9 @@ class _Connection(asyncio.Protocol):
 
 async def serve(listener: socket.socket) -> None:
     engine = Engine()
-    server = await asyncio.get_running_loop().create_server(lambda: _Connection(engine), sock=listener, backlog=4096)
+    server = await asyncio.get_running_loop().create_server(
+        lambda: EngineConnection(engine), sock=listener, backlog=4096
+    )
     await server.serve_forever()
 
 

@@ -39,15 +39,14 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-def example_files(page: Path) -> dict[str, str]:
-    """Path → content of the code blocks of a page that have a title."""
-    text = page.read_text(encoding="utf-8")
+def example_files(page: Path | str) -> dict[str, str]:
+    """Path → content of the code blocks of a page that have a title; a name alone is that of a page of the site."""
+    text = (PAGES / page).read_text(encoding="utf-8")
     return {title["path"]: block["body"] for block in _FENCE.finditer(text) if (title := _TITLE.search(block["info"]))}
 
 
 def write_examples(page: Path | str, directory: Path) -> None:
-    """Write a page's example files; a name alone is that of a page of the site."""
-    for name, content in example_files(PAGES / page).items():
+    for name, content in example_files(page).items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")

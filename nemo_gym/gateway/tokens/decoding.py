@@ -51,7 +51,7 @@ class TokenBytes:
             places = np.frombuffer(packed("i", ids), dtype=np.int32)
         except (TypeError, OverflowError):
             return None
-        if places.min() < 0 or places.max() >= self._size:
+        if np.min(places) < 0 or np.max(places) >= self._size:
             return None
         if self._table is None:
             self._table = np.full(self._size, None, dtype=object)

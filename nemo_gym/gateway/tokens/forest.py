@@ -288,7 +288,7 @@ def _within(ids: array[int], size: int) -> bool:
     import numpy as np
 
     numbers = np.frombuffer(ids, dtype=np.int32)
-    return bool(numbers.min() >= 0 and numbers.max() < size)
+    return bool(np.min(numbers) >= 0 and np.max(numbers) < size)
 
 
 def _finite(values: array[float]) -> bool:

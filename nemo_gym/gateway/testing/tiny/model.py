@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import orjson
@@ -212,7 +212,8 @@ def recompute(
 
 
 def _normal(x: Floats) -> Floats:
-    made: Floats = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(1e-6))
+    scale: Any = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(1e-6))  # numpy 2.5 types it as float64
+    made: Floats = x / scale
     return made
 
 

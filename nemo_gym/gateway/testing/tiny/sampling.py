@@ -18,14 +18,14 @@ def draw_token(
     the repetition penalty only)."""
     scores = _penalised(logits.astype(np.float64), draw, seen, prompt)
     if draw.temperature <= 0:
-        return int(scores.argmax())
-    scores = (scores - scores.max()) / draw.temperature
+        return int(np.argmax(scores))
+    scores = (scores - np.max(scores)) / draw.temperature
     if 0 < draw.top_k < len(scores):
         scores[scores < np.partition(scores, -draw.top_k)[-draw.top_k]] = -np.inf
     probabilities: NDArray[np.float64] = np.exp(scores)
     probabilities /= probabilities.sum()
     if draw.min_p > 0:
-        probabilities[probabilities < draw.min_p * probabilities.max()] = 0
+        probabilities[probabilities < draw.min_p * np.max(probabilities)] = 0
     if draw.top_p < 1:
         order = np.argsort(-probabilities, kind="stable")
         before = np.cumsum(probabilities[order]) - probabilities[order]

@@ -145,7 +145,7 @@ def _recompute(
     trajectory: Trajectory, tokens: array[int], model: TinyModel, tolerance: float, where: str, report: TruthReport
 ) -> None:
     ids = np.array(tokens, dtype=np.int64)
-    if len(ids) and not 0 <= ids.min() <= ids.max() < model.shape.vocabulary:
+    if len(ids) and not 0 <= np.min(ids) <= np.max(ids) < model.shape.vocabulary:
         report.violations.append(f"{where}: holds token ids outside the vocabulary of {model.shape.vocabulary}")
         return
     sampled = np.frombuffer(bytes(trajectory.response_mask), dtype=np.uint8).astype(bool)

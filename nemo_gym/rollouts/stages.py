@@ -133,7 +133,9 @@ class InitStage(HttpStage):
         attempt.closers.append(close)
 
     async def _open_session(self, attempt: Attempt, model: str) -> None:
-        body = {"rollout": attempt.rollout, **self._sampling(attempt), **self._limits()}
+        body = {"rollout": attempt.rollout, **self._sampling(attempt)}
+        if limits := self._config.model_limits.given():
+            body["limits"] = limits
         opened = (await self._peers_of(attempt).post(model, "/sessions", body)).json()
         attempt.session = session = GatewaySession(
             session_id=_member(opened, "session_id", model, "/sessions", StageName.INIT),
@@ -153,10 +155,6 @@ class InitStage(HttpStage):
                 attempt.session = None
 
         attempt.closers.append(abort)
-
-    def _limits(self) -> dict[str, Any]:
-        limits = self._config.model_limits.given()
-        return {"limits": limits} if limits else {}
 
     def _sampling(self, attempt: Attempt) -> dict[str, Any]:
         if self._config.base_seed is None:

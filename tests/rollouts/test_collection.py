@@ -611,7 +611,7 @@ def test_run_keys_name_the_nearest_right_key() -> None:
 
     with pytest.raises(ConfigError, match=r"'num_repeat' \(did you mean 'num_repeats'\?\)"):
         RolloutRunConfig.parse({"input": "a.jsonl", "output": "b.jsonl", "num_repeat": 2})
-    with pytest.raises(ConfigError, match="output: is required"):
+    with pytest.raises(ConfigError, match="output is required"):
         RolloutRunConfig.parse({"input": "a.jsonl"})
     spelled: dict[str, Any] = {
         "input_jsonl_fpath": "a.jsonl",

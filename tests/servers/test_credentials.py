@@ -21,6 +21,10 @@ from tests.servers.plugins import LegacyAgent, PhraseEnvironment, ToolAgent
 from tests.servers.stack import Stack, rollout
 
 P, A, E, M, O = Role.PIPELINE, Role.AGENT, Role.ENVIRONMENT, Role.MODEL, Role.OPERATOR  # noqa: E741
+PUBLIC_FACTS = {
+    *("status", "model", "overrides_run", "row_access", "topologies"),
+    *("limits", "needs_prompt", "words_prompts"),
+}
 SCRIPT = "responses_api_models/scripted_model/data/example_script.yaml"
 
 ROUTES: list[tuple[str, str, str, set[Role]]] = [
@@ -104,7 +108,7 @@ async def test_route_serves_its_roles_and_refuses_everybody_else(
 async def test_health_is_open_and_says_nothing_private(matrix: Stack, server: str, path: str) -> None:
     async with aiohttp.ClientSession() as session, session.get(matrix.url(server) + path) as reply:
         assert reply.status == 200
-        assert {*(await reply.json())} <= {"status", "overrides_run", "row_access", "topologies", "model"}
+        assert {*(await reply.json())} <= PUBLIC_FACTS
 
 
 async def test_ready_of_an_agent_says_whether_it_overrides_run(matrix: Stack) -> None:

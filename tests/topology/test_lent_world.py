@@ -37,9 +37,9 @@ ASK = (
 
 
 @pytest.fixture
-def broker(tmp_path: Path) -> Iterator[BrokerProcess]:
+def broker(tmp_path: Path, model: Upstream) -> Iterator[BrokerProcess]:
     backend = {"local": {"state_dir": str(tmp_path / "boxes"), "linger_s": 1}}
-    broker = BrokerProcess(tmp_path / "broker", backend, on_stop="destroy")
+    broker = BrokerProcess(tmp_path / "broker", backend, on_stop="destroy", endpoints=[model.url])
     try:
         broker.start()
         yield broker

@@ -109,7 +109,15 @@ async def test_verdict_is_invalid_when_the_expected_answer_cannot_be_compared_an
 ) -> None:
     status, seeded = await seed(stack, row("46"))
     assert status == 200
-    monkeypatch.setattr(stack.servers[ENV]._checker, "_timeout_s", 1e-9)  # type: ignore[attr-defined]
+    asked = worker_pool._asked
+
+    def has_no_time(turn: Any, process: subprocess.Popen[bytes], question: dict[str, Any], timeout_s: float) -> Any:
+        if "answer" in question:
+            turn.hold(process)
+            turn.end(worker_pool.Ending.TIMED_OUT)
+        return asked(turn, process, question, timeout_s)
+
+    monkeypatch.setattr(worker_pool, "_asked", has_no_time)
     body = {**row("46"), "response": response("46"), "_ng_session": {"rollout": rollout().model_dump()}}
     headers = {"X-NeMo-Gym-Control-Token": seeded["control_token"]}
     judged = await (await stack.client().post(ENV, "/verify", json=body, headers=headers)).json()

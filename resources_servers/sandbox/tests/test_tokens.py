@@ -304,7 +304,8 @@ def test_right_token_is_refused_on_no_route(owner: Owner, operations: Mapping[st
         @given(case=operation.as_strategy())
         def attempts(case: Any) -> None:
             status, code = Asker(name, operation, box).send(case, headers)
-            assert status not in (401, 403) or code == "scope", (status, code)
+            # Generated doors lead to targets that agents may not reach, whatever their token.
+            assert status not in (401, 403) or code in ("scope", "not_permitted"), (status, code)
             assert status < 500
 
         attempts()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -99,7 +100,13 @@ def prepared(store: Path) -> dict[str, Any]:
     assert killed.poll() is None, "it ended before it could be killed"
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    names = [path.name for path in (store / "images").rglob("*") if path.name.startswith("ng-swe-bench")]
+    # Its boxes are still being removed, so directories vanish while they are looked through.
+    names = [
+        name
+        for _, dirs, files in os.walk(store / "images")
+        for name in [*dirs, *files]
+        if name.startswith("ng-swe-bench")
+    ]
     assert names == [], "a killed preparation must leave no image"
     return prepare(store, f"instances={FIRST['instance_id']}")
 

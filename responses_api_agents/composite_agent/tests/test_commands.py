@@ -81,7 +81,10 @@ async def test_ending_is_what_status_and_events_say_unless_the_door_knows_better
         ({"command": ["x", "$modle_url"]}, r"'\$modle_url' in '\$modle_url' is not known .did you mean 'model_url'"),
         ({"files": {"ask.py": ""}}, "files: 'ask.py' is no absolute path"),
         ({"outcomes": {1: "model_unreachable"}}, "exit status 1 cannot mean 'model_unreachable'"),
-        ({"comand": ["x"]}, r"unknown key 'comand' .did you mean 'command'.*it takes: name, version, program"),
+        (
+            {"comand": ["x"]},
+            r"unknown key '\S+harness.comand' .did you mean 'command'.*it takes: name, version, program",
+        ),
     ],
 )
 def test_wrong_setting_is_refused_when_the_server_starts(

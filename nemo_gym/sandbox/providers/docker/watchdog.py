@@ -20,6 +20,7 @@ import ssl
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -166,7 +167,7 @@ def on_disk(engine: Engine, container_id: str) -> int | None:
     for directory, _, names in os.walk(layer):
         for name in names:
             with contextlib.suppress(OSError):  # gone meanwhile
-                found_at = os.lstat(os.path.join(directory, name))
+                found_at = Path(directory, name).lstat()
                 seen[found_at.st_dev, found_at.st_ino] = found_at.st_blocks * 512
     return sum(seen.values())
 

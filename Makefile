@@ -3,6 +3,8 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 SANDBOX ?= local
 export PYTHONDONTWRITEBYTECODE ?= 1
+# Files of tests side by side: most of their time is waiting.
+JOBS ?= $(shell n=$$(nproc); echo $$((n < 6 ? n + 1 : 6)))
 
 .PHONY: help setup system engine clis rollouts test test-full lint format bench clean
 
@@ -32,7 +34,7 @@ lint: setup      ## ruff and mypy
 test: CLIS ?= claude-code codex
 test: engine clis lint ## lint, types and the test suite, with real bubblewrap and a real Docker Engine
 	-@scripts/install-apptainer
-	@scripts/with-engine $(PY) -m pytest -q -m "not full" $(ARGS)
+	@scripts/with-engine $(PY) -m pytest -q -m "not full" -n $(JOBS) --dist loadfile $(ARGS)
 
 test-full: engine clis lint ## also the slow tests, the fault campaigns and the benches
 	-@scripts/install-apptainer

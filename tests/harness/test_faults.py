@@ -13,7 +13,7 @@ import pytest
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.providers.local import LocalProvider
 from nemo_gym.session import ActResponse, AgentOutcome, McpServer, SandboxClause, SandboxSpecModel, Topology
-from tests.faults.leftovers import foreign_sockets
+from tests.faults.leftovers import foreign_sockets, open_sockets
 from tests.harness.conftest import Weather
 from tests.harness.stage import IMAGE, MCP_TOKEN, RUN, act, descriptor, patience_s
 from tests.servers.stack import Stack
@@ -72,10 +72,15 @@ async def test_flood_among_the_events_is_a_gap_and_harmless(stack: Stack) -> Non
 
 
 async def test_doors_are_closed_when_the_attempt_ends(stack: Stack, weather: Weather) -> None:
+    before = open_sockets()
+
+    def doors() -> set[str]:
+        return {*foreign_sockets()} - {*before}
+
     acting = asyncio.create_task(act(stack, "hang", descriptor(Topology.AGENT_IN_ENV, mcp=weather.url)))
-    await until(lambda: len(foreign_sockets()) >= 2)  # the agent server is in this process
+    await until(lambda: len(doors()) >= 2)  # the agent server is in this process
     acting.cancel()
-    await until(lambda: not foreign_sockets())
+    await until(lambda: not doors())
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -66,7 +66,7 @@ TWINNED = RowControls(
     ("says", "finding", "runs"),
     [
         (lambda text, run: "PASSED", "passes_wrong_expectations", range(1, 3)),
-        (lambda text, run: "FAILED" if text == "wrong" or run == 0 else "PASSED", None, range(2, 5)),
+        (lambda text, run: "FAILED" if text == "wrong" or run == 0 else "PASSED", None, range(2, 6)),
         # Twice the patch, of which the second box is not needed when the first has the true twin, then gold.
         (lambda text, run: "FAILED", "values_not_confirmed", range(4, 7)),
     ],

@@ -85,6 +85,11 @@ def literals(tree: ast.AST) -> Iterator[ast.Constant]:
             yield node
 
 
+def random_name(rng: random.Random) -> str:
+    """Nine letters: a name that nothing in the box has."""
+    return "".join(rng.choice(_LETTERS) for _ in range(9))
+
+
 def tokens_of(tree: ast.AST) -> set[str]:
     """Words (lower case) and numbers of two digits or more in the data of ``tree``."""
     found: set[str] = set()

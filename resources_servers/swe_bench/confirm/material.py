@@ -20,7 +20,7 @@ from resources_servers.swe_bench.confirm.javascript.rendering import render_java
 from resources_servers.swe_bench.confirm.javascript.syntax import SUFFIXES as JAVASCRIPT
 from resources_servers.swe_bench.confirm.javascript.syntax import Code, choose
 from resources_servers.swe_bench.confirm.javascript.words import JAVASCRIPT_WORDS, SELECTS_BY_TITLE, words_of_code
-from resources_servers.swe_bench.confirm.labels import Labels, words_of
+from resources_servers.swe_bench.confirm.labels import Labels, random_name, words_of
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order, Rendered, render
 from resources_servers.swe_bench.confirm.runs import (
     Pristine,
@@ -206,7 +206,7 @@ class Material:
             inside: as a module of the package that gold changes, for callers within and without look alike then.
         """
         rng = random.Random(f"{seed}{plain}{inside}")
-        records = f"/var/tmp/{_name(rng)}"
+        records = f"/var/tmp/{random_name(rng)}"
         files: dict[str, Rendered] = {}
         for path, source in self.sources.items():
             if plain and path != plain:
@@ -247,7 +247,7 @@ class Material:
                 texts |= {path: done.source, **done.beside}
             return RenderedSet(Rendering(texts, records), files)
         only = files[plain]
-        name = f"{_name(rng)}{PurePosixPath(plain).suffix}"
+        name = f"{random_name(rng)}{PurePosixPath(plain).suffix}"
         plain_path, module = name, ""
         if plain.endswith(JAVASCRIPT):
             plain_path = str(PurePosixPath(plain).with_name(name))
@@ -337,7 +337,3 @@ def _added_lines(patch: str, path: str) -> set[int]:
 
 def _added(patch: str) -> list[str]:
     return [line[1:] for line in patch.split("\n") if line.startswith("+") and not line.startswith("+++ ")]
-
-
-def _name(rng: random.Random) -> str:
-    return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(10))

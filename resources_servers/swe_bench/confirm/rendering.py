@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from resources_servers.swe_bench.confirm.assertions import AssertionRewriter, Blinding, Mode, Probe, Side
-from resources_servers.swe_bench.confirm.labels import Labels, tokens_of
+from resources_servers.swe_bench.confirm.labels import Labels, random_name, tokens_of
 from resources_servers.swe_bench.confirm.slicing import (
     FunctionNode,
     case_rows,
@@ -26,7 +26,6 @@ from resources_servers.swe_bench.tamper.test_ids import TestId
 
 _RECORDER = Path(__file__).with_name("recorder.py")
 _HELPER = re.compile(r"_ng_\w+")
-_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _FIXTURE_HOOKS = frozenset(["setup_method", "teardown_method", "setup_class", "teardown_class", "setup", "teardown"])
 
 
@@ -102,7 +101,7 @@ def render(source: str, chosen: Chosen, order: Order) -> Rendered | None:
     tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "__name__" in loads_in(node.test))]
     every_key = [*keys.values(), *_sites(source)]
     blind = order.mode == "blind"
-    tokens = {key: _token(order.rng) if blind else f"{order.path}|{key}" for key in every_key}
+    tokens = {key: random_name(order.rng) if blind else f"{order.path}|{key}" for key in every_key}
     blinding = Blinding(order.mode, tokens, order.dropped_sides)
     constants = _constants(tree.body)
     for _, function, _ in list(functions_of(tree)):
@@ -256,7 +255,7 @@ def _strip_docstrings(tree: ast.Module) -> None:
 
 def _rename(tree: ast.Module, tests: Sequence[FunctionNode], rng: random.Random, driver: Sequence[ast.stmt]) -> None:
     """Give tests and their local variables other names."""
-    renamed = {node.name: f"test_{_token(rng)}" for node in tests}
+    renamed = {node.name: f"test_{random_name(rng)}" for node in tests}
     used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)} | set(loads_in(tree))
     for node in tests:
         if node.name not in used:
@@ -279,7 +278,7 @@ def _rename(tree: ast.Module, tests: Sequence[FunctionNode], rng: random.Random,
         if {"locals", "eval", "exec", "vars"} & {one.id for one in inner_nodes if isinstance(one, ast.Name)}:
             continue
         local = {one.id for one in inner_nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
-        names = {name: _token(rng) for name in sorted(local - fixed)}
+        names = {name: random_name(rng) for name in sorted(local - fixed)}
         for one in inner_nodes:
             if isinstance(one, ast.Name) and one.id in names:
                 one.id = names[one.id]
@@ -432,9 +431,5 @@ def _pasted(text: str, order: Order) -> str:
     rest = [line for line in lines if not line.startswith("from __future__ ")]
     recorder = ast.unparse(_recorder()).replace("@PATH@", order.records_path)
     whole = "\n".join([*future, recorder, *rest, ""])
-    names = {name: "_" + _token(order.rng) for name in sorted(set(_HELPER.findall(whole)))}
+    names = {name: "_" + random_name(order.rng) for name in sorted(set(_HELPER.findall(whole)))}
     return _HELPER.sub(lambda match: names[match[0]], whole)
-
-
-def _token(rng: random.Random) -> str:
-    return "".join(rng.choice(_LETTERS) for _ in range(9))

@@ -23,7 +23,7 @@ from typing import Any
 from resources_servers.swe_bench import grading, harness
 from resources_servers.swe_bench.confirm.comparing import read_records
 from resources_servers.swe_bench.confirm.expectations import Origin, TwinFile, Wrong, near_texts, twin_of
-from resources_servers.swe_bench.confirm.labels import Labels, tokens_of_text
+from resources_servers.swe_bench.confirm.labels import Labels, random_name, tokens_of_text
 from resources_servers.swe_bench.confirm.material import Material, renderer_of
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order
 from resources_servers.swe_bench.confirm.runs import Rendering, Steps, word_in_command
@@ -136,7 +136,7 @@ def rendering_of(
     which are never in one run with those to be fixed."""
     patched = paths_of(row.test_patch.encode("utf-8", "surrogateescape"))
     others = {path: () for path in patched if path.endswith(".py") and path not in texts}
-    return Rendering(texts, f"/var/tmp/{_word(rng)}", printed=True, instead=others | dict(instead or {}))
+    return Rendering(texts, f"/var/tmp/{random_name(rng)}", printed=True, instead=others | dict(instead or {}))
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Delivery:
         paths: dict[str, str] = {}
         for one in texts:
             for path, text in one.items():
-                new = str(PurePosixPath(path).with_name(f"test_{_word(rng)}.py"))
+                new = str(PurePosixPath(path).with_name(f"test_{random_name(rng)}.py"))
                 files[new], paths[new] = text, path
         instead = {path: tuple(new for new in paths if paths[new] == path) for path in paths.values()}
         return cls((rendering_of(row, files, rng, instead),), paths, len(box))
@@ -367,7 +367,7 @@ class TwinMaker:
         """What base answers where the tests ask, in the words of each of ``labels``."""
         renderings: list[Rendering] = []
         for one in labels:
-            records = f"/var/tmp/{_word(self.rng)}"
+            records = f"/var/tmp/{random_name(self.rng)}"
             texts = {
                 path: one.text(text) if one is not None else text
                 for path, content in self.material.support.items()
@@ -549,12 +549,3 @@ def _text_of(path: str, content: bytes) -> str | None:
     except UnicodeDecodeError:
         return None
     return text if len(text) <= _MAX_TEXT_FILE and "\0" not in text and "\r" not in text else None
-
-
-def _relabelled(path: str, content: bytes, labels: Labels | None) -> bytes:
-    text = _text_of(path, content)
-    return content if text is None or labels is None else labels.text(text).encode("utf-8")
-
-
-def _word(rng: random.Random) -> str:
-    return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(10))

@@ -24,7 +24,7 @@ from resources_servers.swe_bench.confirm.javascript.syntax import (
     tests_of,
     walk,
 )
-from resources_servers.swe_bench.confirm.labels import TOKEN, Labels
+from resources_servers.swe_bench.confirm.labels import Labels, random_name, tokens_of_text
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order, Rendered
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ _HELPERS = (
     *("begin", "end", "put", "alike", "truth", "thrown", "checked", "quiet", "settled", "rejected", "later"),
     *("failing", "pattern", "types", "klass", "called", "part", "calls", "title"),
 )
-_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _PRAGMA = re.compile(r"@(jest|vitest)-|@jsx|@ts-|@flow|istanbul|c8 ignore")
 _PATH_CALL = re.compile(r"require|resolve|\bjoin$|readFile|readdir|existsSync|fixture|[mM]ock$|import", re.IGNORECASE)
 _OPAQUE = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]")
@@ -252,7 +251,7 @@ def _tokens(code: Code, tests: Iterable[Test], titles: set[int]) -> tuple[set[st
             return
         is_key = node.type == "property_identifier" and node.parent is not None and node.parent.type == "pair"
         if node.type == "string_fragment" or is_key:
-            by_place.extend((node.start_byte, token) for token in _data_tokens(code.text(node)))
+            by_place.extend((node.start_byte, token) for token in tokens_of_text(code.text(node)))
         elif node.type == "number" and code.text(node).isdigit() and int(code.text(node)) > 1:
             by_place.append((node.start_byte, code.text(node)))
         for child in node.children:
@@ -272,16 +271,6 @@ def _tokens(code: Code, tests: Iterable[Test], titles: set[int]) -> tuple[set[st
     chosen = list(tests)
     whole = outside.union(*by_test.values()) if chosen else outside
     return whole, by_test
-
-
-def _data_tokens(text: str) -> set[str]:
-    found: set[str] = set()
-    for token in TOKEN.findall(text):
-        if not token.isdigit():
-            found.add(token.lower())
-        elif token.isascii() and token[0] != "0" and len(token) > 1:
-            found.add(token)
-    return found
 
 
 # ---------------------------------------------------------------------------------------------- names, order, recorder
@@ -421,10 +410,6 @@ def _ending(code: Code) -> str:
 
 def _quoted(text: str) -> str:
     return f"'{text}'"
-
-
-def random_name(rng: random.Random) -> str:
-    return "".join(rng.choice(_LETTERS) for _ in range(9))
 
 
 __all__ = ["key_of", "render_javascript"]

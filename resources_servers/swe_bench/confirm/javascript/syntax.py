@@ -33,10 +33,6 @@ FUNCTIONS = frozenset({"arrow_function", "function_expression", "generator_funct
 SCOPES = FUNCTIONS | {"function_declaration", "generator_function_declaration", "method_definition"}
 
 
-def is_javascript(path: str) -> bool:
-    return path.endswith(SUFFIXES)
-
-
 @functools.cache
 def _parser(suffix: str) -> Parser:
     module, function = _GRAMMARS.get(suffix, ("tree_sitter_javascript", "language"))

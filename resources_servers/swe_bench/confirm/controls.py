@@ -19,7 +19,7 @@ from resources_servers.swe_bench.confirm.values import Check
 from resources_servers.swe_bench.images import content_digest, image_slug
 from resources_servers.swe_bench.row import SweBenchRow
 
-CONTROLS_VERSION = 8
+CONTROLS_VERSION = 9
 Strength = Literal["strong", "weak", "none"]
 
 

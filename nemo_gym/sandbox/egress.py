@@ -226,13 +226,15 @@ class EgressProxy:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Begin to accept; a start that fails closes the socket."""
+        """Begin to accept; a start that fails or is cancelled closes the socket."""
         try:
+            # In two steps: cancelled within one that also accepts, the event loop would go on accepting for nobody.
             self._server = await asyncio.start_server(
-                self._serve, sock=self._socket, limit=MAX_HEAD_BYTES, backlog=1024
+                self._serve, sock=self._socket, limit=MAX_HEAD_BYTES, backlog=1024, start_serving=False
             )
+            await self._server.start_serving()
         except BaseException:
-            self._socket.close()
+            await self.aclose()
             raise
 
     async def aclose(self) -> None:

@@ -18,7 +18,15 @@ from aiohttp import web
 
 from nemo_gym.errors import ConfigError
 from nemo_gym.sandbox.base import Door
-from nemo_gym.sandbox.doors import INFERENCE_ROUTES, MCP_ROUTES, DoorServer, RouteMatcher, normalize_path, serve_doors
+from nemo_gym.sandbox.doors import (
+    INFERENCE_ROUTES,
+    MCP_ROUTES,
+    DoorServer,
+    RouteMatcher,
+    door_server,
+    normalize_path,
+    serve_doors,
+)
 
 
 def listener() -> socket.socket:
@@ -562,12 +570,20 @@ def test_repr_of_a_door_hides_its_headers() -> None:
     assert "secret" not in repr(Door("m", 1, "http://x", (), headers={"Authorization": "secret"}))
 
 
-async def test_start_that_is_cancelled_at_any_moment_leaves_no_listener() -> None:
+@pytest.mark.parametrize(
+    "door",
+    [
+        Door("model", 1, "http://127.0.0.1:9", INFERENCE_ROUTES),
+        Door("egress", 1, "", ("pypi.org",), kind="proxy"),
+    ],
+    ids=["forward", "proxy"],
+)
+async def test_start_that_is_cancelled_at_any_moment_leaves_no_listener(door: Door) -> None:
     cancelled = 0
     for steps in range(12):
         sock = listener()
-        address = sock.getsockname()
-        server = DoorServer(Door("model", 1, "http://127.0.0.1:9", INFERENCE_ROUTES), sock)
+        address, descriptor = sock.getsockname(), sock.fileno()
+        server = door_server(door, sock)
         starting = asyncio.create_task(server.start())
         for _ in range(steps):
             await asyncio.sleep(0)
@@ -579,6 +595,7 @@ async def test_start_that_is_cancelled_at_any_moment_leaves_no_listener() -> Non
             cancelled += 1
         else:
             sock.close()
+        assert not asyncio.get_running_loop().remove_reader(descriptor), "the loop still listens"
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection(*address)
     assert cancelled

@@ -47,11 +47,11 @@ async def checked_route(client: ServerClient, peers: Peers, agent: str, config: 
             f"agent '{agent}' only validates environments; run it with oracle=gold or oracle=nothing", key="validation"
         )
     if opaque or route.environment is None:
-        _check_limits(agent, ready, config, owns_boxes=False)
+        _check_limits(agent, told, config, owns_boxes=False)
         return replace(route, opaque_run=opaque)
     facts = await _facts(peers, route.environment)
     owns_boxes = bool(facts.get("owns_boxes"))
-    _check_limits(agent, ready, config, owns_boxes=owns_boxes)
+    _check_limits(agent, told, config, owns_boxes=owns_boxes)
     return replace(
         route,
         needs_prompt=bool(told.get("needs_prompt", True)),
@@ -60,9 +60,9 @@ async def checked_route(client: ServerClient, peers: Peers, agent: str, config: 
     )
 
 
-def _check_limits(agent: str, ready: Any, config: RolloutRunConfig, *, owns_boxes: bool) -> None:
+def _check_limits(agent: str, told: Mapping[str, Any], config: RolloutRunConfig, *, owns_boxes: bool) -> None:
     """Refuse limits of the run that nobody would keep."""
-    kept = set(ready.get("limits") or ()) if isinstance(ready, dict) else set()
+    kept = set(told.get("limits") or ())
     if owns_boxes:
         kept |= {"memory_mib", "cpu"}
     lost = [name for name in config.limits.model_dump(exclude_none=True) if name not in kept]

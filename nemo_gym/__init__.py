@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from nemo_gym.base_resources_server import BaseResourcesServerConfig, SimpleResourcesServer
     from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
     from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig, SimpleResponsesAPIModel
-    from nemo_gym.errors import NemoGymError
-    from nemo_gym.server_utils import ServerClient
-    from nemo_gym.session import (
+    from nemo_gym.contract.errors import NemoGymError
+    from nemo_gym.contract.session import (
         ActRequest,
         ActResponse,
         AgentOutcome,
@@ -25,15 +24,16 @@ if TYPE_CHECKING:
         SessionDescriptor,
         Topology,
     )
-    from nemo_gym.verdict import FailureKind, Finding, Verdict
+    from nemo_gym.contract.verdict import FailureKind, Finding, Verdict
+    from nemo_gym.server_utils import ServerClient
 
 _MODULES: dict[str, tuple[str, ...]] = {
     "nemo_gym.base_resources_server": ("BaseResourcesServerConfig", "SimpleResourcesServer"),
     "nemo_gym.base_responses_api_agent": ("BaseResponsesAPIAgentConfig", "SimpleResponsesAPIAgent"),
     "nemo_gym.base_responses_api_model": ("BaseResponsesAPIModelConfig", "SimpleResponsesAPIModel"),
-    "nemo_gym.errors": ("NemoGymError",),
+    "nemo_gym.contract.errors": ("NemoGymError",),
     "nemo_gym.server_utils": ("ServerClient",),
-    "nemo_gym.session": (
+    "nemo_gym.contract.session": (
         "ActRequest",
         "ActResponse",
         "AgentOutcome",
@@ -43,7 +43,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "SessionDescriptor",
         "Topology",
     ),
-    "nemo_gym.verdict": ("FailureKind", "Finding", "Verdict"),
+    "nemo_gym.contract.verdict": ("FailureKind", "Finding", "Verdict"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

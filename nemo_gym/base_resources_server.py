@@ -18,18 +18,18 @@ from pydantic import PrivateAttr
 from starlette.requests import Request
 
 from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest, BaseRunServerInstanceConfig, CommandPath
-from nemo_gym.credentials import Role
+from nemo_gym.contract.credentials import Role
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.session import Artifact, RolloutIdentity, SessionDescriptor
+from nemo_gym.contract.verdict import Verdict
 from nemo_gym.environment.attempts import AttemptStore
 from nemo_gym.environment.grading import verdict_of_reply
-from nemo_gym.environment.plugin_call import PluginCall, plain
 from nemo_gym.environment.routes import EnvironmentRoutes
 from nemo_gym.environment.rows import RESPONSE_KEY, public_row
-from nemo_gym.errors import ConfigError
+from nemo_gym.http.application import Application
+from nemo_gym.http.plugin_call import PluginCall, plain
+from nemo_gym.http.server import BaseServer, SimpleServer
 from nemo_gym.reward_profile import AggregateMetricsMixin, compute_aggregate_metrics
-from nemo_gym.serving.application import Application
-from nemo_gym.serving.server import BaseServer, SimpleServer
-from nemo_gym.session import Artifact, RolloutIdentity, SessionDescriptor
-from nemo_gym.verdict import Verdict
 
 if TYPE_CHECKING:
     from nemo_gym.environment.mcp.tools import CatchAll, RouteTool
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     )
     from nemo_gym.sandbox.base import SandboxProvider
     from nemo_gym.sandbox.facade import AsyncSandbox
-    from nemo_gym.topology.provider import SandboxOwner
+    from nemo_gym.sandbox.owner import SandboxOwner
 
 __all__ = [
     "NEMO_GYM_MCP_METADATA_KEY",
@@ -185,7 +185,7 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
             ConfigError: the configuration has no ``sandbox_provider``, or none that can be used.
         """
         if self._box_owner is None:
-            from nemo_gym.topology.provider import SandboxOwner
+            from nemo_gym.sandbox.owner import SandboxOwner
 
             configured = getattr(self.config, "sandbox_provider", None)
             if configured is None:

@@ -22,31 +22,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from nemo_gym.acts import ActRegistry
+from nemo_gym.agent.acts import ActRegistry
+from nemo_gym.agent.row_ref import RowRefMiddleware
+from nemo_gym.agent.topology.teardown import CLOSE_TIMEOUT_S, shielded
+from nemo_gym.agent.topology.transcript import response_object
 from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest, BaseRunServerInstanceConfig
-from nemo_gym.credentials import CONTROL_TOKEN_HEADER, Role
-from nemo_gym.environment.plugin_call import PluginCall, plain
-from nemo_gym.environment.rows import PARAMS_KEY, RESPONSE_KEY, SESSION_KEY, public_params
-from nemo_gym.errors import ConfigError, ContractError, InvalidBodyError, ServerError
-from nemo_gym.model_limits import REQUEST_TIMEOUT_S
-from nemo_gym.reward_profile import AggregateMetricsMixin, compute_aggregate_metrics
-from nemo_gym.rollout_correlation import (
-    ATTEMPT_INDEX_KEY,
-    ROLLOUT_INDEX_KEY,
-    TASK_INDEX_KEY,
-    apply_rollout_prefix,
-    maybe_rollout_id_from_run_body,
-    rollout_context,
-    rollout_path_prefix,
-)
-from nemo_gym.serving.application import Application
-from nemo_gym.serving.client import expect_json, inference_context
-from nemo_gym.serving.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError
-from nemo_gym.serving.middleware import TOKEN_CAPTURE, require_role
-from nemo_gym.serving.problems import JsonResponse, parse_json_object
-from nemo_gym.serving.row_ref import RowRefMiddleware
-from nemo_gym.serving.server import BaseServer, SimpleServer
-from nemo_gym.session import (
+from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
+from nemo_gym.contract.errors import ConfigError, ContractError, InvalidBodyError, ServerError
+from nemo_gym.contract.model_limits import REQUEST_TIMEOUT_S
+from nemo_gym.contract.session import (
     ActRequest,
     ActResponse,
     AgentOutcome,
@@ -57,8 +41,24 @@ from nemo_gym.session import (
     SessionDescriptor,
     Topology,
 )
-from nemo_gym.topology.teardown import CLOSE_TIMEOUT_S, shielded
-from nemo_gym.topology.transcript import response_object
+from nemo_gym.environment.rows import PARAMS_KEY, RESPONSE_KEY, SESSION_KEY, public_params
+from nemo_gym.http.application import Application
+from nemo_gym.http.client import expect_json, inference_context
+from nemo_gym.http.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError
+from nemo_gym.http.middleware import TOKEN_CAPTURE, require_role
+from nemo_gym.http.plugin_call import PluginCall, plain
+from nemo_gym.http.problems import JsonResponse, parse_json_object
+from nemo_gym.http.server import BaseServer, SimpleServer
+from nemo_gym.reward_profile import AggregateMetricsMixin, compute_aggregate_metrics
+from nemo_gym.rollout_correlation import (
+    ATTEMPT_INDEX_KEY,
+    ROLLOUT_INDEX_KEY,
+    TASK_INDEX_KEY,
+    apply_rollout_prefix,
+    maybe_rollout_id_from_run_body,
+    rollout_context,
+    rollout_path_prefix,
+)
 
 if TYPE_CHECKING:
     from nemo_gym.environment.wire import BaseRunRequest, BaseVerifyResponse
@@ -394,7 +394,7 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
 
     def resolve_model_base_url(self, model_server_name: str, rollout_id: str | None = None) -> str:
         """The base URL, ending in ``/v1``, that a harness is given for a model server."""
-        from nemo_gym.serving.client import server_config_of
+        from nemo_gym.http.client import server_config_of
 
         block = server_config_of(self.server_client.global_config_dict, model_server_name)
         has_replicas = bool(block.get("urls"))

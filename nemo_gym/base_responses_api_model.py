@@ -23,9 +23,10 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from nemo_gym.config_types import BaseRunServerInstanceConfig
-from nemo_gym.credentials import CONTROL_TOKEN_HEADER, CREDENTIAL_HEADER, Role
-from nemo_gym.environment.plugin_call import PluginCall, plain
-from nemo_gym.errors import CredentialError, InvalidBodyError, ModelError
+from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, CREDENTIAL_HEADER, Role
+from nemo_gym.contract.errors import CredentialError, InvalidBodyError, ModelError
+from nemo_gym.contract.model_limits import NONE_CHOSEN, REQUEST_TIMEOUT_S, ChosenLimits, limited_call
+from nemo_gym.contract.session import RolloutIdentity
 from nemo_gym.gateway.dialects import PATHS, Dialect, apply_sampling
 from nemo_gym.gateway.dialects.models import models_reply
 from nemo_gym.gateway.dialects.streams import stream_of
@@ -41,14 +42,13 @@ from nemo_gym.gateway.sessions import (
     token_in,
 )
 from nemo_gym.gateway.usage import StreamedUsage, Usage
-from nemo_gym.model_limits import NONE_CHOSEN, REQUEST_TIMEOUT_S, ChosenLimits, limited_call
-from nemo_gym.serving.application import Application
-from nemo_gym.serving.body_values import check_messages
-from nemo_gym.serving.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
-from nemo_gym.serving.middleware import caller_of, require_role
-from nemo_gym.serving.problems import JsonResponse, parse_json_object, shape_errors
-from nemo_gym.serving.server import BaseServer, SimpleServer
-from nemo_gym.session import RolloutIdentity
+from nemo_gym.http.application import Application
+from nemo_gym.http.body_values import check_messages
+from nemo_gym.http.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
+from nemo_gym.http.middleware import caller_of, require_role
+from nemo_gym.http.plugin_call import PluginCall, plain
+from nemo_gym.http.problems import JsonResponse, parse_json_object, shape_errors
+from nemo_gym.http.server import BaseServer, SimpleServer
 
 if TYPE_CHECKING:
     from nemo_gym.openai_types.chat import NeMoGymChatCompletion, NeMoGymChatCompletionCreateParamsNonStreaming
@@ -89,7 +89,7 @@ class BaseResponsesAPIModelConfig(BaseRunServerInstanceConfig):
     """Configuration of a model server."""
 
     request_timeout_s: float = Field(REQUEST_TIMEOUT_S, gt=0)
-    """Of one call for inference, its retries included; then it ends with 504. See `nemo_gym.model_limits`."""
+    """Of one call for inference, its retries included; then it ends with 504. See `nemo_gym.contract.model_limits`."""
     session_ttl_s: float = SESSION_TTL_S
     """How long an attempt's inference token is good for."""
     max_body_bytes: int = Field(32 << 20, gt=0)

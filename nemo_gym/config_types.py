@@ -1,7 +1,7 @@
 """Types of configuration blocks, under the names that NeMo Gym plugins import.
 
 A server instance is ``<instance>: {<server type>: {<implementation>: {...}}}``; a block refers to another instance
-with ``{type: <server type>, name: <instance>}``. Validation of whole compositions lives in `nemo_gym.configuration`.
+with ``{type: <server type>, name: <instance>}``. Validation of whole compositions lives in `nemo_gym.config`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from nemo_gym.command_directory import from_command
-from nemo_gym.errors import ConfigError
+from nemo_gym._util.command_directory import from_command
+from nemo_gym.contract.errors import ConfigError
 
 __all__ = [
     "AgentServerRef",

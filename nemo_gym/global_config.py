@@ -11,9 +11,9 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from nemo_gym.configuration.keys import AGENT_TYPE, ENVIRONMENT_TYPE, MODEL_TYPE, NEMO_GYM_KEYS, SUITE_KEYS
-from nemo_gym.configuration.suggest import nearest
-from nemo_gym.errors import ConfigError
+from nemo_gym._util.suggest import nearest
+from nemo_gym.config.keys import AGENT_TYPE, ENVIRONMENT_TYPE, MODEL_TYPE, NEMO_GYM_KEYS, SUITE_KEYS
+from nemo_gym.contract.errors import ConfigError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -80,7 +80,7 @@ def get_global_config_dict() -> DictConfig:
 
 
 def _load() -> DictConfig:
-    from nemo_gym.serving.launch import current_launch
+    from nemo_gym.http.launch import current_launch
 
     launch = current_launch()
     if launch is not None:
@@ -95,7 +95,7 @@ def _load() -> DictConfig:
                 f"{NEMO_GYM_CONFIG_DICT_ENV_VAR_NAME} is not valid YAML", key=NEMO_GYM_CONFIG_DICT_ENV_VAR_NAME
             ) from error
         return _as_dict_config(values or {})
-    from nemo_gym.configuration.compose import compose
+    from nemo_gym.config.compose import compose
 
     return compose([word for word in sys.argv[1:] if "=" in word or word.startswith("~")]).config
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from nemo_gym.serving.client import ServerClient, get_response_json, raise_for_status
+from nemo_gym.http.client import ServerClient, get_response_json, raise_for_status
 
 T = TypeVar("T")
 ReplyT = TypeVar("ReplyT", bound=BaseModel)
@@ -52,7 +52,7 @@ def judge_failsafe(verify: Callable[..., Awaitable[Any]]) -> Callable[..., Await
         try:
             return await verify(*args, **kwargs)
         except JudgeError as error:
-            from nemo_gym.serving.problems import JsonResponse
+            from nemo_gym.http.problems import JsonResponse
 
             body = next((arg for arg in (*kwargs.values(), *args) if isinstance(arg, BaseModel)), None)
             request = body.model_dump(mode="json") if body is not None else {}

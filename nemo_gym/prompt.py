@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from nemo_gym.configuration.roots import plugin_roots
-from nemo_gym.errors import ConfigError, RowError
+from nemo_gym.config.roots import plugin_roots
+from nemo_gym.contract.errors import ConfigError, RowError
 
 PARAMS_KEY = "responses_create_params"
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from rich.console import Console
 
+from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.config_types import BaseServerConfig
+from nemo_gym.http.client import ServerClient
 from nemo_gym.rollouts.collection import CollectionResult, run_collection
-from nemo_gym.rollouts.config import RolloutRunConfig
 from nemo_gym.rollouts.examples import Example, ExampleRun
 from nemo_gym.rollouts.failures import NG_FAILURE_CLASS_KEY, NG_NO_PERSIST_KEY, NG_TERMINAL_KEY
-from nemo_gym.serving.client import ServerClient
 
 __all__ = [
     "NG_FAILURE_CLASS_KEY",
@@ -43,8 +43,8 @@ class RolloutCollectionHelper:
     def setup_server_client(self, head_server_config: BaseServerConfig | None = None) -> ServerClient:
         """The client of a running stack. There is no head server here; its address is accepted and not used."""
         if self._client is None:
-            from nemo_gym.serving.endpoints import find_stack
-            from nemo_gym.serving.stack import pipeline_client
+            from nemo_gym.stack.endpoints import find_stack
+            from nemo_gym.stack.stack import pipeline_client
 
             self._client = pipeline_client(find_stack(str(self._run_dir) if self._run_dir else None))
         return self._client

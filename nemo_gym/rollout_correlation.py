@@ -12,7 +12,7 @@ import structlog
 from pydantic import BaseModel
 
 if TYPE_CHECKING:
-    from nemo_gym.serving.middleware import RolloutMiddleware as RolloutContextMiddleware
+    from nemo_gym.http.middleware import RolloutMiddleware as RolloutContextMiddleware
 
 __all__ = [
     "ROLLOUT_ID_HEADER",
@@ -98,7 +98,7 @@ def apply_rollout_prefix(base_url: str, rollout_id: str | None, *, token_capture
 
 def __getattr__(name: str) -> Any:
     if name == "RolloutContextMiddleware":
-        from nemo_gym.serving.middleware import RolloutMiddleware
+        from nemo_gym.http.middleware import RolloutMiddleware
 
         return RolloutMiddleware
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The server side's common names, as NeMo Gym plugins import them. Implemented in `nemo_gym.serving`."""
+"""The server side's common names, as NeMo Gym plugins import them. Implemented in `nemo_gym.http`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import ClientResponse
 
 from nemo_gym.config_types import BaseServerConfig
-from nemo_gym.rollout_correlation import apply_rollout_prefix, rollout_path_prefix
-from nemo_gym.serving.client import (
+from nemo_gym.http.client import (
     MAX_NUM_TRIES,
     ServerClient,
     ServerStatus,
@@ -23,8 +22,9 @@ from nemo_gym.serving.client import (
     raise_for_status,
     request,
 )
-from nemo_gym.serving.server import BaseServer, SimpleServer
-from nemo_gym.serving.sessions import SESSION_ID_KEY
+from nemo_gym.http.server import BaseServer, SimpleServer
+from nemo_gym.http.sessions import SESSION_ID_KEY
+from nemo_gym.rollout_correlation import apply_rollout_prefix, rollout_path_prefix
 
 if TYPE_CHECKING:
     from nemo_gym.global_config import get_first_server_config_dict, get_global_config_dict

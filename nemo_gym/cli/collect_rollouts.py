@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from nemo_gym.rollouts.collection import CollectionResult
-    from nemo_gym.serving.endpoints import StackEntry
+    from nemo_gym.stack.endpoints import StackEntry
 
 NAME = "ng_collect_rollouts"
 
@@ -31,11 +31,11 @@ def collect_command(argv: Sequence[str]) -> int:
     ).parse_args(argv)
     import uvloop
 
-    from nemo_gym.configuration.overrides import Mode, parse_overrides
-    from nemo_gym.configuration.suggest import reject_unknown_keys
-    from nemo_gym.errors import ConfigError
-    from nemo_gym.rollouts.config import RUN_KEYS
-    from nemo_gym.serving.endpoints import find_stack
+    from nemo_gym._util.suggest import reject_unknown_keys
+    from nemo_gym.config.overrides import Mode, parse_overrides
+    from nemo_gym.config.run import RUN_KEYS
+    from nemo_gym.contract.errors import ConfigError
+    from nemo_gym.stack.endpoints import find_stack
 
     values: dict[str, Any] = {}
     for override in parse_overrides(arguments.settings):
@@ -86,10 +86,10 @@ async def _collect_until_signal(stack: StackEntry, values: Mapping[str, Any]) ->
 
 async def collect(stack: StackEntry, values: Mapping[str, Any]) -> int:
     """Run the rollouts that ``values`` configure against ``stack``. 0 when every rollout has a verdict, else 3."""
+    from nemo_gym.config.run import RolloutRunConfig
+    from nemo_gym.http.client import close_global_aiohttp_client
     from nemo_gym.rollouts.collection import run_collection
-    from nemo_gym.rollouts.config import RolloutRunConfig
-    from nemo_gym.serving.client import close_global_aiohttp_client
-    from nemo_gym.serving.stack import CONFIG_FILE, pipeline_client
+    from nemo_gym.stack.stack import CONFIG_FILE, pipeline_client
 
     config = RolloutRunConfig.parse(values)
     try:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
-from nemo_gym.errors import ConfigError, NemoGymError
+from nemo_gym.contract.errors import ConfigError, NemoGymError
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -65,7 +65,7 @@ def complain(name: str, message: str) -> None:
 
 def without_secrets(text: str, words: Iterable[str]) -> str:
     """``text`` without the values of secret settings among ``words``."""
-    from nemo_gym.configuration.secrets import is_secret_name, scrub
+    from nemo_gym._util.secrets import is_secret_name, scrub
 
     secrets = []
     for word in words:

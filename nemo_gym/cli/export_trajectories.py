@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_gym.cli import command
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 
 if TYPE_CHECKING:
     from nemo_gym.gateway.tokens import Trajectory
@@ -56,7 +56,7 @@ def export(argv: Sequence[str]) -> int:
 
 
 def _files(words: Sequence[str]) -> tuple[Path, Path]:
-    from nemo_gym.configuration.suggest import reject_unknown_keys
+    from nemo_gym._util.suggest import reject_unknown_keys
 
     given = dict(word.lstrip("+").partition("=")[::2] for word in words)
     reject_unknown_keys(given, KEYS, where="the command line")

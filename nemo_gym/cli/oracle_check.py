@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nemo_gym.configuration.compose import Composition
+    from nemo_gym.config.compose import Composition
 
 MARKER = "verified.yaml"
 """In the environment's folder: what its last oracle campaign that passed was."""
@@ -32,7 +32,7 @@ def check_with_oracle(words: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: the words choose no environment, or an agent; it has no rows; the oracle could not be run.
     """
-    from nemo_gym.configuration.compose import compose
+    from nemo_gym.config.compose import compose
 
     keys = {word.lstrip("+~").partition("=")[0] for word in words}
     if "environment" not in keys or keys & {"agent", "oracle", "output"}:
@@ -83,7 +83,7 @@ def sentence(marker: dict[str, Any] | None) -> str:
 
 def folder_of(composition: Composition) -> Path:
     """The plugin folder of the chosen environment. Raises `ConfigError` when none is chosen."""
-    from nemo_gym.configuration.roots import find_plugin
+    from nemo_gym.config.roots import find_plugin
 
     environment = composition.servers.get(composition.chosen.get("environment", ""))
     if environment is None:
@@ -113,7 +113,7 @@ def _judged(output: Path, mode: str) -> Iterable[str]:
 
 
 def _providers(composition: Composition) -> list[str]:
-    from nemo_gym.configuration.backend import backend_of
+    from nemo_gym.config.backend import backend_of
 
     environment = composition.servers[composition.chosen["environment"]]
     named = environment.values.get("sandbox_provider")

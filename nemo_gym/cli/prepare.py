@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_gym.cli import command
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 
 NAME = "ng_prepare"
 AGENTS = "agents"
@@ -41,8 +41,8 @@ def prepare(argv: Sequence[str]) -> int:
         from nemo_gym.cli.prepare_agents import prepare_agents
 
         return prepare_agents(words)
-    from nemo_gym.configuration.keys import ENVIRONMENT_TYPE
-    from nemo_gym.configuration.roots import find_plugin, plugin_roots
+    from nemo_gym.config.keys import ENVIRONMENT_TYPE
+    from nemo_gym.config.roots import find_plugin, plugin_roots
 
     roots = plugin_roots()
     script = find_plugin(ENVIRONMENT_TYPE, environment, roots) / "prepare.py"
@@ -57,8 +57,8 @@ def prepare(argv: Sequence[str]) -> int:
 
 def preparable() -> list[str]:
     """Environments that have a ``prepare.py``."""
-    from nemo_gym.configuration.keys import ENVIRONMENT_TYPE
-    from nemo_gym.configuration.roots import plugin_roots
+    from nemo_gym.config.keys import ENVIRONMENT_TYPE
+    from nemo_gym.config.roots import plugin_roots
 
     return sorted(
         {path.parent.name for root in plugin_roots() for path in root.glob(f"{ENVIRONMENT_TYPE}/*/prepare.py")}

@@ -7,19 +7,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from nemo_gym._util.suggest import nearest
+from nemo_gym.agent.harness.agent import CliAgent
+from nemo_gym.agent.harness.package import CliPackage
 from nemo_gym.cli import command
-from nemo_gym.configuration.keys import AGENT_TYPE
-from nemo_gym.configuration.roots import plugin_roots
-from nemo_gym.configuration.suggest import nearest
-from nemo_gym.errors import ConfigError
-from nemo_gym.harness.agent import CliAgent
-from nemo_gym.harness.package import CliPackage
+from nemo_gym.config.keys import AGENT_TYPE
+from nemo_gym.config.roots import plugin_roots
+from nemo_gym.contract.errors import ConfigError
 
 
 def prepare_agents(settings: Sequence[str]) -> int:
     """Fetch what is missing; ``agents`` names some of them. Raises `ConfigError` when all have been tried, also for an
     archive that is not the pinned one."""
-    from nemo_gym.harness.provision.fetch import fetch
+    from nemo_gym.agent.harness.provision.fetch import fetch
 
     packages = cli_packages()
     command.parser(

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_gym.cli import command
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nemo_gym.configuration.compose import Composition
+    from nemo_gym.config.compose import Composition
+    from nemo_gym.contract.session import Topology
     from nemo_gym.rollouts.results import RunFiles
     from nemo_gym.rollouts.reverify import Reverification
-    from nemo_gym.serving.supervisor import Supervisor
-    from nemo_gym.session import Topology
+    from nemo_gym.stack.supervisor import Supervisor
 
 NAME = "ng_reverify"
 _COMPOSING = frozenset({"environment", "agent", "config_paths"})
@@ -69,8 +69,8 @@ def _words(files: RunFiles, words: list[str], temporary: ExitStack) -> list[str]
 
     import yaml
 
-    from nemo_gym.configuration.keys import COMPOSITION, HOST, HOSTS
-    from nemo_gym.rollouts.config import RUN_KEYS
+    from nemo_gym.config.keys import COMPOSITION, HOST, HOSTS
+    from nemo_gym.config.run import RUN_KEYS
 
     try:
         stored = yaml.safe_load(files.configuration.read_text(encoding="utf-8"))
@@ -92,10 +92,10 @@ def _words(files: RunFiles, words: list[str], temporary: ExitStack) -> list[str]
 
 def _environments(words: list[str], agents: set[str]) -> tuple[Composition, dict[str, str]]:
     """The part of a composition that grades, and the environment of each agent."""
-    from nemo_gym.configuration.check import check_everything
-    from nemo_gym.configuration.compose import compose
-    from nemo_gym.configuration.servers import references
-    from nemo_gym.configuration.visibility import call_targets
+    from nemo_gym.config.check import check_everything
+    from nemo_gym.config.compose import compose
+    from nemo_gym.config.servers import references
+    from nemo_gym.config.visibility import call_targets
     from nemo_gym.rollouts.attempt import ENVIRONMENT_TYPE
 
     composition = compose(words)
@@ -128,9 +128,9 @@ def _environments(words: list[str], agents: set[str]) -> tuple[Composition, dict
 
 
 def _require_secrets(composition: Composition) -> None:
-    from nemo_gym.configuration.layers import leaves
-    from nemo_gym.configuration.secrets import REDACTED
-    from nemo_gym.configuration.visibility import named_blocks
+    from nemo_gym._util.secrets import REDACTED
+    from nemo_gym.config.layers import leaves
+    from nemo_gym.config.visibility import named_blocks
 
     blocks = {".".join(server.path): server.values for server in composition.servers.values()}
     for instance in composition.servers:
@@ -151,10 +151,10 @@ def _work(
 ) -> Callable[[Supervisor], Awaitable[int]]:
     async def work(supervisor: Supervisor) -> int:
         from nemo_gym.cli.run import say
+        from nemo_gym.http.client import close_global_aiohttp_client
         from nemo_gym.rollouts.peers import Peers
         from nemo_gym.rollouts.reverify import require_reverifiable, reverify
-        from nemo_gym.serving.client import close_global_aiohttp_client
-        from nemo_gym.serving.stack import operator_client
+        from nemo_gym.stack.stack import operator_client
 
         names = sorted(set(environments.values()))
         peers = Peers(operator_client(supervisor.stack(), names))

@@ -13,11 +13,11 @@ from nemo_gym.cli import command
 if TYPE_CHECKING:
     import socket
 
-    from nemo_gym.configuration.compose import Composition
+    from nemo_gym.config.compose import Composition
+    from nemo_gym.config.run import RolloutRunConfig
+    from nemo_gym.contract.session import Topology
     from nemo_gym.rollouts.collection import RunOutlook
-    from nemo_gym.rollouts.config import RolloutRunConfig
-    from nemo_gym.serving.supervisor import Supervisor
-    from nemo_gym.session import Topology
+    from nemo_gym.stack.supervisor import Supervisor
 
 NAME = "ng_run"
 
@@ -51,8 +51,8 @@ def with_stack(
     work: Callable[[Supervisor], Awaitable[int]] | None = None,
 ) -> int:
     """Start what ``compose`` returns, do ``work`` and stop; without one, what the composition says."""
-    from nemo_gym.configuration.secrets import public_environment
-    from nemo_gym.serving import nursery
+    from nemo_gym._util.secrets import public_environment
+    from nemo_gym.stack import nursery
 
     process = nursery.spawn(public_environment(os.environ))
     is_handed_over = False
@@ -66,7 +66,7 @@ def with_stack(
         return uvloop.run(_Run(composition, topology, process, work).run())
     finally:
         if not is_handed_over:
-            from nemo_gym.serving.supervisor import stop_nursery
+            from nemo_gym.stack.supervisor import stop_nursery
 
             process[1].close()
             stop_nursery(process[0])
@@ -74,7 +74,7 @@ def with_stack(
 
 def _dry_run(composition: Composition, topology: Topology | None) -> int:
     """Everything that can be checked without starting a server, and nothing else."""
-    from nemo_gym.configuration.sandbox_check import check_sandbox
+    from nemo_gym.config.sandbox_check import check_sandbox
 
     check_sandbox(composition, topology)
     say(
@@ -84,9 +84,9 @@ def _dry_run(composition: Composition, topology: Topology | None) -> int:
 
 
 def _compose(words: Sequence[str]) -> tuple[Composition, Topology | None]:
-    from nemo_gym.configuration.check import check_everything, notices
-    from nemo_gym.configuration.compose import compose
-    from nemo_gym.configuration.secrets import is_secret_name
+    from nemo_gym._util.secrets import is_secret_name
+    from nemo_gym.config.check import check_everything, notices
+    from nemo_gym.config.compose import compose
 
     composition = compose(words)
     topology = check_everything(composition)
@@ -108,9 +108,9 @@ def _compose(words: Sequence[str]) -> tuple[Composition, Topology | None]:
 
 def check_rollout_run(composition: Composition) -> tuple[RolloutRunConfig, RunOutlook]:
     """The composition's run, checked as far as that goes before any server starts."""
+    from nemo_gym.config.run import RolloutRunConfig
     from nemo_gym.environment.rows import NO_PROMPT
     from nemo_gym.rollouts.collection import check_run
-    from nemo_gym.rollouts.config import RolloutRunConfig
     from nemo_gym.rollouts.rows import refuse_rows
 
     config = RolloutRunConfig.parse(run_values(composition))
@@ -123,7 +123,7 @@ def check_rollout_run(composition: Composition) -> tuple[RolloutRunConfig, RunOu
 
 def _words_no_prompt(composition: Composition, agent: str) -> bool:
     """Whether the sources tell that this agent's work begins with a prompt that only its rows can bring."""
-    from nemo_gym.configuration.plugin_keys import defines
+    from nemo_gym.config.plugin_keys import defines
     from nemo_gym.rollouts.attempt import route_of
 
     environment = route_of(composition.values, agent).environment
@@ -172,9 +172,9 @@ class _Run:
         assert current is not None
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal, current)
-        from nemo_gym.configuration.sandbox_check import check_sandbox
-        from nemo_gym.serving.stack import running_stack
-        from nemo_gym.serving.supervisor import stop_nursery
+        from nemo_gym.config.sandbox_check import check_sandbox
+        from nemo_gym.stack.stack import running_stack
+        from nemo_gym.stack.supervisor import stop_nursery
 
         try:
             # In a thread of its own: asking a sandbox provider takes a moment, in which the servers can start.
@@ -216,8 +216,8 @@ class _Run:
 
     async def _collect(self, supervisor: Supervisor) -> int:
         from nemo_gym.cli.collect_rollouts import collect
-        from nemo_gym.configuration.hosts import Hosts
-        from nemo_gym.serving.others import wait_for_others
+        from nemo_gym.config.hosts import Hosts
+        from nemo_gym.stack.others import wait_for_others
 
         if (hosts := Hosts.of(self.composition)) is not None:
             await wait_for_others(hosts, supervisor.settings.startup_timeout_s, say)

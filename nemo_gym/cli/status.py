@@ -22,8 +22,8 @@ def status(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     import asyncio
 
-    from nemo_gym.configuration.suggest import reject_unknown_keys
-    from nemo_gym.serving.endpoints import find_stack, health_of, pss_mib, public_listing, running_stacks
+    from nemo_gym._util.suggest import reject_unknown_keys
+    from nemo_gym.stack.endpoints import find_stack, health_of, pss_mib, public_listing, running_stacks
 
     given = dict(word.lstrip("+").partition("=")[::2] for word in arguments.settings)
     reject_unknown_keys(given, ["run_dir", "run_id"], where="the command line")

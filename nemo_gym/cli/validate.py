@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nemo_gym.cli import command
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nemo_gym.configuration.compose import Composition
+    from nemo_gym.config.compose import Composition
 
 NAME = "ng_validate"
 
@@ -41,7 +41,7 @@ def validate(argv: Sequence[str]) -> int:
         _print_json({"valid": False, "error": message, "details": error.details})
         return command.EXIT_USAGE
     if arguments.dump:
-        from nemo_gym.configuration.secrets import redact
+        from nemo_gym._util.secrets import redact
 
         report["configuration"] = redact(composition.values)
     if arguments.json:
@@ -71,9 +71,9 @@ def validate(argv: Sequence[str]) -> int:
 def inspect(words: Sequence[str]) -> tuple[Composition, dict[str, Any]]:
     """Compose ``words`` and check everything that can be checked without starting a server."""
     from nemo_gym.cli.oracle_check import marker_of
-    from nemo_gym.configuration.check import check_everything, notices
-    from nemo_gym.configuration.compose import compose
-    from nemo_gym.configuration.sandbox_check import check_sandbox
+    from nemo_gym.config.check import check_everything, notices
+    from nemo_gym.config.compose import compose
+    from nemo_gym.config.sandbox_check import check_sandbox
 
     composition = compose(words)
     topology = check_everything(composition)

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
-from nemo_gym.errors import ConfigError, ContractError, FencedError, ServerError
-from nemo_gym.group_commit import SqliteWriter
-from nemo_gym.session import RolloutIdentity
+from nemo_gym.contract.errors import ConfigError, ContractError, FencedError, ServerError
+from nemo_gym.contract.session import RolloutIdentity
+from nemo_gym.storage.group_commit import SqliteWriter
 
 MAX_KNOWN = 4096
 """Rollouts of which this process remembers in memory whether an attempt is live."""

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from starlette.requests import Request
 
+from nemo_gym.contract.errors import InvalidBodyError, NemoGymError
+from nemo_gym.contract.session import Artifact, RolloutIdentity
+from nemo_gym.contract.verdict import FailureKind, Verdict
 from nemo_gym.environment.grading import failed_verdict, reply_fields, verdict_fields
-from nemo_gym.environment.plugin_call import PluginCall, plain
 from nemo_gym.environment.rows import PARAMS_KEY, RESPONSE_KEY
-from nemo_gym.errors import InvalidBodyError, NemoGymError
+from nemo_gym.http.plugin_call import PluginCall, plain
 from nemo_gym.judge import JudgeError, judge_failure_fields
-from nemo_gym.session import Artifact, RolloutIdentity
-from nemo_gym.verdict import FailureKind, Verdict
 
 if TYPE_CHECKING:
     from nemo_gym.base_resources_server import SimpleResourcesServer

@@ -10,10 +10,10 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
+from nemo_gym.contract.errors import ContractError, FencedError, SandboxError
+from nemo_gym.contract.session import BoxNeeds, RolloutIdentity, SessionDescriptor
 from nemo_gym.environment.attempts import AttemptKey, AttemptStore
-from nemo_gym.errors import ContractError, FencedError, SandboxError
-from nemo_gym.serving.problems import JsonResponse
-from nemo_gym.session import BoxNeeds, RolloutIdentity, SessionDescriptor
+from nemo_gym.http.problems import JsonResponse
 
 if TYPE_CHECKING:
     from nemo_gym.base_resources_server import SimpleResourcesServer

@@ -12,14 +12,8 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from nemo_gym.environment.attempts import AttemptKey
-from nemo_gym.errors import ContractError, SandboxError
-from nemo_gym.harvest import harvest_all
-from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider, SandboxRole, SandboxSpec
-from nemo_gym.sandbox.capabilities import Connectable, SupportsFencing, require
-from nemo_gym.sandbox.facade import keep_renewed
-from nemo_gym.session import (
+from nemo_gym.contract.errors import ContractError, SandboxError
+from nemo_gym.contract.session import (
     Artifact,
     BoxNeeds,
     HarvestItem,
@@ -30,7 +24,13 @@ from nemo_gym.session import (
     SessionDescriptor,
     Topology,
 )
-from nemo_gym.topology.merge import HarnessNeeds, world_spec
+from nemo_gym.environment.attempts import AttemptKey
+from nemo_gym.sandbox import labels
+from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider, SandboxRole, SandboxSpec
+from nemo_gym.sandbox.capabilities import Connectable, SupportsFencing, require
+from nemo_gym.sandbox.facade import keep_renewed
+from nemo_gym.sandbox.harvest import harvest_all
+from nemo_gym.sandbox.merge import HarnessNeeds, world_spec
 
 log = structlog.get_logger(__name__)
 

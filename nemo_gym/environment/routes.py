@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest
-from nemo_gym.credentials import (
+from nemo_gym.contract.credentials import (
     CONTROL_TOKEN_HEADER,
     ROW_REF_HEADER,
     Caller,
@@ -31,11 +31,20 @@ from nemo_gym.credentials import (
     check_control_token,
     issue_control_token,
 )
+from nemo_gym.contract.errors import ConfigError, ContractError, InvalidBodyError, NemoGymError, RowError
+from nemo_gym.contract.session import (
+    AgentOutcome,
+    Artifact,
+    BoxNeeds,
+    Limits,
+    RolloutIdentity,
+    SessionDescriptor,
+    Topology,
+)
 from nemo_gym.environment.attempts import AttemptKey, AttemptStore, Seed, StoredVerdict
 from nemo_gym.environment.grader import Grader
 from nemo_gym.environment.grading import work_digest
 from nemo_gym.environment.lending import Lending
-from nemo_gym.environment.plugin_call import PluginCall, plain
 from nemo_gym.environment.rows import (
     NO_PROMPT,
     PARAMS_KEY,
@@ -48,11 +57,10 @@ from nemo_gym.environment.rows import (
     public_verdict,
     row_digest,
 )
-from nemo_gym.errors import ConfigError, ContractError, InvalidBodyError, NemoGymError, RowError
-from nemo_gym.serving.middleware import caller_of, require_role
-from nemo_gym.serving.problems import JsonResponse, parse_json_object
-from nemo_gym.serving.sessions import LazySession
-from nemo_gym.session import AgentOutcome, Artifact, BoxNeeds, Limits, RolloutIdentity, SessionDescriptor, Topology
+from nemo_gym.http.middleware import caller_of, require_role
+from nemo_gym.http.plugin_call import PluginCall, plain
+from nemo_gym.http.problems import JsonResponse, parse_json_object
+from nemo_gym.http.sessions import LazySession
 
 if TYPE_CHECKING:
     from nemo_gym.base_resources_server import SimpleResourcesServer

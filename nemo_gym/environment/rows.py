@@ -16,10 +16,10 @@ from typing import Any
 
 import orjson
 
+from nemo_gym.contract.errors import CredentialError, FencedError
+from nemo_gym.contract.session import RolloutIdentity
 from nemo_gym.environment.attempts import AttemptStore
-from nemo_gym.errors import CredentialError, FencedError
-from nemo_gym.serving.client import encode_json
-from nemo_gym.session import RolloutIdentity
+from nemo_gym.http.client import encode_json
 
 _OF_ROLLOUT = "run_id = ? AND rollout_id = ?"
 PARAMS_KEY = "responses_create_params"

@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from nemo_gym.credentials import Caller, Role
-from nemo_gym.errors import ContractError, CredentialError, FencedError
+from nemo_gym.contract.credentials import Caller, Role
+from nemo_gym.contract.errors import ContractError, CredentialError, FencedError
+from nemo_gym.contract.model_limits import NONE_CHOSEN, ChosenLimits
+from nemo_gym.contract.session import RolloutIdentity
 from nemo_gym.gateway.usage import Usage
-from nemo_gym.model_limits import NONE_CHOSEN, ChosenLimits
-from nemo_gym.session import RolloutIdentity
 
 INFERENCE_TOKEN_PREFIX = "ngi1_"
 SESSION_TTL_S = 6 * 3600.0

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from nemo_gym.errors import ModelError
+from nemo_gym.contract.errors import ModelError
 
 _COUNT_BELOW = 1 << 53
 """What every reader of JSON takes for the same number."""

@@ -9,7 +9,7 @@ import structlog
 from aiohttp import ClientResponse
 from pydantic import BaseModel, Field
 
-from nemo_gym.serving.client import get_response_json, raise_for_status, request
+from nemo_gym.http.client import get_response_json, raise_for_status, request
 
 RATE_LIMIT_ERROR_CODES = [429, 502, 503, 504, 520]
 """The endpoint is overloaded or in between: worth waiting for."""

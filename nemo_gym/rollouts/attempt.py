@@ -10,10 +10,10 @@ from typing import Any
 import orjson
 import structlog
 
-from nemo_gym.configuration.suggest import nearest
-from nemo_gym.errors import ConfigError
-from nemo_gym.model_limits import REQUEST_TIMEOUT_S
-from nemo_gym.rollouts.identity import ROLLOUT_INDEX_KEY
+from nemo_gym._util.suggest import nearest
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.identity import ROLLOUT_INDEX_KEY
+from nemo_gym.contract.model_limits import REQUEST_TIMEOUT_S
 from nemo_gym.rollouts.interfaces import AttemptCloser, Job
 
 log = structlog.get_logger(__name__)

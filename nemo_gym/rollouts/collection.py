@@ -14,9 +14,10 @@ import structlog
 from rich.console import Console
 from rich.text import Text
 
+from nemo_gym.config.run import RolloutRunConfig
+from nemo_gym.contract.identity import new_run_id
+from nemo_gym.http.client import ServerClient
 from nemo_gym.rollouts.attempt import Route, agent_instances, route_of
-from nemo_gym.rollouts.config import RolloutRunConfig
-from nemo_gym.rollouts.identity import new_run_id
 from nemo_gym.rollouts.interfaces import JobListener, JobSelector, JobState, JobStore
 from nemo_gym.rollouts.metrics import aggregate, for_aggregation, write_aggregates
 from nemo_gym.rollouts.peers import Peers
@@ -37,7 +38,6 @@ from nemo_gym.rollouts.table import (
     warn_of_context,
 )
 from nemo_gym.rollouts.tally import RolloutSummary, Tally
-from nemo_gym.serving.client import ServerClient
 
 log = structlog.get_logger(__name__)
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import orjson
 
-from nemo_gym.errors import ConfigError
-from nemo_gym.rollouts.attempt import Route, agent_instances
-from nemo_gym.rollouts.config import RolloutRunConfig
-from nemo_gym.rollouts.identity import (
+from nemo_gym.config.run import RolloutRunConfig
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.identity import (
     AGENT_REF_KEY,
     ROLLOUT_ID_KEY,
     ROLLOUT_INDEX_KEY,
@@ -21,13 +20,14 @@ from nemo_gym.rollouts.identity import (
     new_run_id,
     task_id_of,
 )
+from nemo_gym.http.client import ServerClient
+from nemo_gym.rollouts.attempt import Route, agent_instances
 from nemo_gym.rollouts.interfaces import JobSpec, JobStore
 from nemo_gym.rollouts.peers import Peers
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.routing import checked_route, chosen_topology
 from nemo_gym.rollouts.stages import http_stages
 from nemo_gym.rollouts.store import SqliteJobStore
-from nemo_gym.serving.client import ServerClient
 
 Example = tuple[dict[str, Any], dict[str, Any]]
 """The row as it was given, and its result row (or its failure row: ``reward`` null, ``mask_sample`` true)."""

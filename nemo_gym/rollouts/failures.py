@@ -8,16 +8,16 @@ from typing import Any
 
 import orjson
 
-from nemo_gym.rollouts.identity import (
+from nemo_gym.contract.identity import (
     AGENT_REF_KEY,
     ATTEMPT_INDEX_KEY,
     ROLLOUT_ID_KEY,
     ROLLOUT_INDEX_KEY,
     TASK_INDEX_KEY,
 )
+from nemo_gym.contract.session import AgentOutcome
+from nemo_gym.contract.verdict import RETRYABLE_FAILURES, FailureKind
 from nemo_gym.rollouts.interfaces import Job, StageFailure, StageName
-from nemo_gym.session import AgentOutcome
-from nemo_gym.verdict import RETRYABLE_FAILURES, FailureKind
 
 NG_FAILURE_CLASS_KEY = "_ng_failure_class"
 NG_TERMINAL_KEY = "_ng_failure_terminal"

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
-from nemo_gym.errors import NemoGymError
-from nemo_gym.session import RolloutIdentity
-from nemo_gym.verdict import FailureKind
+from nemo_gym.contract.errors import NemoGymError
+from nemo_gym.contract.session import RolloutIdentity
+from nemo_gym.contract.verdict import FailureKind
 
 
 class StoreError(NemoGymError):

@@ -9,10 +9,10 @@ from typing import Any
 import orjson
 import structlog
 
+from nemo_gym.contract.identity import TASK_INDEX_KEY
 from nemo_gym.reward_profile import GIVEN_NUMBERS_KEY, INVALID_COUNT, STD_ERR, pass_rates
 from nemo_gym.rollouts.attempt import Route
 from nemo_gym.rollouts.failures import PeerError
-from nemo_gym.rollouts.identity import TASK_INDEX_KEY
 from nemo_gym.rollouts.peers import Peers
 from nemo_gym.rollouts.tally import AgentTally, RolloutSummary
 

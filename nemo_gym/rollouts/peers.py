@@ -11,11 +11,11 @@ from typing import Any
 import aiohttp
 import orjson
 
-from nemo_gym.credentials import CONTROL_TOKEN_HEADER
-from nemo_gym.errors import ServerError
+from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER
+from nemo_gym.contract.errors import ServerError
+from nemo_gym.http.client import TRIES_OF_ONE_REPLICA, ServerClient
+from nemo_gym.http.replicas import replica_context
 from nemo_gym.rollouts.failures import PeerError
-from nemo_gym.serving.client import TRIES_OF_ONE_REPLICA, ServerClient
-from nemo_gym.serving.replicas import replica_context
 
 CONNECT_PATIENCE_S = 60.0
 """How long a server that refuses connections is waited for: it may be restarting. Such a request surely

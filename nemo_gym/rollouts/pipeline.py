@@ -20,9 +20,10 @@ from typing import Any
 
 import structlog
 
-from nemo_gym.errors import FencedError
+from nemo_gym.config.run import RolloutRunConfig
+from nemo_gym.contract.errors import FencedError
+from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.rollouts.attempt import Attempt, Route
-from nemo_gym.rollouts.config import RolloutRunConfig
 from nemo_gym.rollouts.failures import failure_row, same_way
 from nemo_gym.rollouts.interfaces import (
     CancelReport,
@@ -40,7 +41,6 @@ from nemo_gym.rollouts.interfaces import (
 )
 from nemo_gym.rollouts.pool import StagePool
 from nemo_gym.rollouts.stages import restore_run
-from nemo_gym.verdict import FailureKind
 
 log = structlog.get_logger(__name__)
 

@@ -6,9 +6,9 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 
+from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.rollouts.attempt import Attempt
 from nemo_gym.rollouts.interfaces import Stage, StageFailure, StageResult
-from nemo_gym.verdict import FailureKind
 
 OnResult = Callable[[Attempt, StageResult], Awaitable[None]]
 OnFailure = Callable[[Attempt, StageFailure], Awaitable[None]]

@@ -16,10 +16,8 @@ from typing import Any
 
 import orjson
 
-from nemo_gym.errors import ConfigError, ContractError, ServerError
-from nemo_gym.rollouts import failures
-from nemo_gym.rollouts.failures import PeerError
-from nemo_gym.rollouts.identity import (
+from nemo_gym.contract.errors import ConfigError, ContractError, ServerError
+from nemo_gym.contract.identity import (
     AGENT_REF_KEY,
     ATTEMPT_INDEX_KEY,
     ROLLOUT_ID_KEY,
@@ -29,12 +27,14 @@ from nemo_gym.rollouts.identity import (
     group_id_of,
     task_id_of,
 )
+from nemo_gym.contract.session import AgentOutcome, Artifact, RolloutIdentity
+from nemo_gym.contract.verdict import FailureKind
+from nemo_gym.rollouts import failures
+from nemo_gym.rollouts.failures import PeerError
 from nemo_gym.rollouts.interfaces import StageName
 from nemo_gym.rollouts.peers import Peers
 from nemo_gym.rollouts.results import RunFiles
 from nemo_gym.rollouts.rowmaking import artifacts_digest
-from nemo_gym.session import AgentOutcome, Artifact, RolloutIdentity
-from nemo_gym.verdict import FailureKind
 
 UNSUPPORTED = "unsupported"
 

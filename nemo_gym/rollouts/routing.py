@@ -9,14 +9,14 @@ from typing import Any
 
 import orjson
 
+from nemo_gym.config.run import RolloutRunConfig
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.environment.rows import NO_PROMPT
-from nemo_gym.errors import ConfigError
+from nemo_gym.http.client import ServerClient
 from nemo_gym.rollouts.attempt import Route, route_of
-from nemo_gym.rollouts.config import RolloutRunConfig
 from nemo_gym.rollouts.failures import PeerError
 from nemo_gym.rollouts.peers import Peers
 from nemo_gym.rollouts.rows import MaterializedInputs, numbered_lines, refuse_rows
-from nemo_gym.serving.client import ServerClient
 
 PROMPT_BATCH_BYTES = 1 << 20
 """Of rows in one question to an environment."""

@@ -7,8 +7,7 @@ from typing import Any
 
 import orjson
 
-from nemo_gym.rollouts.attempt import Attempt
-from nemo_gym.rollouts.identity import (
+from nemo_gym.contract.identity import (
     AGENT_REF_KEY,
     ATTEMPT_INDEX_KEY,
     ROLLOUT_ID_KEY,
@@ -16,7 +15,8 @@ from nemo_gym.rollouts.identity import (
     SESSION_KEY,
     TASK_INDEX_KEY,
 )
-from nemo_gym.session import AgentOutcome
+from nemo_gym.contract.session import AgentOutcome
+from nemo_gym.rollouts.attempt import Attempt
 
 PARAMS_KEY = "responses_create_params"
 

@@ -16,11 +16,10 @@ from typing import Any
 import orjson
 import structlog
 
-from nemo_gym.configuration.suggest import nearest
-from nemo_gym.environment.rows import PARAMS_KEY, has_prompt
-from nemo_gym.errors import ConfigError, RowError
-from nemo_gym.rollouts.config import RolloutRunConfig
-from nemo_gym.rollouts.identity import (
+from nemo_gym._util.suggest import nearest
+from nemo_gym.config.run import RolloutRunConfig
+from nemo_gym.contract.errors import ConfigError, RowError
+from nemo_gym.contract.identity import (
     AGENT_REF_KEY,
     ROLLOUT_INDEX_KEY,
     SESSION_KEY,
@@ -29,6 +28,7 @@ from nemo_gym.rollouts.identity import (
     rollout_id_of,
     task_id_of,
 )
+from nemo_gym.environment.rows import PARAMS_KEY, has_prompt
 from nemo_gym.rollouts.interfaces import JobSpec
 from nemo_gym.rollouts.results import RecordedRun
 from nemo_gym.rollouts.store.sqlite import store_error

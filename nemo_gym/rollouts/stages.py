@@ -18,20 +18,20 @@ from typing import Any
 import orjson
 import structlog
 
+from nemo_gym.config.run import RolloutRunConfig
+from nemo_gym.contract.errors import NemoGymError
+from nemo_gym.contract.identity import ROLLOUT_ID_KEY, SESSION_KEY
+from nemo_gym.contract.model_limits import REQUEST_TIMEOUT_S
+from nemo_gym.contract.session import AgentOutcome
+from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.environment.rows import NO_PROMPT, has_prompt
-from nemo_gym.errors import NemoGymError
-from nemo_gym.model_limits import REQUEST_TIMEOUT_S
 from nemo_gym.rollouts import failures
 from nemo_gym.rollouts.attempt import Attempt, GatewaySession, public_params_of
-from nemo_gym.rollouts.config import RolloutRunConfig
 from nemo_gym.rollouts.failures import PeerError, StageError
 from nemo_gym.rollouts.heartbeat import start_heartbeat, stop_heartbeat
-from nemo_gym.rollouts.identity import ROLLOUT_ID_KEY, SESSION_KEY
 from nemo_gym.rollouts.interfaces import StageFailure, StageName, StageResult
 from nemo_gym.rollouts.peers import Peers
 from nemo_gym.rollouts.rowmaking import result_row
-from nemo_gym.session import AgentOutcome
-from nemo_gym.verdict import FailureKind
 
 log = structlog.get_logger(__name__)
 

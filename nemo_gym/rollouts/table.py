@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.reward_profile import STD_ERR
 from nemo_gym.rollouts.tally import Reason, RolloutSummary, Tally
-from nemo_gym.verdict import FailureKind
 
 MAX_TABLE_ROWS = 60
 MAX_NAMED = 3

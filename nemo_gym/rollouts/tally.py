@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.rollouts.failures import same_way
 from nemo_gym.rollouts.interfaces import JobEvent, JobState
-from nemo_gym.session import AgentOutcome
 
 WHY_CHARS = 48
 

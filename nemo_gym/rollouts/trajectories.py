@@ -10,16 +10,16 @@ from typing import Any
 
 import orjson
 
-from nemo_gym.errors import RowError
-from nemo_gym.gateway.tokens.export import from_row
-from nemo_gym.gateway.tokens.trajectory import Trajectory
-from nemo_gym.rollouts.identity import (
+from nemo_gym.contract.errors import RowError
+from nemo_gym.contract.identity import (
     AGENT_REF_KEY,
     ATTEMPT_INDEX_KEY,
     ROLLOUT_ID_KEY,
     ROLLOUT_INDEX_KEY,
     TASK_INDEX_KEY,
 )
+from nemo_gym.gateway.tokens.export import from_row
+from nemo_gym.gateway.tokens.trajectory import Trajectory
 
 TRAJECTORY_KEY = "ng_trajectory"
 

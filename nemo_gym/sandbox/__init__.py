@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nemo_gym.errors import (
+    from nemo_gym.contract.errors import (
         SandboxArchiveError,
         SandboxCapabilityError,
         SandboxCreateError,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     ExecResult = SandboxExecResult
 
 _MODULES: dict[str, tuple[str, ...]] = {
-    "nemo_gym.errors": (
+    "nemo_gym.contract.errors": (
         "SandboxArchiveError",
         "SandboxCapabilityError",
         "SandboxCreateError",

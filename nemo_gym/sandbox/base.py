@@ -23,7 +23,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 
 if TYPE_CHECKING:
     from nemo_gym.sandbox.capabilities import SandboxCapabilities
@@ -84,7 +84,7 @@ class SandboxResources:
     """Those of `LIMITS` that the box shall not have, not by default either."""
 
     def __post_init__(self) -> None:
-        from nemo_gym.configuration.suggest import nearest
+        from nemo_gym._util.suggest import nearest
 
         if isinstance(self.unlimited, str):
             raise ConfigError(f"resources: unlimited must be a list of names, not '{self.unlimited}'")
@@ -100,7 +100,7 @@ class SandboxResources:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SandboxResources:
         """Build from configuration; an unknown key raises `ConfigError` with the nearest right name."""
-        from nemo_gym.configuration.suggest import reject_unknown_keys
+        from nemo_gym._util.suggest import reject_unknown_keys
 
         reject_unknown_keys(values, [f.name for f in dataclasses.fields(cls)], where="resources")
         return cls(**values)

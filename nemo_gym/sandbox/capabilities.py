@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
-from nemo_gym.errors import SandboxCapabilityError
+from nemo_gym.contract.errors import SandboxCapabilityError
 from nemo_gym.sandbox.base import (
     Door,
     NetworkPolicy,

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_gym.configuration.suggest import nearest
-from nemo_gym.errors import ConfigError
+from nemo_gym._util.suggest import nearest
+from nemo_gym.contract.errors import ConfigError
 
 DEFAULT_METADATA = "default_metadata"
 

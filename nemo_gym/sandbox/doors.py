@@ -23,7 +23,7 @@ from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.sandbox.base import Door
 from nemo_gym.sandbox.door_limit import AnswerLimit
 from nemo_gym.sandbox.door_statistics import DoorStatistics, Exchange

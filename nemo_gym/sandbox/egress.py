@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.sandbox.base import Door
 from nemo_gym.sandbox.door_statistics import DoorStatistics, Exchange
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import structlog
 
-from nemo_gym.errors import ConfigError, SandboxError, SandboxLostError
+from nemo_gym.contract.errors import ConfigError, SandboxError, SandboxLostError
 from nemo_gym.sandbox.base import (
     DEFAULT_MAX_OUTPUT_BYTES,
     ExecProcess,

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable
 from typing import Protocol
 
-from nemo_gym.errors import SandboxLostError
+from nemo_gym.contract.errors import SandboxLostError
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, SandboxExecResult
 
 ERROR_TYPES = {

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
-from nemo_gym.configuration.suggest import nearest, reject_unknown_keys
-from nemo_gym.errors import ConfigError
+from nemo_gym._util.suggest import nearest, reject_unknown_keys
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.sandbox.base import SandboxProvider
 
 ENTRY_POINT_GROUP = "nemo_gym.sandbox_providers"

@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from nemo_gym.errors import SandboxError
+from nemo_gym.contract.errors import SandboxError
 from nemo_gym.sandbox.base import SandboxExecResult, SandboxProvider, SandboxSpec, SandboxStatus
 from nemo_gym.sandbox.facade import DEFAULT_EXEC_TIMEOUT_S, AsyncSandbox
 

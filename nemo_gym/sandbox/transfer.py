@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from nemo_gym.errors import SandboxArchiveError, SandboxError
+from nemo_gym.contract.errors import SandboxArchiveError, SandboxError
 from nemo_gym.sandbox.archive import pack
 from nemo_gym.sandbox.base import SandboxHandle
 from nemo_gym.sandbox.tar_stream import ArchiveError, TarParser

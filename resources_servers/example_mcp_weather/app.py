@@ -12,12 +12,12 @@ from fastapi import FastAPI, HTTPException, Request
 from pydantic import BaseModel, Field, PrivateAttr
 
 from nemo_gym.base_resources_server import SimpleResourcesServer
+from nemo_gym.contract.errors import RowError
+from nemo_gym.contract.session import Artifact, Placement, RolloutIdentity, SessionDescriptor, Topology
+from nemo_gym.contract.verdict import Verdict
 from nemo_gym.environment.attempts import AttemptKey
 from nemo_gym.environment.mcp.answers import answered_text, tool_calls
 from nemo_gym.environment.routes import attempt_of
-from nemo_gym.errors import RowError
-from nemo_gym.session import Artifact, Placement, RolloutIdentity, SessionDescriptor, Topology
-from nemo_gym.verdict import Verdict
 from resources_servers.example_mcp_weather.grading import contains_number
 
 

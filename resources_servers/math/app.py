@@ -9,11 +9,11 @@ from fastapi import FastAPI
 from pydantic import Field, PrivateAttr
 
 from nemo_gym.base_resources_server import BaseResourcesServerConfig, SimpleResourcesServer
+from nemo_gym.contract.errors import RowError, VerifierError
+from nemo_gym.contract.session import Artifact, RolloutIdentity, SessionDescriptor, Topology
+from nemo_gym.contract.verdict import FailureKind, Verdict
 from nemo_gym.environment.mcp.answers import answered_text
-from nemo_gym.errors import RowError, VerifierError
-from nemo_gym.session import Artifact, RolloutIdentity, SessionDescriptor, Topology
-from nemo_gym.verdict import FailureKind, Verdict
-from nemo_gym.worker_pool import Ending
+from nemo_gym.environment.worker_pool import Ending
 from resources_servers.math.checker import Checker, Comparison
 
 ANSWER_CHARS = 20_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from nemo_gym.worker_pool import Ending, WorkerPool
+from nemo_gym.environment.worker_pool import Ending, WorkerPool
 
 COMPARE = "resources_servers.math.comparison:compare"
 

@@ -18,7 +18,8 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 
-from nemo_gym.errors import SandboxLostError, VerifierError
+from nemo_gym.contract.errors import SandboxLostError, VerifierError
+from nemo_gym.contract.verdict import FailureKind, Finding
 from nemo_gym.sandbox.archive import END_OF_ARCHIVE, pack_bytes
 from nemo_gym.sandbox.base import (
     ExecOutcome,
@@ -30,7 +31,6 @@ from nemo_gym.sandbox.base import (
     SandboxSpec,
 )
 from nemo_gym.sandbox.facade import AsyncSandbox, keep_renewed
-from nemo_gym.verdict import FailureKind, Finding
 from resources_servers.swe_bench import harness
 from resources_servers.swe_bench.tamper.risk import finding_in_tree
 

@@ -20,7 +20,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from nemo_gym.worker_pool import Answer, Ending, WorkerPool
+from nemo_gym.environment.worker_pool import Answer, Ending, WorkerPool
 from resources_servers.swe_bench import harness
 from resources_servers.swe_bench.row import SweBenchRow
 from resources_servers.swe_bench.unittest_ids import spelled_as_expected

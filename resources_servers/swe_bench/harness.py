@@ -14,7 +14,7 @@ import types
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from nemo_gym.errors import VerifierError
+from nemo_gym.contract.errors import VerifierError
 
 
 class _Grading(Protocol):

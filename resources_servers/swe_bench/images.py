@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from nemo_gym.errors import RowError, SandboxImageMissingError
+from nemo_gym.contract.errors import RowError, SandboxImageMissingError
 from nemo_gym.sandbox.base import SandboxProvider
 from nemo_gym.sandbox.capabilities import SupportsSnapshot, require
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_gym.errors import NemoGymError, RowError
+from nemo_gym.contract.errors import NemoGymError, RowError
 from resources_servers.swe_bench.grading import LogGrade, grade_stored_log
 from resources_servers.swe_bench.row import SweBenchRow, read_rows
 

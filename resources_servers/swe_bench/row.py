@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from nemo_gym.errors import RowError
+from nemo_gym.contract.errors import RowError
 
 REQUIRED_FIELDS = (
     "instance_id",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from nemo_gym.errors import SandboxError
+from nemo_gym.contract.errors import SandboxError
 from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle, SandboxProvider
 
 SCRUB_TIMEOUT_S = 1800.0

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_gym.errors import RowError
-from nemo_gym.session import (
+from nemo_gym.contract.errors import RowError
+from nemo_gym.contract.session import (
     Egress,
     EgressPolicy,
     GitDiffHarvest,

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import structlog
 
-from nemo_gym.errors import SandboxLostError, VerifierError
+from nemo_gym.contract.errors import SandboxLostError, VerifierError
+from nemo_gym.contract.session import Artifact
+from nemo_gym.contract.verdict import FailureKind, Finding, Verdict
 from nemo_gym.sandbox.base import ExecOutcome
-from nemo_gym.session import Artifact
-from nemo_gym.verdict import FailureKind, Finding, Verdict
 from resources_servers.swe_bench.confirm.confirming import confirm_control
 from resources_servers.swe_bench.confirm.controls import RowControls, Strength
 from resources_servers.swe_bench.eval_box import EvalRun, EvalSite, patch_may_be_the_cause, run_evaluation

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from nemo_gym.harness.agent import CliAgent
-from nemo_gym.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, Judgement
-from nemo_gym.session import AgentOutcome
+from nemo_gym.agent.harness.agent import CliAgent
+from nemo_gym.agent.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, Judgement
+from nemo_gym.contract.session import AgentOutcome
 from responses_api_agents.claude_code_agent.events import ClaudeCodeReader
 from responses_api_agents.claude_code_agent.options import PACKAGE, ClaudeCodeOptions
 

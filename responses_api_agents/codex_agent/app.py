@@ -6,9 +6,9 @@ import json
 import re
 from typing import Any
 
-from nemo_gym.harness.agent import CliAgent
-from nemo_gym.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, Judgement
-from nemo_gym.session import AgentOutcome
+from nemo_gym.agent.harness.agent import CliAgent
+from nemo_gym.agent.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, Judgement
+from nemo_gym.contract.session import AgentOutcome
 from responses_api_agents.codex_agent.events import CodexReader
 from responses_api_agents.codex_agent.options import PACKAGE, CodexOptions
 

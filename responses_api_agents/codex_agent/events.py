@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from nemo_gym.harness.events import JsonEventReader
+from nemo_gym.agent.harness.events import JsonEventReader
 
 
 class CodexReader(JsonEventReader):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from nemo_gym.errors import ConfigError
-from nemo_gym.harness.agent import CliAgent
-from nemo_gym.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, Judgement
-from nemo_gym.harness.package import CliPackage
-from nemo_gym.harness.provision import cache_root
+from nemo_gym.agent.harness.agent import CliAgent
+from nemo_gym.agent.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, Judgement
+from nemo_gym.agent.harness.package import CliPackage
+from nemo_gym.agent.harness.provision import cache_root
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.prompt import resolve_path
-from nemo_gym.session import AgentOutcome
 from responses_api_agents.composite_agent.events import CompositeReader
 from responses_api_agents.composite_agent.options import MCP_FILE, PROMPT_FILE, TASK_FILE, CompositeOptions, Words
 

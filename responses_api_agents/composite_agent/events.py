@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from nemo_gym.harness.events import JsonEventReader
-from nemo_gym.harness.transcript import MAIN
-from nemo_gym.session import AgentOutcome
+from nemo_gym.agent.harness.events import JsonEventReader
+from nemo_gym.agent.harness.transcript import MAIN
+from nemo_gym.contract.session import AgentOutcome
 from responses_api_agents.composite_agent.options import CLAIMS
 
 MAX_TEXT_BYTES = 64 * 1024

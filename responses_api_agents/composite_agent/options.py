@@ -8,10 +8,10 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from nemo_gym.configuration.suggest import nearest
-from nemo_gym.harness.base import HarnessContext, HarnessOptions
-from nemo_gym.harness.package import Runtime
-from nemo_gym.session import AgentOutcome
+from nemo_gym._util.suggest import nearest
+from nemo_gym.agent.harness.base import HarnessContext, HarnessOptions
+from nemo_gym.agent.harness.package import Runtime
+from nemo_gym.contract.session import AgentOutcome
 
 PROMPT_FILE, TASK_FILE, MCP_FILE = "prompt.txt", "task.json", "mcp.json"
 """In the agent's home."""

@@ -15,12 +15,12 @@ from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import Executor, Future
 from typing import Any
 
-from nemo_gym.errors import AgentError, ModelError
-from nemo_gym.harness.policy import ContextExceededError, PolicyClient
+from nemo_gym.agent.harness.policy import ContextExceededError, PolicyClient
+from nemo_gym.agent.topology.transcript import output_items, response_object
+from nemo_gym.agent.topology.world import HarnessRun, World
+from nemo_gym.contract.errors import AgentError, ModelError
+from nemo_gym.contract.session import AgentOutcome, InferenceEndpoint
 from nemo_gym.sandbox.base import ExecOutcome
-from nemo_gym.session import AgentOutcome, InferenceEndpoint
-from nemo_gym.topology.transcript import output_items, response_object
-from nemo_gym.topology.world import HarnessRun, World
 
 # Importing the package creates its settings directory and reads a .env from it; neither belongs in a server.
 os.environ.setdefault("MSWEA_GLOBAL_CONFIG_DIR", tempfile.mkdtemp(prefix="mini-swe-agent-"))

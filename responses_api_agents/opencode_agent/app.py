@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from nemo_gym.harness.agent import CliAgent
-from nemo_gym.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, Judgement
-from nemo_gym.harness.events import EventReader
-from nemo_gym.session import AgentOutcome
+from nemo_gym.agent.harness.agent import CliAgent
+from nemo_gym.agent.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, Judgement
+from nemo_gym.agent.harness.events import EventReader
+from nemo_gym.contract.session import AgentOutcome
 from responses_api_agents.opencode_agent.events import OpencodeReader
 from responses_api_agents.opencode_agent.options import PACKAGE, OpencodeOptions
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from nemo_gym.harness.agent import CliAgent
-from nemo_gym.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, Judgement
-from nemo_gym.harness.events import EventReader
-from nemo_gym.session import AgentOutcome
+from nemo_gym.agent.harness.agent import CliAgent
+from nemo_gym.agent.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, Judgement
+from nemo_gym.agent.harness.events import EventReader
+from nemo_gym.contract.session import AgentOutcome
 from responses_api_agents.openhands_agent.events import LIMIT_CODE, OpenHandsReader
 from responses_api_agents.openhands_agent.options import PACKAGE, OpenHandsOptions
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nemo_gym.harness.events import JsonEventReader
+from nemo_gym.agent.harness.events import JsonEventReader
 
 LIMIT_CODE = "MaxIterationsReached"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pydantic import Field
 
-from nemo_gym.harness.base import HarnessOptions
-from nemo_gym.harness.package import CliPackage
+from nemo_gym.agent.harness.base import HarnessOptions
+from nemo_gym.agent.harness.package import CliPackage
 
 PACKAGE = CliPackage(
     name="openhands",

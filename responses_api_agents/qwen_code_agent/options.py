@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from nemo_gym.harness.base import HarnessOptions
-from nemo_gym.harness.package import CliPackage
+from nemo_gym.agent.harness.base import HarnessOptions
+from nemo_gym.agent.harness.package import CliPackage
 
 SCRIPT = "node_modules/@qwen-code/qwen-code/cli.js"
 INTEGRITY = {

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 from pydantic import Field, PrivateAttr
 
+from nemo_gym.agent.harness.transcript import Transcript
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
-from nemo_gym.harness.transcript import Transcript
-from nemo_gym.session import ActRequest, ActResponse, AgentOutcome, Topology
+from nemo_gym.contract.session import ActRequest, ActResponse, AgentOutcome, Topology
 
 
 class SimpleAgentConfig(BaseResponsesAPIAgentConfig):
@@ -64,7 +64,7 @@ class SimpleAgent(SimpleResponsesAPIAgent):
             return await self._attempt(request, cookies)
 
     async def _attempt(self, asked: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
-        from nemo_gym.harness.policy import PolicyClient
+        from nemo_gym.agent.harness.policy import PolicyClient
         from responses_api_agents.simple_agent.loop import Ended, Rules, converse
         from responses_api_agents.simple_agent.tools import Toolbox, ToolServerError
 

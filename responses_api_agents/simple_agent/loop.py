@@ -9,10 +9,10 @@ from typing import Any
 
 import orjson
 
-from nemo_gym.errors import ModelError
-from nemo_gym.harness.policy import ContextExceededError, PolicyClient
-from nemo_gym.harness.transcript import Transcript
-from nemo_gym.session import AgentOutcome, outcome_of_model_error
+from nemo_gym.agent.harness.policy import ContextExceededError, PolicyClient
+from nemo_gym.agent.harness.transcript import Transcript
+from nemo_gym.contract.errors import ModelError
+from nemo_gym.contract.session import AgentOutcome, outcome_of_model_error
 from responses_api_agents.simple_agent.tools import Toolbox, ToolServerError
 
 _NOT_FOR_REQUESTS = frozenset({"tools", "input", "metadata", "model", "stream", "background", "store"})

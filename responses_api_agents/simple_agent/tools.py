@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from nemo_gym.errors import ServerError
-from nemo_gym.session import McpServer
+from nemo_gym.contract.errors import ServerError
+from nemo_gym.contract.session import McpServer
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -46,7 +46,7 @@ class Toolbox:
         """Connect to ``servers`` for as long as ``stack`` is open, and take the row's ``tools`` that none of them has.
         Raises `ToolServerError`."""
         if servers:  # the protocol's packages are loaded where there is a server that speaks it
-            from nemo_gym.harness.mcp_client import connect, forget
+            from nemo_gym.agent.harness.mcp_client import connect, forget
         for server in servers:
             try:
                 client = await connect(stack, server)

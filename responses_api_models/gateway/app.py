@@ -13,8 +13,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from nemo_gym.base_responses_api_model import SimpleResponsesAPIModel, reward_in
-from nemo_gym.credentials import Role
-from nemo_gym.errors import CredentialError, InvalidBodyError
+from nemo_gym.contract.credentials import Role
+from nemo_gym.contract.errors import CredentialError, InvalidBodyError
 from nemo_gym.gateway.capture import CallCapture, make_capture
 from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
@@ -33,10 +33,10 @@ from nemo_gym.gateway.service.requests import OpenSession
 from nemo_gym.gateway.service.sessions import DurableSessions
 from nemo_gym.gateway.service.text_backend import TextBackend
 from nemo_gym.gateway.sessions import GatewaySessions, opener_of
-from nemo_gym.serving.application import Application
-from nemo_gym.serving.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError
-from nemo_gym.serving.middleware import require_role
-from nemo_gym.serving.problems import JsonResponse, parse_json_object, refuse_encoded
+from nemo_gym.http.application import Application
+from nemo_gym.http.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError
+from nemo_gym.http.middleware import require_role
+from nemo_gym.http.problems import JsonResponse, parse_json_object, refuse_encoded
 
 SESSION_PREFIX = "/sessions/{session_id}"
 COUNT_TOKENS = "/v1/messages/count_tokens"

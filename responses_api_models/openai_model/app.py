@@ -23,16 +23,22 @@ from nemo_gym.base_responses_api_model import (
     SimpleResponsesAPIModel,
     upstream_error,
 )
-from nemo_gym.errors import ModelError
+from nemo_gym.contract.errors import ModelError
+from nemo_gym.contract.model_limits import (
+    CONNECT_TIMEOUT_S,
+    IDLE_TIMEOUT_S,
+    ModelTimeoutError,
+    chosen_limits,
+    took_too_long,
+)
 from nemo_gym.gateway.dialects import Dialect, messages_chat, responses_chat
 from nemo_gym.gateway.dialects.streams import stream_of
 from nemo_gym.gateway.engines import EngineConnections, EngineEndpoint, OpenAIEngine
 from nemo_gym.gateway.engines.types import EngineCheck
 from nemo_gym.gateway.refusals import relayed_error
 from nemo_gym.gateway.usage import Usage
-from nemo_gym.model_limits import CONNECT_TIMEOUT_S, IDLE_TIMEOUT_S, ModelTimeoutError, chosen_limits, took_too_long
-from nemo_gym.serving.client import get_global_aiohttp_client
-from nemo_gym.serving.problems import JsonResponse
+from nemo_gym.http.client import get_global_aiohttp_client
+from nemo_gym.http.problems import JsonResponse
 
 ROUTES = {Dialect.CHAT: "/chat/completions", Dialect.RESPONSES: "/responses"}
 API_KEY_ENV = "OPENAI_API_KEY"

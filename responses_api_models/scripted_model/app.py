@@ -22,13 +22,13 @@ from nemo_gym.base_responses_api_model import (
     RateLimitedError,
     SimpleResponsesAPIModel,
 )
-from nemo_gym.errors import ConfigError, ModelError
+from nemo_gym.contract.errors import ConfigError, ModelError
 from nemo_gym.gateway.dialects import Dialect, messages_chat, responses_chat
 from nemo_gym.gateway.dialects.adapters import adapter_of
 from nemo_gym.gateway.dialects.streams import stream_of
 from nemo_gym.gateway.usage import Usage
+from nemo_gym.http.problems import JsonResponse
 from nemo_gym.prompt import resolve_path
-from nemo_gym.serving.problems import JsonResponse
 from responses_api_models.scripted_model.script import Answer, Fault, Script
 from responses_api_models.scripted_model.tools import HarnessTools
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Self
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
-from nemo_gym.errors import ConfigError, ModelError
+from nemo_gym.contract.errors import ConfigError, ModelError
 from responses_api_models.scripted_model.tools import HarnessTools
 
 ChatMessage = Mapping[str, Any]

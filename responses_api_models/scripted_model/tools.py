@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 
 if TYPE_CHECKING:
     from responses_api_models.scripted_model.script import ToolCall

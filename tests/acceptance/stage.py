@@ -9,11 +9,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from nemo_gym.credentials import CONTROL_TOKEN_HEADER, Role
-from nemo_gym.gateway.testing.tiny.engine import ENGINES, TinyEngine, Wire
-from nemo_gym.gateway.testing.tiny.policies import make_policy
-from nemo_gym.gateway.testing.tiny.script import Script
+from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.server_utils import close_global_aiohttp_client
+from nemo_gym_testing.gateway.tiny.engine import ENGINES, TinyEngine, Wire
+from nemo_gym_testing.gateway.tiny.policies import make_policy
+from nemo_gym_testing.gateway.tiny.script import Script
 from responses_api_models.gateway.app import Gateway
 from tests.servers.stack import Stack, rollout, running_stack
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.gateway.testing.tiny.log import read_log
-from nemo_gym.gateway.testing.tiny.script import CallView
-from nemo_gym.gateway.testing.tiny.truth import check_truth
 from nemo_gym.gateway.tokens.export import from_row
+from nemo_gym_testing.gateway.tiny.log import read_log
+from nemo_gym_testing.gateway.tiny.script import CallView
+from nemo_gym_testing.gateway.tiny.truth import check_truth
 from tests.acceptance.harness import CARELESS, HARNESSES, TOOL, Carelessness
 from tests.acceptance.stage import staged
 

@@ -35,24 +35,24 @@ VENDOR_SDKS = frozenset(
 )
 # Lower number = nearer to the ground. A module imports its own layer and those below it.
 LAYERS = {
-    "nemo_gym.errors": 0,
-    "nemo_gym.command_directory": 0,
-    "nemo_gym.group_commit": 0,
-    "nemo_gym.worker_pool": 0,
-    "nemo_gym.configuration.suggest": 0,
+    "nemo_gym._util": 0,
+    "nemo_gym.contract.errors": 0,
+    "nemo_gym.storage": 0,
     "nemo_gym.sandbox": 1,
     "nemo_gym.sandbox.wire": 2,
+    "nemo_gym.sandbox.merge": 2,
     # It finds the stack's broker, and shows it the credential of this process's launch.
     "nemo_gym.sandbox.providers.remote": 5,
-    "nemo_gym.session": 2,
-    "nemo_gym.verdict": 2,
-    "nemo_gym.configuration": 3,
-    "nemo_gym.harvest": 3,
+    "nemo_gym.contract": 2,
+    "nemo_gym.config": 3,
+    "nemo_gym.sandbox.harvest": 3,
     "nemo_gym.gateway": 4,
+    "nemo_gym.broker": 5,
     "nemo_gym.gateway.refusals": 5,
     "nemo_gym.gateway.service": 5,
-    "nemo_gym.serving": 5,
-    "nemo_gym.topology": 5,
+    "nemo_gym.http": 5,
+    "nemo_gym.stack": 5,
+    "nemo_gym.agent.topology": 5,
     "nemo_gym.rollouts": 6,
     "nemo_gym.rollout_collection": 6,
     "nemo_gym.cli": 7,
@@ -108,7 +108,7 @@ def test_core_module_never_imports_a_vendor_sdk_at_import_time(name: str, tree: 
 def test_core_module_imports_only_its_layer_and_those_below(name: str, tree: ast.Module) -> None:
     own = _layer(name)
     if own is None:  # the base servers and NeMo Gym's module names stand between topology and rollouts
-        own = LAYERS["nemo_gym.topology"]
+        own = LAYERS["nemo_gym.agent.topology"]
     above = [
         imported
         for imported in _imports(tree, at_import_time=True)
@@ -129,8 +129,8 @@ def test_every_plugin_server_folder_has_the_same_shape() -> None:
 
 def test_importing_the_core_loads_no_vendor_sdk_and_no_plugin() -> None:
     script = (
-        "import sys, nemo_gym, nemo_gym.session, nemo_gym.sandbox, nemo_gym.base_resources_server,"
-        " nemo_gym.base_responses_api_agent, nemo_gym.base_responses_api_model, nemo_gym.rollouts.config\n"
+        "import sys, nemo_gym, nemo_gym.contract.session, nemo_gym.sandbox, nemo_gym.base_resources_server,"
+        " nemo_gym.base_responses_api_agent, nemo_gym.base_responses_api_model, nemo_gym.config.run\n"
         f"heavy = {sorted(VENDOR_SDKS | set(PLUGIN_ROOTS))!r}\n"
         "print([name for name in heavy if name in sys.modules])"
     )

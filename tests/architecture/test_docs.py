@@ -20,20 +20,22 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from nemo_gym.agent.harness.agent import CliAgentConfig
 from nemo_gym.base_resources_server import BaseResourcesServerConfig
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig
 from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig
 from nemo_gym.cli import export_trajectories
 from nemo_gym.cli.prepare_agents import chosen, cli_packages
+from nemo_gym.config.check import check_everything
+from nemo_gym.config.compose import compose
+from nemo_gym.config.keys import SUITE_KEYS
+from nemo_gym.config.overrides import parse_overrides
+from nemo_gym.config.run import RUN_KEYS, RolloutRunConfig
+from nemo_gym.config.strict import known_keys
 from nemo_gym.config_types import BaseRunServerInstanceConfig
-from nemo_gym.configuration.check import check_everything
-from nemo_gym.configuration.compose import compose
-from nemo_gym.configuration.keys import SUITE_KEYS
-from nemo_gym.configuration.overrides import parse_overrides
-from nemo_gym.configuration.strict import known_keys
-from nemo_gym.errors import ConfigError
-from nemo_gym.harness.agent import CliAgentConfig
-from nemo_gym.rollouts.config import RUN_KEYS, RolloutRunConfig
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.session import AgentOutcome, SessionDescriptor
+from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.sandbox import registry
 from nemo_gym.sandbox.base import (
     DEFAULT_MAX_OUTPUT_BYTES,
@@ -48,8 +50,6 @@ from nemo_gym.sandbox.providers.apptainer.options import ApptainerOptions
 from nemo_gym.sandbox.providers.docker.config import DockerConfig
 from nemo_gym.sandbox.providers.local.options import LocalOptions
 from nemo_gym.sandbox.providers.remote.options import RemoteOptions
-from nemo_gym.session import AgentOutcome, SessionDescriptor
-from nemo_gym.verdict import FailureKind
 from resources_servers.math.app import MathConfig
 from resources_servers.mcqa.app import McqaConfig
 from resources_servers.swe_bench import prepare

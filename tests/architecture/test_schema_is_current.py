@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from nemo_gym.session import SessionDescriptor
+from nemo_gym.contract.session import SessionDescriptor
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving.stacks import write_root
+from tests.stack.stacks import write_root
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving.stacks import GROUPS, children_of, command, is_alive, ng_run, no_traceback, until, write, write_rows
+from tests.stack.stacks import GROUPS, children_of, command, is_alive, ng_run, no_traceback, until, write, write_rows
 
 RESULTS = "results.jsonl"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving.stacks import ng_run, no_traceback
+from tests.stack.stacks import ng_run, no_traceback
 
 WORDS = ("agent=simple_agent", "environment=math", "input=rows.jsonl", "output=out.jsonl", "max_attempts=1")
 TOO_LONG = "This model's maximum context length is 4096 tokens. However, you requested 9000 tokens."

@@ -14,7 +14,7 @@ from nemo_gym.gateway.tokens import trajectories_of
 from nemo_gym.gateway.tokens.export import as_row, read_jsonl, read_npz
 from tests.gateway.tokens.conversations import said, user
 from tests.gateway.tokens.sessions import Session
-from tests.serving.stacks import command, no_traceback
+from tests.stack.stacks import command, no_traceback
 
 MODULE = "export_trajectories"
 

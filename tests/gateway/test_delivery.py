@@ -20,9 +20,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from nemo_gym.gateway.delivery import DELIVERIES, AnswerWatch
 from nemo_gym.gateway.retries import SessionAnswers
-from nemo_gym.serving.protocol import WatchedHttpProtocol
+from nemo_gym.http.delivery import DELIVERIES, AnswerWatch
+from nemo_gym.http.protocol import WatchedHttpProtocol
 
 ASK = b"POST /turn HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
 

@@ -13,7 +13,7 @@ import aiohttp
 import orjson
 
 from nemo_gym.gateway.journal import SessionJournal
-from nemo_gym.gateway.testing import FakeVllmEngine
+from nemo_gym_testing.gateway import FakeVllmEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 SESSIONS, TURNS, KILLS = 6, 12, 5

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_gym.credentials import CONTROL_TOKEN_HEADER, Role
-from nemo_gym.harness.agent import CliAgent
-from nemo_gym.harness.base import CliHarness, HarnessCommand, HarnessContext
-from nemo_gym.harness.events import EventReader
-from nemo_gym.harness.package import CliPackage
-from nemo_gym.session import (
+from nemo_gym.agent.harness.agent import CliAgent
+from nemo_gym.agent.harness.base import CliHarness, HarnessCommand, HarnessContext
+from nemo_gym.agent.harness.events import EventReader
+from nemo_gym.agent.harness.package import CliPackage
+from nemo_gym.agent.topology.doors import FIRST_MCP_DOOR_PORT
+from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
+from nemo_gym.contract.session import (
     DEFAULT_MODEL_DOOR_PORT,
     ActRequest,
     ActResponse,
@@ -28,7 +29,6 @@ from nemo_gym.session import (
     SandboxSpecModel,
     Topology,
 )
-from nemo_gym.topology.doors import FIRST_MCP_DOOR_PORT
 from resources_servers.example_mcp_weather.app import WeatherEnvironment
 from responses_api_agents.claude_code_agent.app import ClaudeCode
 from tests.acceptance.clis.place import REPOSITORY

@@ -13,10 +13,9 @@ from typing import Any
 
 from aiohttp import web
 
-from nemo_gym.credentials import Role
-from nemo_gym.harness.agent import CliAgent
-from nemo_gym.sandbox.base import SandboxProvider, SandboxSpec
-from nemo_gym.session import (
+from nemo_gym.agent.harness.agent import CliAgent
+from nemo_gym.contract.credentials import Role
+from nemo_gym.contract.session import (
     ActRequest,
     ActResponse,
     FilesHarvest,
@@ -31,6 +30,7 @@ from nemo_gym.session import (
     SessionDescriptor,
     Topology,
 )
+from nemo_gym.sandbox.base import SandboxProvider, SandboxSpec
 from responses_api_models.scripted_model.app import ScriptedModel
 from tests.architecture.docs import write_examples
 from tests.servers.stack import Stack, running_stack

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.harness.agent import CliAgent
+from nemo_gym.agent.harness.agent import CliAgent
+from nemo_gym.contract.session import AgentOutcome, McpServer, Topology
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import SandboxProvider
 from nemo_gym.sandbox.providers.docker import DockerProvider
 from nemo_gym.server_utils import close_global_aiohttp_client
-from nemo_gym.session import AgentOutcome, McpServer, Topology
 from responses_api_agents.claude_code_agent.app import ClaudeCodeAgent
 from responses_api_agents.codex_agent.app import CodexAgent
 from tests.acceptance.clis.place import installed

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from nemo_gym.contract.session import AgentOutcome, McpServer, Topology
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.providers.docker import DockerProvider
 from nemo_gym.server_utils import close_global_aiohttp_client
-from nemo_gym.session import AgentOutcome, McpServer, Topology
 from tests.docker_engine import docker_engine
 from tests.harness import stage as staging
 from tests.harness.conftest import Weather

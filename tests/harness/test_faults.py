@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import pytest
 
+from campaigns.faults.leftovers import foreign_sockets, open_sockets
+from nemo_gym.contract.session import ActResponse, AgentOutcome, McpServer, SandboxClause, SandboxSpecModel, Topology
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.providers.local import LocalProvider
-from nemo_gym.session import ActResponse, AgentOutcome, McpServer, SandboxClause, SandboxSpecModel, Topology
-from tests.faults.leftovers import foreign_sockets, open_sockets
 from tests.harness.conftest import Weather
 from tests.harness.stage import IMAGE, MCP_TOKEN, RUN, act, descriptor, patience_s
 from tests.servers.stack import Stack

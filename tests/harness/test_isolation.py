@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.credentials import CONTROL_TOKEN_HEADER
-from nemo_gym.harness.base import PLACEHOLDER_KEY
+from nemo_gym.agent.harness.base import PLACEHOLDER_KEY
+from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER
+from nemo_gym.contract.session import ActResponse, Topology
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import ExecRequest, Mount, NetworkPolicy, SandboxSpec
 from nemo_gym.sandbox.registry import create_provider
 from nemo_gym.server_utils import close_global_aiohttp_client, request
-from nemo_gym.session import ActResponse, Topology
 from responses_api_agents.claude_code_agent.app import ClaudeCodeAgent
 from tests.acceptance.clis.place import REPOSITORY, installed
 from tests.docker_engine import docker_engine

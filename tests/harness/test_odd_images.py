@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.harness.agent import CliAgent
-from nemo_gym.harness.provision.fetch import fetch
+from nemo_gym.agent.harness.agent import CliAgent
+from nemo_gym.agent.harness.provision.fetch import fetch
+from nemo_gym.contract.session import AgentOutcome, FilesHarvest, SandboxClause, SandboxSpecModel, Topology
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import SandboxProvider
 from nemo_gym.sandbox.providers.docker import DockerProvider
 from nemo_gym.sandbox.providers.local import LocalProvider
 from nemo_gym.sandbox.providers.local.images import ImageStore
 from nemo_gym.server_utils import close_global_aiohttp_client
-from nemo_gym.session import AgentOutcome, FilesHarvest, SandboxClause, SandboxSpecModel, Topology
 from responses_api_agents.claude_code_agent.app import ClaudeCodeAgent
 from responses_api_agents.codex_agent.app import CodexAgent
 from responses_api_agents.opencode_agent.app import OpencodeAgent

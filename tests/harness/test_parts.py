@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.errors import AgentError
-from nemo_gym.harness.agent import CliAgent, CliAgentConfig
-from nemo_gym.harness.event_log import BoundedLog
-from nemo_gym.harness.events import MAX_LINE_BYTES, JsonEventReader, LineSplitter, TextReader
-from nemo_gym.harness.home import CANDIDATES, home_candidates, setup_script
-from nemo_gym.harness.transcript import MAX_OUTPUT_CHARS, Transcript
-from nemo_gym.session import FilesHarvest, GitDiffHarvest
+from nemo_gym.agent.harness.agent import CliAgent, CliAgentConfig
+from nemo_gym.agent.harness.event_log import BoundedLog
+from nemo_gym.agent.harness.events import MAX_LINE_BYTES, JsonEventReader, LineSplitter, TextReader
+from nemo_gym.agent.harness.home import CANDIDATES, home_candidates, setup_script
+from nemo_gym.agent.harness.transcript import MAX_OUTPUT_CHARS, Transcript
+from nemo_gym.contract.errors import AgentError
+from nemo_gym.contract.session import FilesHarvest, GitDiffHarvest
 
 
 class Names(JsonEventReader):

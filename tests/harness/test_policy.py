@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 from aiohttp import web
 
-from nemo_gym.errors import ModelError
-from nemo_gym.harness.policy import PolicyClient
+from nemo_gym.agent.harness.policy import PolicyClient
+from nemo_gym.contract.errors import ModelError
+from nemo_gym.contract.session import InferenceEndpoint
+from nemo_gym.http.client import get_global_aiohttp_client
 from nemo_gym.server_utils import close_global_aiohttp_client
-from nemo_gym.serving.client import get_global_aiohttp_client
-from nemo_gym.session import InferenceEndpoint
 
 Serve = Callable[[list[web.Response]], Awaitable[tuple[PolicyClient, list[str]]]]
 

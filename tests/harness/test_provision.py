@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.errors import ConfigError
-from nemo_gym.harness.package import CliPackage, Runtime
-from nemo_gym.harness.provision import UNFIT_STATUS, fitness_check, installed
-from nemo_gym.harness.provision.fetch import _unpack, fetch
+from nemo_gym.agent.harness.package import CliPackage, Runtime
+from nemo_gym.agent.harness.provision import UNFIT_STATUS, fitness_check, installed
+from nemo_gym.agent.harness.provision.fetch import _unpack, fetch
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.sandbox.archive import pack_bytes
 from tests.acceptance.clis import place
 
@@ -108,7 +108,7 @@ def test_unfit_box_says_what_it_lacks(runtime: Runtime, command: str, said: str)
 
 
 def test_box_without_glibc_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_gym.harness.provision.LOADERS", ("/lib/ld-musl-x86_64.so.1.not-here",))
+    monkeypatch.setattr("nemo_gym.agent.harness.provision.LOADERS", ("/lib/ld-musl-x86_64.so.1.not-here",))
     done = checked("elf-glibc", "bin/env")
     assert (done.returncode, done.stdout) == (UNFIT_STATUS, "")
     assert "no glibc, which x needs" in done.stderr

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.errors import ConfigError
-from nemo_gym.harness.package import CliPackage
-from nemo_gym.harness.provision import installed
-from nemo_gym.harness.provision.fetch import fetch
-from nemo_gym.harness.provision.libraries import SYSTEM_DIRECTORY, host_loader, take_along
-from nemo_gym.harness.provision.python_tree import PYTHON_VARIABLE, find_interpreter
+from nemo_gym.agent.harness.package import CliPackage
+from nemo_gym.agent.harness.provision import installed
+from nemo_gym.agent.harness.provision.fetch import fetch
+from nemo_gym.agent.harness.provision.libraries import SYSTEM_DIRECTORY, host_loader, take_along
+from nemo_gym.agent.harness.provision.python_tree import PYTHON_VARIABLE, find_interpreter
+from nemo_gym.contract.errors import ConfigError
 
 HERE = "{}.{}".format(*sys.version_info)
 LOOK = "import sys, json, os; print(json.dumps([sys.executable, sys.prefix, *sys.path, dict(os.environ)]))"

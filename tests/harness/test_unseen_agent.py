@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.session import AgentOutcome, Topology
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.providers.local import LocalProvider
-from nemo_gym.session import AgentOutcome, Topology
 from responses_api_agents.codex_agent.app import CodexAgent
 from tests.architecture.docs import example_files
 from tests.harness.conftest import Weather

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 
 import pytest
 
-from nemo_gym.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, Judgement
-from nemo_gym.harness.events import EventReader, TextReader
-from nemo_gym.harness.package import CliPackage
-from nemo_gym.harness.verdict import judge, within_reach
+from nemo_gym.agent.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, Judgement
+from nemo_gym.agent.harness.events import EventReader, TextReader
+from nemo_gym.agent.harness.package import CliPackage
+from nemo_gym.agent.harness.verdict import judge, within_reach
+from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.rollouts.failures import of_outcome
 from nemo_gym.sandbox.base import ExecOutcome
 from nemo_gym.sandbox.door_statistics import DoorStatistics
-from nemo_gym.session import AgentOutcome
 
 COMPLETED, CRASHED, MAX_TURNS = AgentOutcome.COMPLETED, AgentOutcome.CRASHED, AgentOutcome.MAX_TURNS
 UNREACHABLE, TIMED_OUT, MCP_FAILED = AgentOutcome.MODEL_UNREACHABLE, AgentOutcome.TIMED_OUT, AgentOutcome.MCP_FAILED

@@ -13,12 +13,12 @@ from typing import Any, cast
 
 import pytest
 
-from nemo_gym.harvest import harvest_all
+from nemo_gym.contract.session import Artifact, GitDiffHarvest, HarvestItem
 from nemo_gym.sandbox.base import NetworkPolicy, SandboxHandle, SandboxProvider, SandboxRole, SandboxSpec
 from nemo_gym.sandbox.capabilities import SupportsSnapshot
+from nemo_gym.sandbox.harvest import harvest_all
 from nemo_gym.sandbox.labels import box_labels
 from nemo_gym.sandbox.registry import create_provider
-from nemo_gym.session import Artifact, GitDiffHarvest, HarvestItem
 from tests.docker_engine import docker_engine
 from tests.sandbox.local_boxes import config_below
 

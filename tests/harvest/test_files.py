@@ -6,9 +6,9 @@ import tarfile
 
 import pytest
 
-from nemo_gym.harvest.files import harvested_file
+from nemo_gym.contract.session import Artifact
 from nemo_gym.sandbox.archive import encode_header, pack_bytes
-from nemo_gym.session import Artifact
+from nemo_gym.sandbox.harvest.files import harvested_file
 
 PATH = "/home/task/sum.txt"
 

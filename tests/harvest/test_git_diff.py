@@ -7,8 +7,8 @@ import tarfile
 
 import pytest
 
-from nemo_gym.errors import SandboxError
-from nemo_gym.session import CommandHarvest, FilesHarvest, GitDiffHarvest
+from nemo_gym.contract.errors import SandboxError
+from nemo_gym.contract.session import CommandHarvest, FilesHarvest, GitDiffHarvest
 from tests.harvest.conftest import Bench
 
 EVERYTHING = r"""

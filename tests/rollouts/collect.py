@@ -9,9 +9,9 @@ import sys
 
 from rich.console import Console
 
-from nemo_gym.errors import NemoGymError
+from nemo_gym.contract.errors import NemoGymError
+from nemo_gym.http.client import ServerClient
 from nemo_gym.rollouts.collection import run_collection
-from nemo_gym.serving.client import ServerClient
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.serving.client import ServerClient, close_global_aiohttp_client
+from nemo_gym.http.client import ServerClient, close_global_aiohttp_client
 from tests.rollouts.chain_process import ChainServer
 
 HERE = Path(__file__).parent

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from nemo_gym.errors import ConfigError, RowError
+from nemo_gym.contract.errors import ConfigError, RowError
 from nemo_gym.rollouts.collection import run_collection
 from nemo_gym.rollouts.interfaces import SameFailureError
 from nemo_gym.rollouts.stages import reward_of
@@ -607,7 +607,7 @@ async def test_run_warns_when_first_requests_do_not_fit_the_context(make_chain: 
 
 
 def test_run_keys_name_the_nearest_right_key() -> None:
-    from nemo_gym.rollouts.config import RolloutRunConfig
+    from nemo_gym.config.run import RolloutRunConfig
 
     with pytest.raises(ConfigError, match=r"'num_repeat' \(did you mean 'num_repeats'\?\)"):
         RolloutRunConfig.parse({"input": "a.jsonl", "output": "b.jsonl", "num_repeat": 2})

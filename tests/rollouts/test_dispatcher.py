@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.rollouts.config import RolloutRunConfig
+from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.rollouts.interfaces import Dispatcher, JobEvent, JobSelector, JobState, Stage
 from nemo_gym.rollouts.peers import Peers
 from nemo_gym.rollouts.pipeline import AsyncDispatcher

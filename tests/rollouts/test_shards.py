@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.errors import ConfigError
-from nemo_gym.rollouts.config import RolloutRunConfig
+from nemo_gym.config.run import RolloutRunConfig
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.rollouts.rows import job_specs, materialize
 
 

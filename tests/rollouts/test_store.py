@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.errors import ContractError, FencedError
+from nemo_gym.contract.errors import ContractError, FencedError
+from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.rollouts.failures import failure_row
 from nemo_gym.rollouts.interfaces import (
     JobSelector,
@@ -21,7 +22,6 @@ from nemo_gym.rollouts.interfaces import (
     StoreError,
 )
 from nemo_gym.rollouts.store import SqliteJobStore
-from nemo_gym.verdict import FailureKind
 
 LOST = StageFailure(StageName.RUN, FailureKind.AGENT_LOST, "gone")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.errors import SandboxArchiveError, SandboxLostError
+from nemo_gym.contract.errors import SandboxArchiveError, SandboxLostError
 from nemo_gym.sandbox.base import (
     ExecEnd,
     ExecOutcome,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.errors import ConfigError, SandboxCreateError
+from nemo_gym.contract.errors import ConfigError, SandboxCreateError
 from nemo_gym.sandbox.base import ExecOutcome, ExecRequest, Mount, SandboxSpec, SandboxStatus
 from nemo_gym.sandbox.providers.apptainer import ApptainerProvider
 from nemo_gym.sandbox.registry import create_provider

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.errors import SandboxArchiveError, SandboxLostError
+from nemo_gym.contract.errors import SandboxArchiveError, SandboxLostError
 from nemo_gym.sandbox.base import SandboxHandle
 from tests.sandbox.docker_boxes import Boxes
 

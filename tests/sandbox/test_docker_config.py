@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_gym.errors import ConfigError, SandboxError
+from nemo_gym.contract.errors import ConfigError, SandboxError
 from nemo_gym.sandbox.base import SandboxSpec
 from nemo_gym.sandbox.providers.docker import DockerProvider, names, watchdog
 from nemo_gym.sandbox.providers.docker.engine import engine_url

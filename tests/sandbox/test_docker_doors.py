@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from nemo_gym.errors import SandboxCapabilityError, SandboxError
+from nemo_gym.contract.errors import SandboxCapabilityError, SandboxError
 from nemo_gym.sandbox.base import Door, SandboxHandle
 from nemo_gym.sandbox.providers.docker import DockerProvider
 from nemo_gym.sandbox.providers.docker.engine import Engine

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.errors import SandboxCreateError
+from nemo_gym.contract.errors import SandboxCreateError
 from nemo_gym.sandbox.base import SandboxSpec
 from nemo_gym.sandbox.providers.docker import DockerProvider
 

@@ -7,7 +7,7 @@ import docker
 import pytest
 import pytest_asyncio
 
-from nemo_gym.errors import SandboxError, SandboxLostError
+from nemo_gym.contract.errors import SandboxError, SandboxLostError
 from nemo_gym.sandbox.base import SandboxHandle
 from nemo_gym.sandbox.providers.docker import host_image
 from tests.sandbox.docker_boxes import Boxes

@@ -12,7 +12,13 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.errors import ConfigError, SandboxCapabilityError, SandboxCreateError, SandboxError, SandboxLostError
+from nemo_gym.contract.errors import (
+    ConfigError,
+    SandboxCapabilityError,
+    SandboxCreateError,
+    SandboxError,
+    SandboxLostError,
+)
 from nemo_gym.sandbox.base import (
     ExecOutcome,
     Mount,

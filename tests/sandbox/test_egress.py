@@ -14,11 +14,9 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from nemo_gym.errors import ConfigError
-from nemo_gym.sandbox.base import Door, SandboxProvider
-from nemo_gym.sandbox.egress import AllowedHosts, EgressProxy
-from nemo_gym.sandbox.providers.docker import DockerProvider
-from nemo_gym.session import (
+from nemo_gym.agent.topology.world import HarnessRun, World, act_in_world
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.session import (
     ActRequest,
     Egress,
     EgressPolicy,
@@ -30,7 +28,9 @@ from nemo_gym.session import (
     SessionDescriptor,
     Topology,
 )
-from nemo_gym.topology.world import HarnessRun, World, act_in_world
+from nemo_gym.sandbox.base import Door, SandboxProvider
+from nemo_gym.sandbox.egress import AllowedHosts, EgressProxy
+from nemo_gym.sandbox.providers.docker import DockerProvider
 from tests.sandbox.local_boxes import local_place
 
 NAMES = {"files.example": "127.0.0.1", "two.files.example": "127.0.0.1", "inner.example": "127.0.0.3"}

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.errors import ConfigError, SandboxCapabilityError, SandboxError, SandboxLostError
+from nemo_gym.contract.errors import ConfigError, SandboxCapabilityError, SandboxError, SandboxLostError
 from nemo_gym.sandbox import AsyncSandbox, Sandbox, SandboxExecResult, SandboxHandle, SandboxSpec, SandboxStatus
 from nemo_gym.sandbox.facade import keep_renewed
 from nemo_gym.sandbox.registry import register_provider

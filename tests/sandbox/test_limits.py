@@ -9,7 +9,7 @@ from pathlib import Path
 import docker
 import pytest
 
-from nemo_gym.errors import ConfigError, SandboxCapabilityError, SandboxLostError
+from nemo_gym.contract.errors import ConfigError, SandboxCapabilityError, SandboxLostError
 from nemo_gym.sandbox.base import ExecOutcome, ExecRequest, SandboxResources, SandboxSpec, default_limits
 from nemo_gym.sandbox.capabilities import SandboxCapabilities
 from tests.sandbox.docker_boxes import Boxes, until

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.errors import SandboxCapabilityError, SandboxError
+from nemo_gym.contract.errors import SandboxCapabilityError, SandboxError
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest, SandboxHandle, SandboxResources
 from tests.sandbox.local_boxes import LocalPlace, local_place, until
 

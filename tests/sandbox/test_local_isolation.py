@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import nemo_gym
-from nemo_gym.errors import ConfigError, SandboxArchiveError, SandboxCreateError
+from nemo_gym.contract.errors import ConfigError, SandboxArchiveError, SandboxCreateError
 from nemo_gym.sandbox.archive import pack_bytes
 from nemo_gym.sandbox.base import ExecOutcome, Mount, NetworkPolicy, SandboxHandle
 from tests.sandbox.local_boxes import LocalPlace, local_place

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.errors import SandboxLostError
+from nemo_gym.contract.errors import SandboxLostError
 from nemo_gym.sandbox.base import ExecOutcome, ExecRequest, SandboxResources, SandboxStatus
 from nemo_gym.sandbox.providers.local import LocalProvider
 from nemo_gym.sandbox.providers.local.supervisor.main import SOCKET_NAME

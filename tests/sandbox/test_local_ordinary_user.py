@@ -22,7 +22,7 @@ CHECKOUT = Path(nemo_gym.__file__).parent.parent
 NOBODY = 65534
 CAPABILITIES = """
 import asyncio, sys
-from nemo_gym.errors import SandboxCapabilityError
+from nemo_gym.contract.errors import SandboxCapabilityError
 from nemo_gym.sandbox.base import SandboxResources, SandboxSpec
 from nemo_gym.sandbox.providers.local import LocalProvider
 

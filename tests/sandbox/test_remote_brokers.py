@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.credentials import Role
-from nemo_gym.errors import SandboxError
+from nemo_gym.contract.credentials import Role
+from nemo_gym.contract.errors import SandboxError
+from nemo_gym.http.launch import ServerLaunch, set_current_launch
 from nemo_gym.sandbox.base import SandboxSpec
 from nemo_gym.sandbox.providers.remote import RemoteProvider
 from nemo_gym.sandbox.providers.remote.box import box_of
-from nemo_gym.serving.launch import ServerLaunch, set_current_launch
 from resources_servers.sandbox.tests.broker_process import INSTANCE, BrokerProcess
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.credentials import CREDENTIAL_HEADER, Role, StackKeys
-from nemo_gym.errors import ConfigError, InvalidBodyError, SandboxError
+from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Role, StackKeys
+from nemo_gym.contract.errors import ConfigError, InvalidBodyError, SandboxError
+from nemo_gym.http.launch import ServerLaunch, set_current_launch
 from nemo_gym.sandbox.base import NetworkPolicy, SandboxHandle, SandboxSpec
 from nemo_gym.sandbox.capabilities import SandboxCapabilities
 from nemo_gym.sandbox.providers.remote import RemoteProvider
@@ -16,7 +17,6 @@ from nemo_gym.sandbox.providers.remote.connection import encode
 from nemo_gym.sandbox.providers.remote.options import RemoteOptions, find_broker
 from nemo_gym.sandbox.registry import create_provider
 from nemo_gym.sandbox.wire.boxes import CreateSandbox
-from nemo_gym.serving.launch import ServerLaunch, set_current_launch
 
 PLACE = {"resources_servers": {"sandbox": {"host": "127.0.0.1", "port": 4711, "url": "http://127.0.0.1:4711"}}}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from nemo_gym.errors import SandboxCreateError, SandboxError, SandboxLostError
+from nemo_gym.contract.errors import SandboxCreateError, SandboxError, SandboxLostError
 from nemo_gym.sandbox.archive import pack_bytes
 from nemo_gym.sandbox.base import Door, ExecEnd, ExecOutcome, ExecRequest, SandboxHandle, SandboxSpec, SandboxStatus
 from nemo_gym.sandbox.conformance.upstream import upstream

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nemo_gym.credentials import Role
+from nemo_gym.contract.credentials import Role
 from tests.servers.plugins import CounterEnvironment, PhraseEnvironment
 from tests.servers.sessions import no_session_left
 from tests.servers.stack import Stack, running_stack

@@ -20,12 +20,12 @@ from nemo_gym.base_resources_server import (
 )
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
-from nemo_gym.errors import SandboxLostError
+from nemo_gym.contract.errors import SandboxLostError
+from nemo_gym.contract.session import ActRequest, ActResponse, Artifact, RolloutIdentity
+from nemo_gym.contract.verdict import Finding, Verdict
 from nemo_gym.judge import JudgeError
 from nemo_gym.openai_utils import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
 from nemo_gym.server_utils import SESSION_ID_KEY, get_response_json, raise_for_status
-from nemo_gym.session import ActRequest, ActResponse, Artifact, RolloutIdentity
-from nemo_gym.verdict import Finding, Verdict
 
 CANARY = "CANARY-7f3a-private"
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import uvicorn
 
-from nemo_gym.credentials import Role, StackKeys
+from nemo_gym.contract.credentials import Role, StackKeys
+from nemo_gym.contract.session import RolloutIdentity
+from nemo_gym.http.launch import ServerLaunch
+from nemo_gym.http.protocol import WatchedHttpProtocol
+from nemo_gym.http.server import SimpleServer
+from nemo_gym.http.webserver import WebServer
 from nemo_gym.server_utils import ServerClient
-from nemo_gym.serving.launch import ServerLaunch
-from nemo_gym.serving.protocol import WatchedHttpProtocol
-from nemo_gym.serving.server import SimpleServer
-from nemo_gym.serving.webserver import WebServer
-from nemo_gym.session import RolloutIdentity
 
 
 class Served:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from fastapi import Request
 
-from nemo_gym.credentials import CONTROL_TOKEN_HEADER, Role
-from nemo_gym.errors import AgentError
+from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
+from nemo_gym.contract.errors import AgentError
+from nemo_gym.contract.session import InferenceEndpoint, SessionDescriptor
 from nemo_gym.openai_utils import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
-from nemo_gym.session import InferenceEndpoint, SessionDescriptor
 from responses_api_models.scripted_model.app import ScriptedModel
 from tests.servers.plugins import ToolAgent, WaitingAgent
 from tests.servers.stack import Stack, rollout

@@ -11,7 +11,9 @@ import aiohttp
 import pytest
 from pydantic import BaseModel
 
-from nemo_gym.errors import ConfigError, ServerError
+from nemo_gym.contract.errors import ConfigError, ServerError
+from nemo_gym.http import client as client_module
+from nemo_gym.http.client import expect_json
 from nemo_gym.openai_types import client as model_client_module
 from nemo_gym.openai_types.client import MAX_TRIES, NeMoGymAsyncOpenAI
 from nemo_gym.rollouts.failures import PeerError
@@ -24,8 +26,6 @@ from nemo_gym.server_utils import (
     raise_for_status,
     request,
 )
-from nemo_gym.serving import client as client_module
-from nemo_gym.serving.client import expect_json
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import aiohttp
 import pytest
 
-from nemo_gym.credentials import (
+from nemo_gym.contract.credentials import (
     CREDENTIAL_HEADER,
     Role,
     ServerCredentials,
@@ -13,9 +13,9 @@ from nemo_gym.credentials import (
     check_control_token,
     issue_control_token,
 )
-from nemo_gym.errors import ConfigError, CredentialError
-from nemo_gym.serving.launch import ServerLaunch, current_launch, set_current_launch, write_launch
-from nemo_gym.serving.webserver import bind
+from nemo_gym.contract.errors import ConfigError, CredentialError
+from nemo_gym.http.launch import ServerLaunch, current_launch, set_current_launch, write_launch
+from nemo_gym.http.webserver import bind
 from responses_api_models.scripted_model.app import ScriptedModel
 from tests.servers.plugins import LegacyAgent, PhraseEnvironment, ToolAgent
 from tests.servers.stack import Stack, rollout

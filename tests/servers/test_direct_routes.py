@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from nemo_gym.errors import RowError
-from nemo_gym.serving.direct import DirectRoutesMiddleware
-from nemo_gym.serving.problems import install_problem_handlers
+from nemo_gym.contract.errors import RowError
+from nemo_gym.http.direct import DirectRoutesMiddleware
+from nemo_gym.http.problems import install_problem_handlers
 
 
 async def plain(request: Request) -> Response:

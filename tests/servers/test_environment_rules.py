@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.credentials import CONTROL_TOKEN_HEADER, Role
-from nemo_gym.session import Limits, SessionDescriptor
+from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
+from nemo_gym.contract.session import Limits, SessionDescriptor
 from tests.servers.plugins import CounterEnvironment, PhraseEnvironment
 from tests.servers.stack import Stack, response, rollout, running_stack
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.credentials import CONTROL_TOKEN_HEADER, Role
+from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
+from nemo_gym.contract.session import SessionDescriptor, Topology
 from nemo_gym.sandbox.providers.remote import RemoteProvider
-from nemo_gym.session import SessionDescriptor, Topology
 from resources_servers.sandbox.tests.broker_process import BrokerProcess
 from tests.architecture.docs import write_examples
 from tests.servers.stack import Stack, response, rollout, running_stack

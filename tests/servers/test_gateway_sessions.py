@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from aiohttp import ClientResponse
 
-from nemo_gym.credentials import CONTROL_TOKEN_HEADER, Role
-from nemo_gym.errors import CredentialError, FencedError
+from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
+from nemo_gym.contract.errors import CredentialError, FencedError
+from nemo_gym.contract.session import MAX_ATTEMPT
 from nemo_gym.gateway.sessions import KEEP_CLOSED_SESSIONS, GatewaySessions, InMemoryGatewaySessions
 from nemo_gym.gateway.usage import StreamedUsage, Usage
-from nemo_gym.session import MAX_ATTEMPT
 from responses_api_models.scripted_model.app import ScriptedModel
 from tests.servers.stack import Stack, rollout
 

@@ -11,7 +11,7 @@ import pytest
 from starlette.responses import Response
 
 from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig, InferenceCall, SimpleResponsesAPIModel
-from nemo_gym.credentials import CREDENTIAL_HEADER, Role
+from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Role
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.engines import EngineRateLimitedError
 from nemo_gym.gateway.refusals import dialect_error, dialect_of, inference_path

@@ -14,11 +14,11 @@ from mcp.client.streamable_http import streamable_http_client
 from pydantic import BaseModel, Field
 
 from nemo_gym.base_resources_server import SimpleResourcesServer
-from nemo_gym.credentials import Role
+from nemo_gym.contract.credentials import Role
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.session import McpServer
 from nemo_gym.environment.mcp.tokens import issue_mcp_token
 from nemo_gym.environment.mcp.tools import CatchAll, RouteTool, catch_all_of
-from nemo_gym.errors import ConfigError
-from nemo_gym.session import McpServer
 from tests.servers.plugins import CounterEnvironment
 from tests.servers.stack import Stack, rollout
 

@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.credentials import Role
-from nemo_gym.model_limits import CONNECT_TIMEOUT_S, IDLE_TIMEOUT_S, REQUEST_TIMEOUT_S
+from campaigns.bench.composition_parts.nothing import NothingProvider
+from nemo_gym.contract.credentials import Role
+from nemo_gym.contract.model_limits import CONNECT_TIMEOUT_S, IDLE_TIMEOUT_S, REQUEST_TIMEOUT_S
+from nemo_gym.http.server import SimpleServer
 from nemo_gym.rollouts.collection import run_collection
 from nemo_gym.sandbox.registry import register_provider
-from nemo_gym.serving.server import SimpleServer
 from resources_servers.mcqa.app import McqaEnvironment
 from responses_api_agents.mini_swe_agent.app import MiniSWEAgent
 from responses_api_agents.simple_agent.app import SimpleAgent
 from responses_api_models.gateway.app import Gateway
 from responses_api_models.openai_model.app import SimpleModelServer
 from responses_api_models.scripted_model.app import ScriptedModel
-from tests.bench.composition_parts.nothing import NothingProvider
 from tests.servers.stack import Stack, rollout, running_stack
 
 FAULTS = ("accepts and hangs", "sends one chunk and stalls", "never accepts")

@@ -10,7 +10,7 @@ import aiohttp
 import orjson
 import pytest
 
-from nemo_gym.credentials import CREDENTIAL_HEADER, Role
+from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Role
 from tests.servers.plugins import CounterEnvironment, LegacyAgent, PhraseEnvironment, WaitingAgent
 from tests.servers.stack import Stack, response, rollout
 

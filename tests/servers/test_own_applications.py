@@ -14,12 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from nemo_gym.base_resources_server import BaseResourcesServerConfig, SimpleResourcesServer
 from nemo_gym.base_responses_api_agent import SimpleResponsesAPIAgent
 from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig, SimpleResponsesAPIModel
-from nemo_gym.credentials import CREDENTIAL_HEADER, Role
-from nemo_gym.errors import ContractError
+from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Role
+from nemo_gym.contract.errors import ContractError
+from nemo_gym.http.server import SimpleServer
 from nemo_gym.openai_utils import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
 from nemo_gym.rollout_correlation import current_rollout_id
 from nemo_gym.server_utils import SESSION_ID_KEY
-from nemo_gym.serving.server import SimpleServer
 from tests.servers.plugins import AgentConfig
 from tests.servers.stack import Stack, response, rollout
 

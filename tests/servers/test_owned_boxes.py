@@ -12,14 +12,9 @@ import pytest
 from pydantic import PrivateAttr
 
 from nemo_gym.base_resources_server import BaseResourcesServerConfig, SimpleResourcesServer
-from nemo_gym.credentials import CONTROL_TOKEN_HEADER, Role
-from nemo_gym.environment.owned_boxes import OwnedBoxes
-from nemo_gym.errors import ContractError, FencedError, NemoGymError
-from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle, SandboxSpec
-from nemo_gym.sandbox.providers.remote import RemoteProvider
-from nemo_gym.serving.client import get_response_json
-from nemo_gym.session import (
+from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
+from nemo_gym.contract.errors import ContractError, FencedError, NemoGymError
+from nemo_gym.contract.session import (
     CommandHarvest,
     Egress,
     MountModel,
@@ -30,6 +25,11 @@ from nemo_gym.session import (
     SessionDescriptor,
     Topology,
 )
+from nemo_gym.environment.owned_boxes import OwnedBoxes
+from nemo_gym.http.client import get_response_json
+from nemo_gym.sandbox import labels
+from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle, SandboxSpec
+from nemo_gym.sandbox.providers.remote import RemoteProvider
 from resources_servers.sandbox.tests.broker_process import BrokerProcess
 from tests.servers.stack import Stack, rollout, running_stack
 

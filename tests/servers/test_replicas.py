@@ -9,13 +9,9 @@ from contextlib import AsyncExitStack
 import pytest
 from aiohttp import web
 
-from nemo_gym.rollout_correlation import rollout_context
-from nemo_gym.rollouts.failures import PeerError
-from nemo_gym.rollouts.peers import Peers
-from nemo_gym.server_utils import ServerClient, ServerUnreachableError, close_global_aiohttp_client
-from nemo_gym.serving import client as client_module
-from nemo_gym.serving.middleware import RolloutMiddleware
-from nemo_gym.serving.replicas import (
+from nemo_gym.http import client as client_module
+from nemo_gym.http.middleware import RolloutMiddleware
+from nemo_gym.http.replicas import (
     REPLICAS_HEADER,
     Chooser,
     current_replicas,
@@ -23,6 +19,10 @@ from nemo_gym.serving.replicas import (
     encode_replicas,
     replica_context,
 )
+from nemo_gym.rollout_correlation import rollout_context
+from nemo_gym.rollouts.failures import PeerError
+from nemo_gym.rollouts.peers import Peers
+from nemo_gym.server_utils import ServerClient, ServerUnreachableError, close_global_aiohttp_client
 
 
 class Replica:

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from pydantic import Field
 
 from nemo_gym.base_resources_server import BaseResourcesServerConfig, SimpleResourcesServer
-from nemo_gym.credentials import CREDENTIAL_HEADER, Role
+from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Role
 from tests.servers.stack import Stack
 
 TIMEOUT_S = 1.0

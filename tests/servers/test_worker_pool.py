@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from nemo_gym.errors import ContractError, VerifierError
-from nemo_gym.worker_pool import Ending, WorkerPool
+from nemo_gym.contract.errors import ContractError, VerifierError
+from nemo_gym.environment.worker_pool import Ending, WorkerPool
 
 FUNCTION = f"{__name__}:answer"
 LONG_S = 60.0

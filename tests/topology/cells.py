@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from nemo_gym.base_resources_server import BaseResourcesServerConfig, ReverifyMode, SimpleResourcesServer
-from nemo_gym.session import (
+from nemo_gym.contract.session import (
     Artifact,
     FilesHarvest,
     GitDiffHarvest,
@@ -21,7 +21,7 @@ from nemo_gym.session import (
     SessionDescriptor,
     Topology,
 )
-from nemo_gym.verdict import Verdict
+from nemo_gym.contract.verdict import Verdict
 
 
 class GreetingConfig(BaseResourcesServerConfig):
@@ -79,7 +79,7 @@ ENTANGLED = '''
 from typing import Any, ClassVar
 
 from nemo_gym.base_resources_server import BaseResourcesServerConfig, SimpleResourcesServer
-from nemo_gym.session import Topology
+from nemo_gym.contract.session import Topology
 
 
 class ByExec(SimpleResourcesServer):

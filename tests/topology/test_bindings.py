@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.errors import ConfigError
-from nemo_gym.sandbox.base import Mount, NetworkPolicy, SandboxResources, SandboxSpec
-from nemo_gym.session import (
+from nemo_gym.agent.topology.bindings import AgentBoxes, bind, joined
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.session import (
     ActRequest,
     DoorRequest,
     Egress,
@@ -22,8 +22,8 @@ from nemo_gym.session import (
     SessionDescriptor,
     Topology,
 )
-from nemo_gym.topology.bindings import AgentBoxes, bind, joined
-from nemo_gym.topology.merge import HarnessNeeds
+from nemo_gym.sandbox.base import Mount, NetworkPolicy, SandboxResources, SandboxSpec
+from nemo_gym.sandbox.merge import HarnessNeeds
 
 CLI = HarnessNeeds(mounts=(Mount("/cache/cli", "/opt/cli"),), model_in_box=True)
 BOXES = AgentBoxes(scratch=SandboxSpec(image="scratch"), outer=SandboxSpec(requires=("nested_containers",)))

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.harness.agent import CliAgent
-from nemo_gym.harness.provision import INSTALL_COMMAND, is_installed
+from nemo_gym.agent.harness.agent import CliAgent
+from nemo_gym.agent.harness.provision import INSTALL_COMMAND, is_installed
+from nemo_gym.contract.session import AgentOutcome, Topology
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.providers.local import LocalProvider
-from nemo_gym.session import AgentOutcome, Topology
 from responses_api_agents.claude_code_agent.app import ClaudeCodeAgent
 from responses_api_agents.codex_agent.app import CodexAgent
 from responses_api_agents.opencode_agent.app import OpencodeAgent

@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.errors import SandboxLostError
-from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider, SandboxSpec, SandboxStatus
-from nemo_gym.sandbox.conformance.upstream import Upstream, upstream
-from nemo_gym.sandbox.providers.local import LocalProvider
-from nemo_gym.sandbox.providers.remote import RemoteProvider
-from nemo_gym.session import (
+from nemo_gym.agent.topology.world import HarnessRun, World, act_in_world
+from nemo_gym.contract.errors import SandboxLostError
+from nemo_gym.contract.session import (
     ActRequest,
     AgentOutcome,
     CommandHarvest,
@@ -26,8 +23,11 @@ from nemo_gym.session import (
     SessionDescriptor,
     Topology,
 )
-from nemo_gym.topology.merge import HarnessNeeds
-from nemo_gym.topology.world import HarnessRun, World, act_in_world
+from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider, SandboxSpec, SandboxStatus
+from nemo_gym.sandbox.conformance.upstream import Upstream, upstream
+from nemo_gym.sandbox.merge import HarnessNeeds
+from nemo_gym.sandbox.providers.local import LocalProvider
+from nemo_gym.sandbox.providers.remote import RemoteProvider
 from resources_servers.sandbox.tests.broker_process import BrokerProcess
 
 ASK = (

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.harness.base import HarnessCommand, HarnessContext
-from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import ExecOutcome, SandboxResources, SandboxSpec
-from nemo_gym.sandbox.providers.local import LocalProvider
-from nemo_gym.session import (
+from nemo_gym.agent.harness.base import HarnessCommand, HarnessContext
+from nemo_gym.agent.topology import doors
+from nemo_gym.agent.topology.world import HarnessRun, OutputLimitError, OutputMeter, World, act_in_world
+from nemo_gym.contract.session import (
     ActRequest,
     ActResponse,
     AgentOutcome,
@@ -25,9 +24,10 @@ from nemo_gym.session import (
     SandboxSpecModel,
     Topology,
 )
-from nemo_gym.topology import doors
-from nemo_gym.topology.merge import HarnessNeeds, world_spec
-from nemo_gym.topology.world import HarnessRun, OutputLimitError, OutputMeter, World, act_in_world
+from nemo_gym.sandbox import labels
+from nemo_gym.sandbox.base import ExecOutcome, SandboxResources, SandboxSpec
+from nemo_gym.sandbox.merge import HarnessNeeds, world_spec
+from nemo_gym.sandbox.providers.local import LocalProvider
 from tests.harness.conftest import local, local_settings
 from tests.harness.stage import DONE, RUN, act, bash, descriptor, plugin, stage, task
 from tests.servers.stack import Stack

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_gym.errors import ConfigError
-from nemo_gym.sandbox.base import Mount, NetworkPolicy, SandboxSpec
-from nemo_gym.session import (
+from nemo_gym.agent.topology.doors import world_doors
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.session import (
     DoorRequest,
     Egress,
     EgressPolicy,
@@ -16,8 +16,8 @@ from nemo_gym.session import (
     SessionDescriptor,
     Topology,
 )
-from nemo_gym.topology.doors import world_doors
-from nemo_gym.topology.merge import HarnessNeeds, world_spec
+from nemo_gym.sandbox.base import Mount, NetworkPolicy, SandboxSpec
+from nemo_gym.sandbox.merge import HarnessNeeds, world_spec
 
 INFERENCE = InferenceEndpoint(base_url="http://127.0.0.1:9/gateway/v1", token="inference-token")
 TOOLS = McpServer(name="weather", url="http://127.0.0.1:7/mcp", headers={"X-Token": "mcp-token"})

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from nemo_gym.errors import AgentError, ConfigError, ModelError, RowError, SandboxLostError
-from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.providers.local import LocalProvider
-from nemo_gym.session import (
+from nemo_gym.agent.topology.transcript import prompt_text, response_object, text_message
+from nemo_gym.agent.topology.world import Harness, HarnessRun, World, act_in_world
+from nemo_gym.contract.errors import AgentError, ConfigError, ModelError, RowError, SandboxLostError
+from nemo_gym.contract.session import (
     ActRequest,
     ActResponse,
     AgentOutcome,
@@ -25,8 +25,8 @@ from nemo_gym.session import (
     SessionDescriptor,
     Topology,
 )
-from nemo_gym.topology.transcript import prompt_text, response_object, text_message
-from nemo_gym.topology.world import Harness, HarnessRun, World, act_in_world
+from nemo_gym.sandbox import labels
+from nemo_gym.sandbox.providers.local import LocalProvider
 from tests.harness.stage import patience_s
 from tests.topology.conftest import IMAGE
 

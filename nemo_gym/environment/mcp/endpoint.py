@@ -18,17 +18,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from nemo_gym.credentials import CREDENTIAL_HEADER
+from nemo_gym.contract.credentials import CREDENTIAL_HEADER
+from nemo_gym.contract.errors import ConfigError, CredentialError
+from nemo_gym.contract.session import McpServer, RolloutIdentity, SessionDescriptor
 from nemo_gym.environment.attempts import AttemptKey, AttemptStore
 from nemo_gym.environment.mcp.call import call_route
 from nemo_gym.environment.mcp.tokens import check_mcp_token, issue_mcp_token
 from nemo_gym.environment.mcp.tools import RouteTool, catch_all_of, tools_of
 from nemo_gym.environment.routes import ALLOWED_TOOLS_SESSION_KEY, MCP_PATH
-from nemo_gym.errors import ConfigError, CredentialError
+from nemo_gym.http.problems import problem_response
+from nemo_gym.http.sessions import CookieCodec
 from nemo_gym.rollout_correlation import ROLLOUT_ID_HEADER, rollout_path_prefix
-from nemo_gym.serving.problems import problem_response
-from nemo_gym.serving.sessions import CookieCodec
-from nemo_gym.session import McpServer, RolloutIdentity, SessionDescriptor
 
 if TYPE_CHECKING:
     from mcp.server import ServerRequestContext

@@ -12,9 +12,9 @@ import time
 
 import orjson
 
+from nemo_gym.contract.errors import CredentialError
+from nemo_gym.contract.session import RolloutIdentity
 from nemo_gym.environment.attempts import AttemptKey
-from nemo_gym.errors import CredentialError
-from nemo_gym.session import RolloutIdentity
 
 MCP_TOKEN_TTL_S = 24 * 3600.0
 """How long a token can work; closing or replacing its attempt ends it earlier."""

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 
 _TOOL_PATH = re.compile(r"/[A-Za-z][A-Za-z0-9_-]{0,63}")
 _CATCH_ALL_PATH = re.compile(r"/\{\w+(:path)?\}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from nemo_gym.configuration.secrets import REDACTED, is_secret_name, redact_tokens
+from nemo_gym._util.secrets import REDACTED, is_secret_name, redact_tokens
 
 _BLOB = re.compile(rb"[A-Za-z0-9+/_-]{1024,}={0,2}")
 """What runs on for a kibibyte without a space is a picture, an archive or a key, and no text."""

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nemo_gym.errors import NemoGymError
+from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.gateway.dialects import Dialect, chat_reply
 from nemo_gym.gateway.dialects.content import answer_text, lead_system, openai_content, reasoning_of, system_text
 from nemo_gym.gateway.dialects.errors import openai_error

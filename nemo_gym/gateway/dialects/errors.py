@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nemo_gym.errors import InvalidBodyError, ModelError, NemoGymError
+from nemo_gym.contract.errors import InvalidBodyError, ModelError, NemoGymError
 
 _OPENAI = {401: "invalid_request_error", 403: "permission_error", 409: "conflict_error", 429: "rate_limit_error"}
 _OPENAI_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import orjson
 
-from nemo_gym.errors import InvalidBodyError
+from nemo_gym.contract.errors import InvalidBodyError
 
 Body = Mapping[str, Any]
 _WHOLE_BELOW = 1 << 63

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nemo_gym.errors import NemoGymError
+from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.gateway.dialects import Dialect, messages_reply
 from nemo_gym.gateway.dialects.chat import one_answer, wants_token_ids
 from nemo_gym.gateway.dialects.errors import anthropic_error

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_gym.errors import InvalidBodyError
+from nemo_gym.contract.errors import InvalidBodyError
 
 
 def schema_of(response_format: Mapping[str, Any] | None) -> str | None:

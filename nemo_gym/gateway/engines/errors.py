@@ -22,7 +22,7 @@ import math
 from email.utils import parsedate_to_datetime
 from typing import Any, ClassVar
 
-from nemo_gym.errors import ModelError
+from nemo_gym.contract.errors import ModelError
 
 RETRY_AFTER_AT_MOST_S = 60.0
 """An engine that asks for more is asked again after that long: nobody else can tell when it is well again."""

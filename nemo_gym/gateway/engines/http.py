@@ -11,8 +11,15 @@ from typing import Any
 import msgspec
 import orjson
 
-from nemo_gym.configuration.suggest import nearest
-from nemo_gym.errors import ConfigError, InvalidBodyError
+from nemo_gym._util.suggest import nearest
+from nemo_gym.contract.errors import ConfigError, InvalidBodyError
+from nemo_gym.contract.model_limits import (
+    CONNECT_TIMEOUT_S,
+    IDLE_TIMEOUT_S,
+    NONE_CHOSEN,
+    REQUEST_TIMEOUT_S,
+    chosen_limits,
+)
 from nemo_gym.gateway.engines.connections import BROKEN, EngineConnections, NotConnectedError, Patience
 from nemo_gym.gateway.engines.echo import without_echo
 from nemo_gym.gateway.engines.errors import (
@@ -32,7 +39,6 @@ from nemo_gym.gateway.engines.events import DONE, EventReader
 from nemo_gym.gateway.engines.exchange import NoHttpError, Reply, TooLongError
 from nemo_gym.gateway.engines.heads import RequestHeads
 from nemo_gym.gateway.engines.types import EngineCheck, WeightsSpan
-from nemo_gym.model_limits import CONNECT_TIMEOUT_S, IDLE_TIMEOUT_S, NONE_CHOSEN, REQUEST_TIMEOUT_S, chosen_limits
 
 READ_OUT_S = 0.05
 MAX_ANSWER_BYTES = 64 << 20

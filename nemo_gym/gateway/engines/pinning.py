@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_gym.errors import InvalidBodyError
+from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.gateway.engines.types import Sampling
 
 _NUMBERS = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nemo_gym.errors import ModelError
+from nemo_gym.contract.errors import ModelError
 
 
 class JournalError(ModelError):

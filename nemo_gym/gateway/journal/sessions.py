@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_gym.errors import ContractError, FencedError
+from nemo_gym.contract.errors import ContractError, FencedError
 from nemo_gym.gateway.journal.errors import JournalDamagedError
 from nemo_gym.gateway.journal.kept import KeptBody
 from nemo_gym.gateway.journal.log import SEGMENT_BYTES, Durability, JournalLog

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from nemo_gym.errors import FencedError
+from nemo_gym.contract.errors import FencedError
 
 
 class SessionState(StrEnum):

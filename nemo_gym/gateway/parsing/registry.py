@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from nemo_gym.configuration.suggest import nearest
-from nemo_gym.errors import ConfigError
+from nemo_gym._util.suggest import nearest
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.parsing.adapters.guarded import GuardedReasoning
 from nemo_gym.gateway.parsing.adapters.sglang import sglang_calls, sglang_reasoning
 from nemo_gym.gateway.parsing.adapters.third_party import guarded_parse, guarded_split, made_by

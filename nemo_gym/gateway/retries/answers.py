@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from enum import StrEnum
 from typing import Generic, TypeVar
 
-from nemo_gym.errors import ContractError
+from nemo_gym.contract.errors import ContractError
 
 S = TypeVar("S")
 A = TypeVar("A")

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from nemo_gym.errors import InvalidBodyError
+from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.gateway.dialects.memo import same_items
 from nemo_gym.gateway.tokens.prefixes import Prefix
 

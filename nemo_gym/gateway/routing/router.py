@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Generic
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.engines.errors import EngineError, EngineFailedError, EngineRateLimitedError
 from nemo_gym.gateway.routing.health import Health, HealthState
 from nemo_gym.gateway.routing.replica import E, Replica, ReplicaStatus

@@ -9,9 +9,8 @@ from typing import Any, Generic
 
 from starlette.types import Receive
 
-from nemo_gym.errors import NemoGymError
+from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.gateway.capture import CallRecord
-from nemo_gym.gateway.delivery import AnswerWatch
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import DialectAdapter
 from nemo_gym.gateway.dialects.errors import status_of
@@ -22,6 +21,7 @@ from nemo_gym.gateway.retries.hints import Connection
 from nemo_gym.gateway.service.backend import C, TurnFacts
 from nemo_gym.gateway.service.committed import Committed, LargeText
 from nemo_gym.gateway.service.live import LiveSession
+from nemo_gym.http.delivery import AnswerWatch
 
 _NOTHING = LoweredRequest(())
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from nemo_gym.errors import RowError
+from nemo_gym.contract.errors import RowError
 from nemo_gym.gateway.journal import KeptBody
 from nemo_gym.gateway.lowered import Answer, AnswerEnd, AnswerUsage
 from nemo_gym.gateway.relayed import Buffer, JsonText, written

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from nemo_gym.gateway.relayed import coalesced, size_of, written
 from nemo_gym.gateway.streaming import KeepAlive
-from nemo_gym.serving.problems import JsonResponse
+from nemo_gym.http.problems import JsonResponse
 
 EVENT_STREAM = "text/event-stream"
 _PIECE_BYTES = 64 * 1024

@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from nemo_gym.credentials import CREDENTIAL_HEADER
-from nemo_gym.errors import NemoGymError
+from nemo_gym.contract.credentials import CREDENTIAL_HEADER
+from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.service.call import CallRequest
 from nemo_gym.gateway.service.inference import Inference
@@ -22,9 +22,9 @@ from nemo_gym.gateway.service.limits import step_begins
 from nemo_gym.gateway.service.live import LiveSession
 from nemo_gym.gateway.service.sessions import DurableSessions
 from nemo_gym.gateway.sessions import token_in
+from nemo_gym.http.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError
+from nemo_gym.http.problems import json_object, refused, unexpected
 from nemo_gym.rollout_correlation import ROLLOUT_ID_HEADER
-from nemo_gym.serving.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError
-from nemo_gym.serving.problems import json_object, refused, unexpected
 
 _SESSIONS = "/sessions/"
 _ELSEWHERE = frozenset(
@@ -35,7 +35,7 @@ LENGTH_DIGITS = 15
 
 
 class InferenceDoor:
-    """An `nemo_gym.serving.application.Shortcut` to a gateway's inference."""
+    """An `nemo_gym.http.application.Shortcut` to a gateway's inference."""
 
     def __init__(self, sessions: DurableSessions[Any, Any], inference: Inference[Any, Any]) -> None:
         self._sessions = sessions

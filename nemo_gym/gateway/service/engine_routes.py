@@ -25,15 +25,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from nemo_gym.credentials import Caller, Role
-from nemo_gym.errors import ConfigError, ContractError, InvalidBodyError
+from nemo_gym.contract.credentials import Caller, Role
+from nemo_gym.contract.errors import ConfigError, ContractError, InvalidBodyError
 from nemo_gym.gateway.engines import EngineConfig
 from nemo_gym.gateway.service.pool import EnginePool
-from nemo_gym.serving.problems import JsonResponse, parse_json_object
+from nemo_gym.http.problems import JsonResponse, parse_json_object
 
 T = TypeVar("T")
 RequireRole = Callable[..., Caller | None]
-"""`nemo_gym.serving.middleware.require_role`."""
+"""`nemo_gym.http.middleware.require_role`."""
 MAX_DRAIN_S = 3600.0
 _ENGINE: TypeAdapter[EngineConfig] = TypeAdapter(EngineConfig)
 

@@ -19,9 +19,15 @@ from typing import Any, Generic
 
 from starlette.responses import Response
 
-from nemo_gym.errors import FencedError, NemoGymError
+from nemo_gym.contract.errors import FencedError, NemoGymError
+from nemo_gym.contract.model_limits import (
+    NONE_CHOSEN,
+    REQUEST_TIMEOUT_S,
+    ChosenLimits,
+    ModelTimeoutError,
+    limited_call,
+)
 from nemo_gym.gateway.capture import CallCapture, CallRecord
-from nemo_gym.gateway.delivery import DELIVERIES
 from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
 from nemo_gym.gateway.engines import EngineAnswerTooLargeError, EngineTimeoutError
@@ -37,9 +43,9 @@ from nemo_gym.gateway.service.live import LiveSession
 from nemo_gym.gateway.service.sessions import DurableSessions
 from nemo_gym.gateway.streaming import FIRST_EVENT_GRACE_S, PING_INTERVAL_S, KeepAlive
 from nemo_gym.gateway.usage import Usage
-from nemo_gym.model_limits import NONE_CHOSEN, REQUEST_TIMEOUT_S, ChosenLimits, ModelTimeoutError, limited_call
-from nemo_gym.serving.body_values import check_values
-from nemo_gym.serving.disconnect import CallerGoneError, while_connected
+from nemo_gym.http.body_values import check_values
+from nemo_gym.http.delivery import DELIVERIES
+from nemo_gym.http.disconnect import CallerGoneError, while_connected
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.25
 """How soon, and at last how often, it is looked whether a reply that the kernel did not take at once has left."""

@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from nemo_gym.errors import ModelError
-from nemo_gym.serving.body_values import check_messages
+from nemo_gym.contract.errors import ModelError
+from nemo_gym.http.body_values import check_messages
 
 LONG_S = 0.005
 """Of a step; shorter ones are nobody's concern."""

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.engines import EngineConfig, EngineConnections, HttpEngine, OpenAIEngine, TokenEngine
 from nemo_gym.gateway.engines.types import EngineCheck
 from nemo_gym.gateway.retries import EngineCalls, RetryBudget, RetryOptions, TokenCalls

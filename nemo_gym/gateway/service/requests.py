@@ -7,11 +7,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from nemo_gym.errors import InvalidBodyError
+from nemo_gym.contract.errors import InvalidBodyError
+from nemo_gym.contract.model_limits import NONE_CHOSEN, ChosenLimits
+from nemo_gym.contract.session import RolloutIdentity
 from nemo_gym.gateway.engines import pinned_sampling
 from nemo_gym.gateway.service.sessions import RewardSource, checked_depth
-from nemo_gym.model_limits import NONE_CHOSEN, ChosenLimits
-from nemo_gym.session import RolloutIdentity
 
 
 class OpenSession(BaseModel):

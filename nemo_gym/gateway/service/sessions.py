@@ -18,7 +18,9 @@ from typing import Any, Generic, Literal
 import orjson
 import structlog
 
-from nemo_gym.errors import ContractError, CredentialError, FencedError, InvalidBodyError
+from nemo_gym.contract.errors import ContractError, CredentialError, FencedError, InvalidBodyError
+from nemo_gym.contract.model_limits import NONE_CHOSEN, ChosenLimits, limits_of
+from nemo_gym.contract.session import RolloutIdentity
 from nemo_gym.gateway.journal import (
     DEADLINE_REASON,
     Durability,
@@ -44,9 +46,7 @@ from nemo_gym.gateway.sessions import (
     SessionKey,
 )
 from nemo_gym.gateway.usage import Usage
-from nemo_gym.model_limits import NONE_CHOSEN, ChosenLimits, limits_of
-from nemo_gym.serving.webserver import give_back_memory
-from nemo_gym.session import RolloutIdentity
+from nemo_gym.http.webserver import give_back_memory
 
 SWEEP_INTERVAL_S = 1.0
 RewardSource = Literal["environment", "runner"]

@@ -10,7 +10,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-from nemo_gym.errors import InvalidBodyError, ModelError
+from nemo_gym.contract.errors import InvalidBodyError, ModelError
 from nemo_gym.gateway.dialects.errors import ContextOverflowError
 from nemo_gym.gateway.engines import (
     EngineFailedError,

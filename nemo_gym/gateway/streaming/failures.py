@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from nemo_gym.errors import NemoGymError
+from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.errors import ContextOverflowError, anthropic_error, openai_code, openai_error
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-from nemo_gym.errors import NemoGymError
+from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.streaming.failures import failure_event
 from nemo_gym.gateway.streaming.pings import Pings

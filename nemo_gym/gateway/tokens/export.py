@@ -31,7 +31,7 @@ from uuid import uuid4
 
 import orjson
 
-from nemo_gym.errors import RowError
+from nemo_gym.contract.errors import RowError
 from nemo_gym.gateway.tokens.trajectory import Trajectory, TrajectoryTurn
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-from nemo_gym.errors import InvalidBodyError, ModelError
+from nemo_gym.contract.errors import InvalidBodyError, ModelError
 from nemo_gym.gateway.packed import LARGE, packed
 from nemo_gym.gateway.tokens.history import HistoryReader, Reading
 from nemo_gym.gateway.tokens.incremental import IncrementalEncoder, Unproven

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.tokens.decoding import token_bytes
 from nemo_gym.gateway.tokens.messages import Message
 from nemo_gym.gateway.tokens.specials import MARK, SpecialText

@@ -7,7 +7,7 @@ from binascii import a2b_base64, b2a_base64
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from nemo_gym.errors import RowError
+from nemo_gym.contract.errors import RowError
 from nemo_gym.gateway.tokens.forest import TokenForest
 from nemo_gym.gateway.tokens.splits import SplitReason
 from nemo_gym.gateway.tokens.turns import Turn, extended

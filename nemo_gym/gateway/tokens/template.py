@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nemo_gym.errors import ConfigError, InvalidBodyError
+from nemo_gym.contract.errors import ConfigError, InvalidBodyError
 from nemo_gym.gateway.tokens.messages import Message
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import orjson
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.tokens.messages import Message, arguments_of, calls_of, media_parts, role_of, text_of
 from nemo_gym.gateway.tokens.template import ChatTemplate, TemplateRefusedError
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import orjson
 
-from nemo_gym.errors import ContractError, FencedError
-from nemo_gym.group_commit import SqliteWriter
+from nemo_gym.contract.errors import ContractError, FencedError
+from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.rollouts.interfaces import (
     FailureRenderer,
     Job,
@@ -33,7 +33,7 @@ from nemo_gym.rollouts.store.schema import (
     job_of,
     open_database,
 )
-from nemo_gym.verdict import FailureKind
+from nemo_gym.storage.group_commit import SqliteWriter
 
 ResultSink = Callable[[list[tuple[str, bytes]]], None]
 """Gets ``(state, row)`` of every committed result, on the writer's thread, before its caller is told."""

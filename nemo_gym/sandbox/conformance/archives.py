@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.errors import SandboxArchiveError, SandboxError, SandboxLostError
+from nemo_gym.contract.errors import SandboxArchiveError, SandboxError, SandboxLostError
 from nemo_gym.sandbox.archive import extract, pack, pack_bytes
 from nemo_gym.sandbox.conformance.base import Checks, sh
 from nemo_gym.sandbox.facade import AsyncSandbox

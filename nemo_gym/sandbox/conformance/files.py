@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.errors import SandboxError, SandboxLostError
+from nemo_gym.contract.errors import SandboxError, SandboxLostError
 from nemo_gym.sandbox.base import SandboxProvider
 from nemo_gym.sandbox.conformance.base import Checks, StartBox, sh
 from nemo_gym.sandbox.facade import AsyncSandbox

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.errors import NemoGymError, SandboxLostError
+from nemo_gym.contract.errors import NemoGymError, SandboxLostError
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import Door, NetworkPolicy, SandboxProvider, SandboxSpec, SandboxStatus
 from nemo_gym.sandbox.capabilities import Connectable

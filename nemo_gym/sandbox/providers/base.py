@@ -1,6 +1,6 @@
 """NeMo Gym's module name for the provider contract; new code imports from `nemo_gym.sandbox`."""
 
-from nemo_gym.errors import SandboxCreateError, SandboxCreateVerificationError
+from nemo_gym.contract.errors import SandboxCreateError, SandboxCreateVerificationError
 from nemo_gym.sandbox.base import (
     SandboxExecResult,
     SandboxHandle,

@@ -7,10 +7,10 @@ from typing import Literal, Self
 
 from pydantic import Field
 
+from nemo_gym.contract.session import LeaseScope, MountModel, ResourcesModel, SandboxSpecModel
 from nemo_gym.sandbox.base import NetworkPolicy, SandboxInfo, SandboxSpec, SandboxStatus
 from nemo_gym.sandbox.wire.doors import DoorModel
 from nemo_gym.sandbox.wire.fields import Identifier, Labels, Text, TtlS, WireModel
-from nemo_gym.session import LeaseScope, MountModel, ResourcesModel, SandboxSpecModel
 
 
 class BoxSpec(SandboxSpecModel):

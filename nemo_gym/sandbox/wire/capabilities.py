@@ -8,10 +8,10 @@ from typing import Self
 
 from pydantic import Field
 
+from nemo_gym.contract.session import ResourcesModel
 from nemo_gym.sandbox.base import NetworkPolicy, SandboxResources
 from nemo_gym.sandbox.capabilities import SandboxCapabilities
 from nemo_gym.sandbox.wire.fields import MAX_STDIN_BYTES, MAX_TTL_S, WireModel
-from nemo_gym.session import ResourcesModel
 
 _NOT_FLAGS = ("network_policies", "reasons", "default_limits")
 _ABILITIES = tuple(field.name for field in dataclasses.fields(SandboxCapabilities) if field.name not in _NOT_FLAGS)

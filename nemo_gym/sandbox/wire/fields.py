@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from nemo_gym.session import IDENTIFIER
+from nemo_gym.contract.session import IDENTIFIER
 
 MAX_TTL_S = 30 * 24 * 3600.0
 """Longest lease the wire can express; a broker's own limit may be shorter."""

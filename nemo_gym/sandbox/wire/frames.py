@@ -24,7 +24,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from nemo_gym.errors import SandboxError
+from nemo_gym.contract.errors import SandboxError
 from nemo_gym.sandbox.base import ExecOutput
 from nemo_gym.sandbox.wire.execs import ExecEndModel
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from nemo_gym import errors
-from nemo_gym.errors import NemoGymError
+from nemo_gym.contract import errors
+from nemo_gym.contract.errors import NemoGymError
 
 Started = Literal["no", "yes", "unknown"]
 MAX_DETAIL_CHARS = 2000
@@ -75,7 +75,7 @@ CODES: dict[str, ProblemCode] = {
     "backend_unreachable": ProblemCode(503, errors.SandboxError, started="unknown", retryable=True),
     "broker_failed": ProblemCode(500, errors.SandboxError, started="unknown", retryable=True),
 }
-"""Beside the codes of `nemo_gym.errors`, which mean the same errors on both sides."""
+"""Beside the codes of `nemo_gym.contract.errors`, which mean the same errors on both sides."""
 
 
 class Problem(BaseModel):

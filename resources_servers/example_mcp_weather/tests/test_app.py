@@ -14,12 +14,12 @@ import pytest
 from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
 
-from nemo_gym.credentials import Role
+from nemo_gym.agent.topology.doors import process_doors
+from nemo_gym.agent.topology.transcript import response_object, text_message
+from nemo_gym.contract.credentials import Role
+from nemo_gym.contract.session import InferenceEndpoint, RolloutIdentity, SessionDescriptor, Topology
 from nemo_gym.sandbox.doors import DoorServer
-from nemo_gym.session import InferenceEndpoint, RolloutIdentity, SessionDescriptor, Topology
-from nemo_gym.topology.doors import process_doors
-from nemo_gym.topology.merge import HarnessNeeds
-from nemo_gym.topology.transcript import response_object, text_message
+from nemo_gym.sandbox.merge import HarnessNeeds
 from resources_servers.example_mcp_weather.app import WeatherEnvironment
 from resources_servers.example_mcp_weather.grading import contains_number
 from tests.servers.stack import Stack, running_stack

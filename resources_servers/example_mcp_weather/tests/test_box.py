@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.credentials import Role
+from nemo_gym.agent.topology.doors import process_doors
+from nemo_gym.contract.credentials import Role
+from nemo_gym.contract.session import InferenceEndpoint, RolloutIdentity, SessionDescriptor, Topology
 from nemo_gym.sandbox.base import NetworkPolicy, SandboxSpec
+from nemo_gym.sandbox.merge import HarnessNeeds
 from nemo_gym.sandbox.registry import create_provider
-from nemo_gym.session import InferenceEndpoint, RolloutIdentity, SessionDescriptor, Topology
-from nemo_gym.topology.doors import process_doors
-from nemo_gym.topology.merge import HarnessNeeds
 from resources_servers.example_mcp_weather.app import WeatherEnvironment
 from tests.servers.stack import Stack, running_stack
 

@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from nemo_gym import worker_pool
-from nemo_gym.credentials import Role
+from nemo_gym.contract.credentials import Role
+from nemo_gym.environment import worker_pool
 from resources_servers.math import checker
 from resources_servers.math.app import MathEnvironment
 from resources_servers.math.comparison import compare

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.credentials import Role
+from nemo_gym.contract.credentials import Role
 from resources_servers.mcqa.app import McqaEnvironment
 from resources_servers.mcqa.extraction import Grading, choice
 from tests.servers.stack import Stack, response, rollout, running_stack

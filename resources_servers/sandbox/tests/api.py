@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from nemo_gym.credentials import Role
+from nemo_gym.contract.credentials import Role
 from nemo_gym.sandbox.wire.frames import FrameKind, FrameParser
 from resources_servers.sandbox.tests.broker_process import BrokerProcess
 

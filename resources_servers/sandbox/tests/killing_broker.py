@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from nemo_gym.broker.registry.writer import GroupCommitWriter
 from nemo_gym.sandbox import registry
-from resources_servers.sandbox.registry.writer import GroupCommitWriter
 from resources_servers.sandbox.tests.broker_process import APP
 
 _KILL_STEP = int(os.environ.get("KILL_STEP", "0"))

@@ -9,9 +9,9 @@ from collections import Counter
 
 import pytest
 
-from nemo_gym.credentials import Role
+from nemo_gym.broker.leases.admission import Admission
+from nemo_gym.contract.credentials import Role
 from nemo_gym.sandbox.wire.problems import BrokerError
-from resources_servers.sandbox.leases.admission import Admission
 from resources_servers.sandbox.tests.api import Api, calling, eventually
 from resources_servers.sandbox.tests.conftest import StartBroker
 

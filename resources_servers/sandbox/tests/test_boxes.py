@@ -8,7 +8,7 @@ import uuid
 
 import pytest
 
-from nemo_gym.credentials import Role
+from nemo_gym.contract.credentials import Role
 from nemo_gym.sandbox.registry import create_provider
 from resources_servers.sandbox.tests.api import Api, calling, eventually
 from resources_servers.sandbox.tests.broker_process import BrokerProcess

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection
 
-from nemo_gym.credentials import Role
-from nemo_gym.errors import ConfigError
-from nemo_gym.session import LeaseScope
-from resources_servers.sandbox.registry import database
-from resources_servers.sandbox.registry import writer as registry_writer
-from resources_servers.sandbox.registry.database import Durability, open_engine
-from resources_servers.sandbox.registry.execs import ExecStore
-from resources_servers.sandbox.registry.records import BoxRecord, BoxState, ExecRecord, ImageRecord, LeaseRecord
-from resources_servers.sandbox.registry.store import BoxStore, ImageStore
-from resources_servers.sandbox.registry.writer import GroupCommitWriter
+from nemo_gym.broker.registry import database
+from nemo_gym.broker.registry import writer as registry_writer
+from nemo_gym.broker.registry.database import Durability, open_engine
+from nemo_gym.broker.registry.execs import ExecStore
+from nemo_gym.broker.registry.records import BoxRecord, BoxState, ExecRecord, ImageRecord, LeaseRecord
+from nemo_gym.broker.registry.store import BoxStore, ImageStore
+from nemo_gym.broker.registry.writer import GroupCommitWriter
+from nemo_gym.contract.credentials import Role
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.session import LeaseScope
 from resources_servers.sandbox.tests.postgres import PostgresServer, running_postgres
 
 ON_DISK = {"sqlite": ("PRAGMA synchronous", 2), "postgresql": ("SHOW synchronous_commit", "on")}

@@ -16,12 +16,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from nemo_gym.errors import NemoGymError, SandboxLostError
+from nemo_gym.broker.lifecycle.backend import BROKER_LABEL, SANDBOX_LABEL
+from nemo_gym.contract.errors import NemoGymError, SandboxLostError
 from nemo_gym.sandbox.base import Door, ExecRequest, SandboxExecResult, SandboxProvider, SandboxSpec
 from nemo_gym.sandbox.capabilities import SupportsLoopbackDoor
 from nemo_gym.sandbox.facade import AsyncSandbox
 from nemo_gym.sandbox.registry import create_provider
-from resources_servers.sandbox.lifecycle.backend import BROKER_LABEL, SANDBOX_LABEL
 from resources_servers.sandbox.tests.api import calling
 from resources_servers.sandbox.tests.broker_process import BrokerProcess
 from resources_servers.sandbox.tests.postgres import PostgresServer, running_postgres

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.credentials import Role, StackKeys
+from nemo_gym.contract.credentials import Role, StackKeys
 from resources_servers.sandbox.tests.api import Api, LentBox, calling, eventually
 from resources_servers.sandbox.tests.broker_process import INSTANCE, BrokerProcess
 from resources_servers.sandbox.tests.conftest import StartBroker

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from nemo_gym.credentials import Role
+from nemo_gym.contract.credentials import Role
 from nemo_gym.sandbox.base import SandboxSpec
 from nemo_gym.sandbox.providers.local import LocalProvider
 from resources_servers.sandbox.tests.api import Answer, Api, LentBox, calling

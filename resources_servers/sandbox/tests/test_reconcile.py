@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from nemo_gym.broker.lifecycle.backend import BROKER_LABEL, SANDBOX_LABEL
 from nemo_gym.sandbox.base import SandboxSpec
 from nemo_gym.sandbox.registry import create_provider
-from resources_servers.sandbox.lifecycle.backend import BROKER_LABEL, SANDBOX_LABEL
 from resources_servers.sandbox.tests.api import LentBox, calling, eventually
 from resources_servers.sandbox.tests.conftest import StartBroker
 from resources_servers.sandbox.tests.postgres import PostgresServer, running_postgres

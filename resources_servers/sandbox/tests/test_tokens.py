@@ -21,11 +21,11 @@ from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
-from nemo_gym.credentials import CREDENTIAL_HEADER, Role, StackKeys
+from nemo_gym.broker.leases.tokens import PREFIX, TokenSigner
+from nemo_gym.broker.registry.records import LeaseRecord
+from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Role, StackKeys
+from nemo_gym.contract.session import LeaseScope
 from nemo_gym.sandbox.wire.frames import FrameKind, FrameParser
-from nemo_gym.session import LeaseScope
-from resources_servers.sandbox.leases.tokens import PREFIX, TokenSigner
-from resources_servers.sandbox.registry.records import LeaseRecord
 from resources_servers.sandbox.tests.broker_process import INSTANCE, BrokerProcess
 from resources_servers.sandbox.tests.described import operations_of
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from nemo_gym.broker.lifecycle.backend import SANDBOX_LABEL
 from nemo_gym.sandbox.registry import create_provider
-from resources_servers.sandbox.lifecycle.backend import SANDBOX_LABEL
 from resources_servers.sandbox.tests.api import Api, calling, eventually
 from resources_servers.sandbox.tests.conftest import StartBroker
 

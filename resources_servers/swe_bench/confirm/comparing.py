@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from nemo_gym.worker_pool import Ending, WorkerPool
+from nemo_gym.environment.worker_pool import Ending, WorkerPool
 from resources_servers.swe_bench.confirm.values import Check, Record, is_value
 
 COMPARE_TIMEOUT_S = 30.0

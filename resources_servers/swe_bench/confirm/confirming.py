@@ -6,9 +6,9 @@ import asyncio
 import random
 from dataclasses import dataclass, field, replace
 
-from nemo_gym.errors import SandboxLostError, VerifierError
+from nemo_gym.contract.errors import SandboxLostError, VerifierError
+from nemo_gym.contract.verdict import FailureKind, Finding
 from nemo_gym.sandbox.base import ExecOutcome
-from nemo_gym.verdict import FailureKind, Finding
 from resources_servers.swe_bench.confirm.comparing import compare
 from resources_servers.swe_bench.confirm.controls import RowControls
 from resources_servers.swe_bench.confirm.runs import Recorded, run_renderings

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from nemo_gym.errors import VerifierError
+from nemo_gym.contract.errors import VerifierError
 from resources_servers.swe_bench.confirm.runs import Rendering
 from resources_servers.swe_bench.confirm.twins import Twin, TwinTest
 from resources_servers.swe_bench.confirm.values import Check

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nemo_gym.errors import SandboxArchiveError
+from nemo_gym.contract.errors import SandboxArchiveError
 from nemo_gym.sandbox.archive_filters import single_file
 from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle
 from nemo_gym.sandbox.tar_stream import ArchiveError

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
-from nemo_gym.errors import SandboxCreateError
+from nemo_gym.contract.errors import SandboxCreateError
 from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider, SandboxRole
 from nemo_gym.sandbox.capabilities import SupportsSnapshot, require
 from nemo_gym.sandbox.labels import box_labels

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nemo_gym.errors import NemoGymError
+from nemo_gym.contract.errors import NemoGymError
 
 
 class PreparationError(NemoGymError):

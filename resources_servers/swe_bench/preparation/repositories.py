@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 from resources_servers.swe_bench.preparation.errors import PreparationError
 
 _TIMEOUT_S = 1800.0

@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nemo_gym.errors import SandboxArchiveError, VerifierError
+from nemo_gym.contract.errors import SandboxArchiveError, VerifierError
+from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.sandbox.archive_filters import single_file
 from nemo_gym.sandbox.base import SandboxHandle
-from nemo_gym.verdict import FailureKind
 from resources_servers.swe_bench.eval_box import (
     APPLY_TIMEOUT_S,
     TESTBED,

@@ -15,8 +15,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from nemo_gym.contract.verdict import Finding
 from nemo_gym.sandbox.base import ExecOutcome
-from nemo_gym.verdict import Finding
 from resources_servers.swe_bench import grading
 from resources_servers.swe_bench.eval_box import EvalRun, EvalSite, run_evaluation
 from resources_servers.swe_bench.grading import LogGrade

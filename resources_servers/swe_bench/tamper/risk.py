@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
-from nemo_gym.verdict import Finding
+from nemo_gym.contract.verdict import Finding
 from resources_servers.swe_bench.patches import FilePatch, copied_from, split_patch
 
 RUNNER_FILES = frozenset(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nemo_gym.verdict import Finding
+from nemo_gym.contract.verdict import Finding
 from resources_servers.swe_bench.patches import FilePatch, split_patch
 from resources_servers.swe_bench.tamper.risk import decides_how_tests_run
 

@@ -11,13 +11,13 @@ from typing import Any
 import psutil
 import pytest
 
-from nemo_gym.credentials import Role
-from nemo_gym.errors import NemoGymError, VerifierError
+from nemo_gym.contract.credentials import Role
+from nemo_gym.contract.errors import NemoGymError, VerifierError
+from nemo_gym.contract.session import Artifact, RolloutIdentity, Topology
+from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.sandbox.base import ExecOutcome, SandboxProvider, SandboxSpec
 from nemo_gym.sandbox.registry import create_provider
 from nemo_gym.server_utils import ServerClient
-from nemo_gym.session import Artifact, RolloutIdentity, Topology
-from nemo_gym.verdict import FailureKind
 from resources_servers.swe_bench import grading
 from resources_servers.swe_bench.app import SweBenchServer
 from resources_servers.swe_bench.config import BoxResources, SweBenchConfig

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.errors import VerifierError
+from nemo_gym.contract.errors import VerifierError
+from nemo_gym.contract.session import Artifact
 from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider
 from nemo_gym.sandbox.registry import create_provider
-from nemo_gym.session import Artifact
 from resources_servers.swe_bench.eval_box import (
     INPUTS,
     EvalRun,

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.errors import VerifierError
+from nemo_gym.contract.errors import VerifierError
+from nemo_gym.contract.session import Artifact
+from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.sandbox.base import SandboxProvider
 from nemo_gym.sandbox.registry import create_provider
-from nemo_gym.session import Artifact
-from nemo_gym.verdict import FailureKind
 from resources_servers.swe_bench.confirm import comparing
 from resources_servers.swe_bench.confirm.controls import ControlledTest, ControlStore, RowControls
 from resources_servers.swe_bench.confirm.labels import Labels, words_of

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from nemo_gym.errors import SandboxArchiveError, SandboxLostError, VerifierError
+from nemo_gym.contract.errors import SandboxArchiveError, SandboxLostError, VerifierError
+from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider
-from nemo_gym.verdict import FailureKind
 from resources_servers.swe_bench.confirm import confirming
 from resources_servers.swe_bench.confirm.controls import ControlledRendering, RowControls
 from resources_servers.swe_bench.confirm.runs import MAX_RECORD_BYTES, Recorded, Rendering, read_records

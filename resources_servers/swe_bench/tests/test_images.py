@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.errors import RowError
+from nemo_gym.contract.errors import RowError
 from resources_servers.swe_bench.images import image_slug, official_image, prepared_image
 
 # The grammar container engines publish for one path component of a repository name.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 from resources_servers.swe_bench.preparation.boxes import cause_of
 from resources_servers.swe_bench.preparation.plan import (
     Environment,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 from resources_servers.swe_bench.preparation.example_rows import EXAMPLE_ROWS, example_rows_text
 from resources_servers.swe_bench.preparation.examples import assemble, example_names
 from resources_servers.swe_bench.preparation.repositories import Repositories, git

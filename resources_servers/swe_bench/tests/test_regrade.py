@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.errors import RowError, VerifierError
+from nemo_gym.contract.errors import RowError, VerifierError
 from resources_servers.swe_bench import grading
 from resources_servers.swe_bench.grading import MarkerState, grade_log, graded, marker_state
 from resources_servers.swe_bench.regrade import load_rows, main

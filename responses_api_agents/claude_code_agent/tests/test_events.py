@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.harness.base import HarnessContext, HarnessEnded, McpEndpoint
+from nemo_gym.agent.harness.base import HarnessContext, HarnessEnded, McpEndpoint
+from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.sandbox.base import ExecOutcome
-from nemo_gym.session import AgentOutcome
 from responses_api_agents.claude_code_agent.app import ClaudeCode
 from responses_api_agents.claude_code_agent.events import ClaudeCodeReader
 from responses_api_agents.claude_code_agent.options import ClaudeCodeOptions

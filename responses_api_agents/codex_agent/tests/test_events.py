@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.harness.base import HarnessContext, HarnessEnded, McpEndpoint
+from nemo_gym.agent.harness.base import HarnessContext, HarnessEnded, McpEndpoint
+from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.sandbox.base import ExecOutcome
-from nemo_gym.session import AgentOutcome
 from responses_api_agents.codex_agent.app import Codex
 from responses_api_agents.codex_agent.events import CodexReader
 from responses_api_agents.codex_agent.options import CodexOptions

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.configuration.compose import compose
-from nemo_gym.configuration.sandbox_check import check_sandbox
-from nemo_gym.errors import ConfigError
+from nemo_gym.config.compose import compose
+from nemo_gym.config.sandbox_check import check_sandbox
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.session import AgentOutcome, Topology
 from nemo_gym.sandbox.base import SandboxProvider
 from nemo_gym.sandbox.providers.local import LocalProvider
-from nemo_gym.session import AgentOutcome, Topology
 from responses_api_agents.composite_agent.events import CompositeReader
 from responses_api_agents.composite_agent.tests.conftest import EXAMPLE, composite
 from tests.harness.stage import act, descriptor

@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from nemo_gym.credentials import Role
-from nemo_gym.sandbox.base import SandboxSpec
-from nemo_gym.sandbox.providers.local import LocalProvider
-from nemo_gym.server_utils import close_global_aiohttp_client
-from nemo_gym.session import (
+from nemo_gym.contract.credentials import Role
+from nemo_gym.contract.session import (
     ActRequest,
     ActResponse,
     AgentOutcome,
@@ -29,6 +26,9 @@ from nemo_gym.session import (
     SessionDescriptor,
     Topology,
 )
+from nemo_gym.sandbox.base import SandboxSpec
+from nemo_gym.sandbox.providers.local import LocalProvider
+from nemo_gym.server_utils import close_global_aiohttp_client
 from responses_api_agents.mini_swe_agent.app import MiniSWEAgent
 from responses_api_models.scripted_model.app import ScriptedModel
 from tests.harness.stage import patience_s

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.harness.provision.fetch import fetch
+from nemo_gym.agent.harness.provision.fetch import fetch
+from nemo_gym.contract.session import AgentOutcome, McpServer, Topology
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import SandboxProvider
 from nemo_gym.sandbox.providers.docker import DockerProvider
 from nemo_gym.server_utils import close_global_aiohttp_client
-from nemo_gym.session import AgentOutcome, McpServer, Topology
 from responses_api_agents.openhands_agent.app import OpenHandsAgent
 from responses_api_agents.openhands_agent.options import PACKAGE
 from tests.docker_engine import docker_engine

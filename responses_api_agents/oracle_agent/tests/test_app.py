@@ -8,11 +8,8 @@ from typing import Any, Literal
 
 import pytest
 
-from nemo_gym.credentials import Role
-from nemo_gym.sandbox.base import SandboxSpec
-from nemo_gym.sandbox.providers.local import LocalProvider
-from nemo_gym.server_utils import close_global_aiohttp_client
-from nemo_gym.session import (
+from nemo_gym.contract.credentials import Role
+from nemo_gym.contract.session import (
     ActRequest,
     ActResponse,
     GitDiffHarvest,
@@ -24,6 +21,9 @@ from nemo_gym.session import (
     SessionDescriptor,
     Topology,
 )
+from nemo_gym.sandbox.base import SandboxSpec
+from nemo_gym.sandbox.providers.local import LocalProvider
+from nemo_gym.server_utils import close_global_aiohttp_client
 from responses_api_agents.oracle_agent.app import OracleAgent
 from tests.servers.stack import Stack, running_stack
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from nemo_gym.harness.base import HarnessEnded
+from nemo_gym.agent.harness.base import HarnessEnded
+from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.sandbox.base import ExecOutcome
-from nemo_gym.session import AgentOutcome
 from responses_api_agents.qwen_code_agent.app import QwenCode
 from responses_api_agents.qwen_code_agent.events import QwenReader
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.credentials import Role
-from nemo_gym.harness.mcp_client import SharedSessionTransport
-from nemo_gym.session import (
+from nemo_gym.agent.harness.mcp_client import SharedSessionTransport
+from nemo_gym.contract.credentials import Role
+from nemo_gym.contract.session import (
     ActRequest,
     ActResponse,
     InferenceEndpoint,

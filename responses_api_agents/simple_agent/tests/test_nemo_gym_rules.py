@@ -20,7 +20,7 @@ from nemo_gym.base_resources_server import (
     BaseVerifyResponse,
     SimpleResourcesServer,
 )
-from nemo_gym.credentials import Role
+from nemo_gym.contract.credentials import Role
 from nemo_gym.openai_utils import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
 from nemo_gym.server_utils import SESSION_ID_KEY, get_response_json, raise_for_status
 from responses_api_agents.simple_agent.app import SimpleAgent

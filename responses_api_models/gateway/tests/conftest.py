@@ -12,10 +12,10 @@ import orjson
 import pytest
 from aiohttp import ClientResponse
 
-from nemo_gym.credentials import CONTROL_TOKEN_HEADER, Role
-from nemo_gym.gateway.testing import FakeVllmEngine
-from nemo_gym.gateway.testing.sampler import Sampled
+from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.server_utils import close_global_aiohttp_client, request
+from nemo_gym_testing.gateway import FakeVllmEngine
+from nemo_gym_testing.gateway.sampler import Sampled
 from responses_api_models.gateway.app import Gateway
 from tests.gateway.tokens.policies import policy, write
 from tests.servers.stack import Stack, rollout, running_stack

@@ -10,7 +10,7 @@ import orjson
 import pytest
 from starlette.requests import Request
 
-from nemo_gym.errors import CredentialError
+from nemo_gym.contract.errors import CredentialError
 from nemo_gym.gateway.dialects import PATHS
 from nemo_gym.gateway.dialects.chat import ChatAdapter
 from nemo_gym.gateway.service.door import InferenceDoor

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import orjson
 
-from nemo_gym.gateway.testing import Status
+from nemo_gym_testing.gateway import Status
 from responses_api_models.gateway.tests.conftest import GatewayStack, until
 
 

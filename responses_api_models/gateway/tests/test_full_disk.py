@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from campaigns.faults.gateway_restart import small_disk
 from responses_api_models.gateway.tests.conftest import GatewayStack, Opened
-from tests.faults.gateway_restart import small_disk
 
 
 def fill(disk: Path) -> Path:

@@ -12,9 +12,9 @@ import orjson
 import pytest
 
 from nemo_gym.gateway.service.limits import LONG_S, SMALL_BYTES, LoopTurns, SessionShare, step_begins
-from nemo_gym.gateway.testing import Status
 from nemo_gym.gateway.tokens import IncrementalEncoder
 from nemo_gym.gateway.tokens.history import HistoryReader
+from nemo_gym_testing.gateway import Status
 from responses_api_models.gateway.tests.conftest import GatewayStack, Opened, until
 
 DIALECTS = {"/chat/completions": "messages", "/messages": "messages", "/responses": "input"}

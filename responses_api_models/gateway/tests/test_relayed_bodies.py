@@ -11,10 +11,10 @@ import orjson
 import pytest
 
 from nemo_gym.gateway.relayed import JsonText
-from nemo_gym.gateway.testing import FakeOpenAIEngine
-from nemo_gym.gateway.testing.engine import Answer, CallLog
-from nemo_gym.gateway.testing.sampler import Sampled
 from nemo_gym.server_utils import close_global_aiohttp_client
+from nemo_gym_testing.gateway import FakeOpenAIEngine
+from nemo_gym_testing.gateway.engine import Answer, CallLog
+from nemo_gym_testing.gateway.sampler import Sampled
 from responses_api_models.gateway.app import Gateway
 from responses_api_models.gateway.tests.conftest import GatewayStack, Opened, Teller, until
 from responses_api_models.gateway.tests.test_text_sessions import TextStack
@@ -205,7 +205,7 @@ async def test_tokens_in_replies_of_a_token_engine_are_the_same_bytes_after_a_re
 
 @pytest.fixture
 async def token_gateway(tmp_path: Path) -> AsyncIterator[GatewayStack]:
-    from nemo_gym.gateway.testing import FakeVllmEngine
+    from nemo_gym_testing.gateway import FakeVllmEngine
     from responses_api_models.gateway.tests.conftest import FAMILY
     from tests.gateway.tokens.policies import write
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.credentials import CONTROL_TOKEN_HEADER, Role
+from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
+from nemo_gym.contract.session import MAX_ATTEMPT
 from nemo_gym.gateway.journal import SessionJournal
-from nemo_gym.gateway.testing import FakeOpenAIEngine, Status
 from nemo_gym.server_utils import close_global_aiohttp_client
-from nemo_gym.session import MAX_ATTEMPT
+from nemo_gym_testing.gateway import FakeOpenAIEngine, Status
 from responses_api_models.gateway.app import Gateway
 from responses_api_models.gateway.tests.conftest import GatewayStack, Opened, Teller
 from tests.servers.stack import rollout, running_stack

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.gateway.testing import FakeOpenAIEngine, FakeVllmEngine
-from nemo_gym.gateway.testing.faults import Garbage
 from nemo_gym.server_utils import close_global_aiohttp_client
+from nemo_gym_testing.gateway import FakeOpenAIEngine, FakeVllmEngine
+from nemo_gym_testing.gateway.faults import Garbage
 from responses_api_models.gateway.tests.conftest import FAMILY, GatewayStack, Teller
 from responses_api_models.gateway.tests.test_text_sessions import TextStack
 from tests.gateway.tokens.policies import write

@@ -13,7 +13,7 @@ import orjson
 import pytest
 from aiohttp import ClientResponse, web
 
-from nemo_gym.credentials import CONTROL_TOKEN_HEADER, Role
+from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.server_utils import close_global_aiohttp_client, request
 from responses_api_models.openai_model.app import SimpleModelServer
 from tests.servers.stack import Stack, rollout, running_stack

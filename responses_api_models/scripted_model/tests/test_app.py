@@ -11,7 +11,7 @@ import orjson
 import pytest
 from openai import AsyncOpenAI
 
-from nemo_gym.credentials import Role
+from nemo_gym.contract.credentials import Role
 from nemo_gym.server_utils import request
 from responses_api_models.scripted_model.app import ScriptedModel
 from tests.servers.stack import Stack, rollout, running_stack
@@ -144,7 +144,7 @@ async def test_faults_happen_as_often_as_scripted_and_then_it_answers(stack: Sta
 
 
 def test_missing_script_stops_the_start(tmp_path: Path) -> None:
-    from nemo_gym.errors import ConfigError
+    from nemo_gym.contract.errors import ConfigError
     from nemo_gym.server_utils import ServerClient
 
     block = {"model": {"responses_api_models": {"model": {"entrypoint": "app.py", "script": str(tmp_path / "gone")}}}}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 from responses_api_models.scripted_model.script import Script, ScriptError
 
 EXAMPLE = Path(__file__).parent.parent / "data" / "example_script.yaml"

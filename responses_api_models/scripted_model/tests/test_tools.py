@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 from responses_api_models.scripted_model.app import ScriptedModel
 from responses_api_models.scripted_model.script import Script
 from responses_api_models.scripted_model.tools import HarnessTools

@@ -26,11 +26,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # run as a script, too
 
-from nemo_gym.gateway.testing.tiny.truth import TOLERANCE
+from campaigns.bench.report import Bar, argument_parser, print_report
+from nemo_gym_testing.gateway.tiny.truth import TOLERANCE
 from tests.acceptance.clis.drivers import CLIS
 from tests.acceptance.clis.plans import CALM, FAULTS, Plan, by_chance
 from tests.acceptance.clis.trial import MIN_TURNS, Trial, trial
-from tests.bench.report import Bar, argument_parser, print_report
 
 FAMILIES = ("chatml_think", "bar_tokens", "llama_headers")
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_gym.gateway.testing.chance import faults_by_chance
-from nemo_gym.gateway.testing.faults import Abort, CutOff, Fault, Garbage, Hang, Status
+from nemo_gym_testing.gateway.chance import faults_by_chance
+from nemo_gym_testing.gateway.faults import Abort, CutOff, Fault, Garbage, Hang, Status
 from tests.acceptance.clis.wire import Cut, Stall
 
 IMPATIENCE_S = 4.0

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_gym.gateway.testing.tiny.script import CallView
+from nemo_gym_testing.gateway.tiny.script import CallView
 
 START = "[[main:0]]"
 _MARK = re.compile(r"\[\[(main|side):(\d+)\]\]")

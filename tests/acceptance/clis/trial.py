@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_gym.gateway.testing.tiny.engine import Wire
-from nemo_gym.gateway.testing.tiny.truth import check_truth
+from nemo_gym_testing.gateway.tiny.engine import Wire
+from nemo_gym_testing.gateway.tiny.truth import check_truth
 from tests.acceptance.clis.drivers import CLIS, Cli
 from tests.acceptance.clis.place import Endpoint, Place
 from tests.acceptance.clis.plans import CALM, Plan

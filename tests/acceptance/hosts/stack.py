@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from nemo_gym.configuration.compose import compose
+from nemo_gym.config.compose import compose
 from tests.acceptance.hosts.network import NETWORK, ROOT, Host
 
 SECRET_VARIABLE = "NG_STACK_SECRET"

@@ -13,11 +13,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from campaigns.bench.report import Bar, argument_parser, print_report
 from tests.acceptance.matrix.cells import Cell, Verdict, all_cells, verdict
 from tests.acceptance.matrix.page import PAGE, render
 from tests.acceptance.matrix.run import CellError, prepare, run
 from tests.acceptance.matrix.servers import servers_for
-from tests.bench.report import Bar, argument_parser, print_report
 
 
 def main(words: Sequence[str] | None = None) -> int:

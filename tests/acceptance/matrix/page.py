@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from nemo_gym.session import Topology
+from nemo_gym.contract.session import Topology
 from tests.acceptance.matrix.cells import ROOT, Verdict
 
 PAGE = ROOT / "fern" / "pages" / "matrix.md"

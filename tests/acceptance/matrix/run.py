@@ -17,8 +17,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from nemo_gym.cli.prepare_agents import cli_packages
-from nemo_gym.configuration.compose import SANDBOX, Composition
-from nemo_gym.configuration.servers import references
+from nemo_gym.config.compose import SANDBOX, Composition
+from nemo_gym.config.servers import references
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.config import resolve_provider_config
 from nemo_gym.sandbox.registry import create_provider

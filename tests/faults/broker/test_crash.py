@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.report import Bar
-from tests.faults.broker.stage import database
-from tests.faults.broker_crash import every_boundary, random_points
+from campaigns.bench.report import Bar
+from campaigns.faults.broker.stage import database
+from campaigns.faults.broker_crash import every_boundary, random_points
 
 
 def missed(bars: list[Bar]) -> list[Bar]:

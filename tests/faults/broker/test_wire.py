@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.faults.broker_wire import every_route, shaken_work
+from campaigns.faults.broker_wire import every_route, shaken_work
 
 
 async def test_effect_is_there_once_on_every_route_when_connections_break_and_requests_repeat(tmp_path: Path) -> None:

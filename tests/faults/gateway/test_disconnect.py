@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from campaigns.faults.gateway_disconnect import every_byte, while_sampling, while_streaming
 from nemo_gym.gateway.dialects import Dialect
-from tests.faults.gateway_disconnect import every_byte, while_sampling, while_streaming
 
 
 async def test_cut_off_answer_is_given_again_and_sampled_once(tmp_path: Path) -> None:

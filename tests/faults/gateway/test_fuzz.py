@@ -7,8 +7,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from tests.faults.gateway.answers import WrongAnswerError, check
-from tests.faults.gateway_fuzz import BACKENDS, INFERENCE, PARTS, campaign, fuzzed
+from campaigns.faults.gateway.answers import WrongAnswerError, check
+from campaigns.faults.gateway_fuzz import BACKENDS, INFERENCE, PARTS, campaign, fuzzed
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from campaigns.bench.report import Bar
+from campaigns.faults.gateway.bodies import ROLLOUT
+from campaigns.faults.gateway.processes import GatewayProcess, policy_in
+from campaigns.faults.gateway_restart import full_disk, kills
 from nemo_gym.gateway.journal import SessionRecord
 from nemo_gym.gateway.journal.frames import frame
 from nemo_gym.gateway.journal.records import RecordKind, encode
 from nemo_gym.gateway.lowered import Answer, AnswerEnd, AnswerUsage
 from nemo_gym.gateway.service.committed import encode_committed
-from tests.bench.report import Bar
-from tests.faults.gateway.bodies import ROLLOUT
-from tests.faults.gateway.processes import GatewayProcess, policy_in
-from tests.faults.gateway_restart import full_disk, kills
 
 
 def missed(bars: list[Bar]) -> list[Bar]:

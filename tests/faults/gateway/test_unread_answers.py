@@ -11,11 +11,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from nemo_gym.gateway.testing import FakeOpenAIEngine
-from nemo_gym.gateway.testing.engine import Answer, CallLog
-from tests.faults.gateway.bodies import ROLLOUT
-from tests.faults.gateway.processes import GatewayProcess
-from tests.faults.gateway.wire import Call, Leave
+from campaigns.faults.gateway.bodies import ROLLOUT
+from campaigns.faults.gateway.processes import GatewayProcess
+from campaigns.faults.gateway.wire import Call, Leave
+from nemo_gym_testing.gateway import FakeOpenAIEngine
+from nemo_gym_testing.gateway.engine import Answer, CallLog
 
 LONG = 12 << 20
 """More than the kernels at both ends of a connection take of what nobody reads."""

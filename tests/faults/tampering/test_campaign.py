@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from campaigns.faults.tampering.campaign import Played, campaign, example_rows, figures, upper_bound
+from campaigns.faults.tampering.corpus import Entry, RowChange, load_corpus, select
+from campaigns.faults.tampering.harness import waves
 from resources_servers.swe_bench.row import SweBenchRow
-from tests.faults.tampering.campaign import Played, campaign, example_rows, figures, upper_bound
-from tests.faults.tampering.corpus import Entry, RowChange, load_corpus, select
-from tests.faults.tampering.harness import waves
 
 SAMPLE = (
     "conftest_turns_reports_green",

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 import pytest
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.capture import CallRecord, CaptureConfig, FileCapture, make_capture, model_call, read_calls
 from nemo_gym.gateway.capture.base import NoCapture
 

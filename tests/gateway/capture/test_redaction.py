@@ -10,8 +10,8 @@ import secrets
 import orjson
 import pytest
 
-from nemo_gym.configuration.secrets import redact_tokens
-from nemo_gym.credentials import Role, StackKeys
+from nemo_gym._util.secrets import redact_tokens
+from nemo_gym.contract.credentials import Role, StackKeys
 from nemo_gym.gateway.capture import CallRecord
 from nemo_gym.gateway.capture.redaction import redacted_json
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from nemo_gym.errors import NemoGymError
+from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
 from nemo_gym.gateway.dialects.models import models_reply

@@ -9,7 +9,14 @@ import anthropic
 import openai
 import pytest
 
-from nemo_gym.errors import ContractError, CredentialError, FencedError, InvalidBodyError, ModelError, NemoGymError
+from nemo_gym.contract.errors import (
+    ContractError,
+    CredentialError,
+    FencedError,
+    InvalidBodyError,
+    ModelError,
+    NemoGymError,
+)
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
 from nemo_gym.gateway.dialects.errors import ContextOverflowError

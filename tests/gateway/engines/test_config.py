@@ -14,7 +14,7 @@ from nemo_gym.gateway.engines import (
     TokenRequest,
     VllmEngine,
 )
-from nemo_gym.gateway.testing import FakeVllmEngine
+from nemo_gym_testing.gateway import FakeVllmEngine
 
 CONFIG: TypeAdapter[Any] = TypeAdapter(EngineConfig)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.engines import (
     EngineAnswerError,
     EngineConnections,

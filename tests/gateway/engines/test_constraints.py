@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.errors import InvalidBodyError
+from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.gateway.engines import EngineConnections
 from nemo_gym.gateway.engines.constraints import schema_of
 from nemo_gym.gateway.retries import resuming

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.engines import (
     EngineAnswerError,
     EngineConnections,
@@ -27,7 +27,7 @@ from nemo_gym.gateway.engines import (
     VllmEngine,
 )
 from nemo_gym.gateway.engines.errors import RETRY_AFTER_AT_MOST_S, retry_after_s
-from nemo_gym.gateway.testing import CutOff, FakeVllmEngine, Fault, Hang, Status
+from nemo_gym_testing.gateway import CutOff, FakeVllmEngine, Fault, Hang, Status
 
 REQUEST = TokenRequest("r", [1, 2], Sampling(8))
 
@@ -109,7 +109,7 @@ async def test_error_event_inside_a_stream_raises(http: EngineConnections) -> No
 
 
 def _error_stream():  # type: ignore[no-untyped-def]
-    from nemo_gym.gateway.testing.engine import Answer
+    from nemo_gym_testing.gateway.engine import Answer
 
     return Answer({}, [{"error": {"message": "out of memory", "code": 500}}])
 

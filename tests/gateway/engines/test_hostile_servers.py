@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.engines import (
     EngineAnswerError,
     EngineAnswerTooLargeError,

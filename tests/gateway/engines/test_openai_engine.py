@@ -19,7 +19,7 @@ from nemo_gym.gateway.engines import (
     TokenEngine,
     sampled_text,
 )
-from nemo_gym.gateway.testing import CutOff, FakeOpenAIEngine, Status
+from nemo_gym_testing.gateway import CutOff, FakeOpenAIEngine, Status
 
 BODY = {"model": "asked", "messages": [{"role": "user", "content": "hi"}], "x_unknown": 1}
 ROUTE = "/chat/completions"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym.errors import InvalidBodyError
+from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.gateway.engines import pinned_sampling
 from nemo_gym.gateway.engines.events import DONE, EventReader
 

@@ -18,8 +18,8 @@ from nemo_gym.gateway.engines import (
     VllmEngine,
     WeightsSpan,
 )
-from nemo_gym.gateway.testing import FakeSglangEngine, FakeVllmEngine, Status
-from nemo_gym.gateway.testing.engine import Answer, CallLog
+from nemo_gym_testing.gateway import FakeSglangEngine, FakeVllmEngine, Status
+from nemo_gym_testing.gateway.engine import Answer, CallLog
 
 REQUEST = TokenRequest("r-1", [5, 6, 7], Sampling(100))
 

@@ -25,7 +25,7 @@ from nemo_gym.gateway.engines import (
     VllmEngine,
 )
 from nemo_gym.gateway.engines.echo import without_echo
-from nemo_gym.gateway.testing import (
+from nemo_gym_testing.gateway import (
     FakeEngine,
     FakeSglangEngine,
     FakeVllmEngine,
@@ -34,7 +34,7 @@ from nemo_gym.gateway.testing import (
     Sampled,
     hashed_sampler,
 )
-from nemo_gym.gateway.testing.sampler import Sampler
+from nemo_gym_testing.gateway.sampler import Sampler
 
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 WIRES = ("vllm-completions", "vllm-generate", "sglang", "sglang-incremental")

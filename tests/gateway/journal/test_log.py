@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from campaigns.faults.gateway_restart import small_disk
 from nemo_gym.gateway.journal import (
     Durability,
     JournalBusyError,
@@ -21,7 +22,6 @@ from nemo_gym.gateway.journal import (
     JournalLog,
 )
 from nemo_gym.gateway.journal.frames import frame, framed, read_frames
-from tests.faults.gateway_restart import small_disk
 
 
 def opened(directory: Path, **options: int) -> tuple[JournalLog, list[bytes]]:

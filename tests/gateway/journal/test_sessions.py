@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.errors import ContractError, FencedError
+from campaigns.faults.gateway_restart import small_disk
+from nemo_gym.contract.errors import ContractError, FencedError
 from nemo_gym.gateway.journal import (
     JournalDamagedError,
     JournalError,
@@ -20,7 +21,6 @@ from nemo_gym.gateway.journal import (
     SessionRecord,
     SessionState,
 )
-from tests.faults.gateway_restart import small_disk
 from tests.gateway.stubs import Clock
 
 

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.parsing import ParsedAnswer, answer_parser
 from tests.gateway.parsing.policies import FAMILIES, policy, rendered
 

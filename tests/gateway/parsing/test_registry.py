@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.parsing import ParsedAnswer, ParsedCall, Segment, answer_parser
 from nemo_gym.gateway.tokens.policy import PolicyTokenizer
 from tests.gateway.parsing.policies import policy

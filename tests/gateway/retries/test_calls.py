@@ -27,7 +27,7 @@ from nemo_gym.gateway.engines import (
 )
 from nemo_gym.gateway.retries import EngineCalls, RetryBudget, RetryOptions
 from nemo_gym.gateway.routing import HealthState, Router, RouterOptions
-from nemo_gym.gateway.testing import CutOff, FakeVllmEngine, Hang, Status
+from nemo_gym_testing.gateway import CutOff, FakeVllmEngine, Hang, Status
 from tests.gateway.stubs import StubEngine
 
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]

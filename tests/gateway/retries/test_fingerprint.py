@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym.errors import InvalidBodyError
+from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.gateway.retries import fingerprint
 from nemo_gym.gateway.retries.fingerprint import FingerprintMemo, request_fingerprint
 

@@ -22,7 +22,7 @@ from nemo_gym.gateway.engines import (
 )
 from nemo_gym.gateway.retries import EngineCalls, RetryOptions, TokenCalls
 from nemo_gym.gateway.routing import Router
-from nemo_gym.gateway.testing import Abort, CutOff, FakeEngine, FakeSglangEngine, FakeVllmEngine, Status
+from nemo_gym_testing.gateway import Abort, CutOff, FakeEngine, FakeSglangEngine, FakeVllmEngine, Status
 
 PROMPT = [5, 6, 7]
 Pair = tuple[list[FakeEngine], TokenCalls[TokenEngine]]

@@ -20,7 +20,7 @@ from nemo_gym.gateway.engines import (
     VllmEngine,
 )
 from nemo_gym.gateway.routing import HealthState, Prober, Router
-from nemo_gym.gateway.testing import FakeVllmEngine
+from nemo_gym_testing.gateway import FakeVllmEngine
 from tests.gateway.stubs import StubEngine
 
 

@@ -1,4 +1,4 @@
-"""Engines that are processes: killed, stopped, and back. Figures for the same are in `tests.faults.gateway_router`."""
+"""Engines that are processes: killed, stopped, and back. `campaigns.faults.gateway_router` has figures of the same."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.gateway.testing.tiny import make_policy
-from tests.faults.router_doors import LibraryDoor, Load, TurnError, library, until
-from tests.faults.router_engines import EngineProcess, Listener, engines
+from campaigns.faults.router_doors import LibraryDoor, Load, TurnError, library, until
+from campaigns.faults.router_engines import EngineProcess, Listener, engines
+from nemo_gym_testing.gateway.tiny import make_policy
 
 FAST = {"probe_interval_s": 0.1, "queue_timeout_s": 60.0}
 

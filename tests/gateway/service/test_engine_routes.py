@@ -14,13 +14,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig, SimpleResponsesAPIModel
-from nemo_gym.credentials import CREDENTIAL_HEADER, Role
+from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Role
 from nemo_gym.gateway.engines import Sampling, TokenRequest
 from nemo_gym.gateway.service.engine_routes import engine_routes
 from nemo_gym.gateway.service.pool import EnginePool
-from nemo_gym.gateway.testing import FakeVllmEngine
-from nemo_gym.serving.middleware import require_role
-from nemo_gym.serving.problems import JsonResponse
+from nemo_gym.http.middleware import require_role
+from nemo_gym.http.problems import JsonResponse
+from nemo_gym_testing.gateway import FakeVllmEngine
 from tests.servers.stack import Stack, running_stack
 
 NAME = "policy_model"

@@ -12,10 +12,10 @@ import orjson
 import pytest
 from pydantic import TypeAdapter
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.engines import EngineConfig, Sampling, TokenRequest
 from nemo_gym.gateway.service.pool import EngineKind, EnginePool, RetryConfig, RoutingConfig
-from nemo_gym.gateway.testing import FakeEngine, FakeOpenAIEngine, FakeSglangEngine, FakeVllmEngine
+from nemo_gym_testing.gateway import FakeEngine, FakeOpenAIEngine, FakeSglangEngine, FakeVllmEngine
 
 CONFIG: TypeAdapter[Any] = TypeAdapter(EngineConfig)
 _numbers = itertools.count()

@@ -13,7 +13,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from nemo_gym.errors import ModelError, NemoGymError
+from nemo_gym.contract.errors import ModelError, NemoGymError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.streams import stream_of
 from nemo_gym.gateway.engines import EngineRateLimitedError

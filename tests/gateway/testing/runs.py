@@ -20,8 +20,6 @@ from nemo_gym.gateway.engines import (
     TokenRequest,
     VllmEngine,
 )
-from nemo_gym.gateway.testing.tiny import ENGINES, Script, TinyEngine, make_policy
-from nemo_gym.gateway.testing.tiny.engine import Wire
 from nemo_gym.gateway.tokens import (
     History,
     IncrementalEncoder,
@@ -32,6 +30,8 @@ from nemo_gym.gateway.tokens import (
     Turn,
     trajectories_of,
 )
+from nemo_gym_testing.gateway.tiny import ENGINES, Script, TinyEngine, make_policy
+from nemo_gym_testing.gateway.tiny.engine import Wire
 
 NOW = datetime(2026, 3, 1, 12)
 _KEPT = tempfile.TemporaryDirectory()

@@ -24,10 +24,10 @@ from nemo_gym.gateway.engines import (
     TokenDelta,
     TokenRequest,
 )
-from nemo_gym.gateway.testing import Abort, CutOff, Status
-from nemo_gym.gateway.testing.chance import faults_by_chance
-from nemo_gym.gateway.testing.tiny import FAMILIES, CallView, EngineCall, read_log, recompute
-from nemo_gym.gateway.testing.tiny.engine import Wire
+from nemo_gym_testing.gateway import Abort, CutOff, Status
+from nemo_gym_testing.gateway.chance import faults_by_chance
+from nemo_gym_testing.gateway.tiny import FAMILIES, CallView, EngineCall, read_log, recompute
+from nemo_gym_testing.gateway.tiny.engine import Wire
 from tests.gateway.testing.runs import TOOLS, client, policy, policy_dir, served, user
 
 WIRES: tuple[Wire, ...] = ("vllm", "sglang")
@@ -221,7 +221,7 @@ async def test_defect_of_a_script_is_an_error_that_names_it(http: EngineConnecti
 
 @contextlib.asynccontextmanager
 async def process(*arguments: str):  # type: ignore[no-untyped-def]
-    command = [sys.executable, "-m", "nemo_gym.gateway.testing.tiny", *arguments]
+    command = [sys.executable, "-m", "nemo_gym_testing.gateway.tiny", *arguments]
     running = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert running.stdout is not None
     try:

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_gym.errors import ConfigError
-from nemo_gym.gateway.testing.asked import Draw
-from nemo_gym.gateway.testing.tiny import FAMILIES, TinyModel, make_policy, recompute
-from nemo_gym.gateway.testing.tiny.model import CHUNK, KeyValues, log_softmax
-from nemo_gym.gateway.testing.tiny.prefixes import PrefixCache
-from nemo_gym.gateway.testing.tiny.sampling import draw_token
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.tokens import PolicyTokenizer
+from nemo_gym_testing.gateway.asked import Draw
+from nemo_gym_testing.gateway.tiny import FAMILIES, TinyModel, make_policy, recompute
+from nemo_gym_testing.gateway.tiny.model import CHUNK, KeyValues, log_softmax
+from nemo_gym_testing.gateway.tiny.prefixes import PrefixCache
+from nemo_gym_testing.gateway.tiny.sampling import draw_token
 from tests.gateway.testing.runs import policy, policy_dir
 
 TEXT = "The tests fail because `parse(value)` returns None when the input is empty.\n" * 60

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.errors import ConfigError
-from nemo_gym.gateway.testing.tiny import FAMILIES, CallView, Script, load_script
-from nemo_gym.gateway.testing.tiny.rendering import AnswerRenderer
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym_testing.gateway.tiny import FAMILIES, CallView, Script, load_script
+from nemo_gym_testing.gateway.tiny.rendering import AnswerRenderer
 from tests.gateway.testing.runs import TOOLS, policy, user
 
 RULES = r"""

@@ -21,12 +21,12 @@ import pytest
 from nemo_gym.gateway.engines import EngineConnections, FinishReason, Sampling, TokenEngine, TokenRequest
 from nemo_gym.gateway.retries import EngineCalls, RetryOptions, TokenCalls
 from nemo_gym.gateway.routing import Prober, Router
-from nemo_gym.gateway.testing import Abort, CutOff, Status
-from nemo_gym.gateway.testing.chance import faults_by_chance
-from nemo_gym.gateway.testing.tiny import FAMILIES, CallView, EngineCall, TinyEngine, check_truth, read_log
-from nemo_gym.gateway.testing.tiny.engine import Wire
 from nemo_gym.gateway.tokens import Trajectory, TrajectoryTurn
 from nemo_gym.gateway.tokens.export import as_row, write_jsonl
+from nemo_gym_testing.gateway import Abort, CutOff, Status
+from nemo_gym_testing.gateway.chance import faults_by_chance
+from nemo_gym_testing.gateway.tiny import FAMILIES, CallView, EngineCall, TinyEngine, check_truth, read_log
+from nemo_gym_testing.gateway.tiny.engine import Wire
 from tests.gateway.testing.runs import TOOLS, Session, client, conversation, policy, policy_dir, served, user
 from tests.gateway.testing.test_tiny_engine import Eventually, process
 
@@ -347,7 +347,7 @@ async def test_report_is_printed_as_json_by_its_command(http: EngineConnections,
     assert check_truth(rows, log, policy_dir(FAMILY)).true
     write_jsonl(tmp_path / "right.jsonl", session.trajectories())
     write_jsonl(tmp_path / "wrong.jsonl", map(token_changed, session.trajectories()))
-    command = [sys.executable, "-m", "nemo_gym.gateway.testing.tiny.truth", "--policy", str(policy_dir(FAMILY))]
+    command = [sys.executable, "-m", "nemo_gym_testing.gateway.tiny.truth", "--policy", str(policy_dir(FAMILY))]
     for name, code in (("right", 0), ("wrong", 1)):
         done = await asyncio.to_thread(
             subprocess.run,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from nemo_gym.gateway.testing.tiny.policies import FAMILIES as TINY_FAMILIES
-from nemo_gym.gateway.testing.tiny.policies import chat_template
 from nemo_gym.gateway.tokens.policy import PolicyTokenizer
+from nemo_gym_testing.gateway.tiny.policies import FAMILIES as TINY_FAMILIES
+from nemo_gym_testing.gateway.tiny.policies import chat_template
 
 ODD = Path(__file__).parent / "families"
 CORPUS = [

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_gym.errors import RowError
+from nemo_gym.contract.errors import RowError
 from nemo_gym.gateway.tokens import Sampled, Trajectory, trajectories_of
 from nemo_gym.gateway.tokens.export import read_jsonl, read_npz, write_jsonl, write_npz
 from tests.gateway.tokens.conversations import call, result, said, user

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nemo_gym.errors import InvalidBodyError, ModelError
+from nemo_gym.contract.errors import InvalidBodyError, ModelError
 from nemo_gym.gateway.tokens import History, Sampled, SplitReason, TokenForest, trajectories_of
 from nemo_gym.gateway.tokens import history as history_module
 from nemo_gym.gateway.tokens.records import record_of, restore

@@ -14,7 +14,7 @@ API_KEY = "key-of-the-tests"
 @contextlib.contextmanager
 def double_server() -> Iterator[str]:
     """Its URL; it takes `API_KEY`. Boxes that are left are destroyed at the end."""
-    argv = [sys.executable, "-m", "nemo_gym.sandbox.testing.opensandbox", "--api-key", API_KEY]
+    argv = [sys.executable, "-m", "nemo_gym_testing.opensandbox", "--api-key", API_KEY]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from nemo_gym.errors import SandboxCreateError, SandboxError
+from nemo_gym.contract.errors import SandboxCreateError, SandboxError
 from nemo_gym.sandbox.base import Door, ExecOutput, ExecRequest, NetworkPolicy, SandboxHandle, SandboxSpec
 from nemo_gym.sandbox.conformance.base import eventually
 from nemo_gym.sandbox.providers.opensandbox import OpenSandboxProvider

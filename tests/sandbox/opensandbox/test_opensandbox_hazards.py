@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.errors import SandboxCreateError, SandboxCreateVerificationError, SandboxError, SandboxLostError
+from nemo_gym.contract.errors import SandboxCreateError, SandboxCreateVerificationError, SandboxError, SandboxLostError
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import (
     ExecEnd,
@@ -24,8 +24,8 @@ from nemo_gym.sandbox.base import (
 from nemo_gym.sandbox.conformance.base import eventually
 from nemo_gym.sandbox.providers.opensandbox import OpenSandboxProvider
 from nemo_gym.sandbox.registry import create_provider
-from nemo_gym.sandbox.testing.opensandbox import FakeOpenSandbox, serving
-from nemo_gym.sandbox.testing.opensandbox.faults import CommandFault
+from nemo_gym_testing.opensandbox import FakeOpenSandbox, serving
+from nemo_gym_testing.opensandbox.faults import CommandFault
 from tests.sandbox.opensandbox.double import API_KEY as KEY
 
 NewProvider = Callable[..., OpenSandboxProvider]

@@ -11,7 +11,7 @@ from typing import Any
 import docker
 import pytest
 
-from nemo_gym.errors import SandboxCreateError, SandboxCreateVerificationError
+from nemo_gym.contract.errors import SandboxCreateError, SandboxCreateVerificationError
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import (
     DEFAULT_MEMORY_MIB,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.sandbox.labels import MANAGED
 from nemo_gym.sandbox.providers.opensandbox import labels
 from nemo_gym.sandbox.providers.opensandbox.config import OpenSandboxConfig

@@ -7,8 +7,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from fastapi.testclient import TestClient
 
-from nemo_gym import errors
-from nemo_gym.errors import NemoGymError
+from nemo_gym.contract import errors
+from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.sandbox.wire import routes
 from nemo_gym.sandbox.wire.problems import CODES, BrokerError, Problem, error_of, parse_problem, problem_of
 

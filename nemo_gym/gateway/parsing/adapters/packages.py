@@ -6,8 +6,8 @@ import importlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from nemo_gym.configuration.suggest import nearest
-from nemo_gym.errors import ConfigError
+from nemo_gym._util.suggest import nearest
+from nemo_gym.contract.errors import ConfigError
 
 if TYPE_CHECKING:
     from nemo_gym.gateway.tokens.policy import PolicyTokenizer

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.parsing.adapters.guarded import GuardedAnswers
 from nemo_gym.gateway.parsing.answers import CallFormat, ParsedAnswer, ParsedCall, Segment, Tool
 

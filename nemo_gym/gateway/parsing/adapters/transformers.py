@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.parsing.adapters.guarded import GuardedAnswers
 from nemo_gym.gateway.parsing.adapters.packages import imported
 from nemo_gym.gateway.parsing.answers import ParsedAnswer, ParsedCall, Tool

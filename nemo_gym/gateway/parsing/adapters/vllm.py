@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from nemo_gym.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.parsing.adapters.guarded import GuardedCalls, GuardedReasoning
 from nemo_gym.gateway.parsing.adapters.packages import imported, transformers_tokenizer, unknown_parser
 from nemo_gym.gateway.parsing.answers import Tool

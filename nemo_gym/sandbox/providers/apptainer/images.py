@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_gym.errors import SandboxCreateError
+from nemo_gym.contract.errors import SandboxCreateError
 from nemo_gym.sandbox.providers.apptainer.settings import CONFIGURATION
 from nemo_gym.sandbox.providers.local.images import ImageManifest, ImageStore, remove_directory
 from nemo_gym.sandbox.providers.local.options import SupervisedOptions

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from nemo_gym.errors import SandboxCreateError
+from nemo_gym.contract.errors import SandboxCreateError
 from nemo_gym.sandbox.providers.local.options import SupervisedOptions, default_image_dir, default_state_dir
 
 

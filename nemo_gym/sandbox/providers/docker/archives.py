@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import IO, Any
 
-from nemo_gym.errors import SandboxArchiveError
+from nemo_gym.contract.errors import SandboxArchiveError
 from nemo_gym.sandbox.archive import (
     END_OF_ARCHIVE,
     ArchiveError,

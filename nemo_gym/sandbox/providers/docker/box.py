@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nemo_gym.errors import SandboxError
+from nemo_gym.contract.errors import SandboxError
 from nemo_gym.sandbox.base import SandboxHandle
 from nemo_gym.sandbox.providers.docker.names import spec_env
 from nemo_gym.sandbox.providers.docker.processes import BoxControl

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from nemo_gym.errors import SandboxError, SandboxLostError
+from nemo_gym.contract.errors import SandboxError, SandboxLostError
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 
-from nemo_gym.errors import SandboxError
+from nemo_gym.contract.errors import SandboxError
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecRequest
 from nemo_gym.sandbox.providers.docker.attach import Attachment, AttachRefused, attach
 from nemo_gym.sandbox.providers.docker.box import DockerBox

@@ -13,7 +13,7 @@ import platform
 import tempfile
 from pathlib import Path
 
-from nemo_gym.errors import SandboxCreateError
+from nemo_gym.contract.errors import SandboxCreateError
 from nemo_gym.sandbox.init_program import elf_image
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
-from nemo_gym.errors import SandboxCreateError
+from nemo_gym.contract.errors import SandboxCreateError
 from nemo_gym.sandbox.providers.docker.engine import Engine, sdk_errors, status_of, translate
 
 HOST_IMAGE = "host"

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_gym.errors import SandboxCreateError, SandboxError
+from nemo_gym.contract.errors import SandboxCreateError, SandboxError
 from nemo_gym.sandbox.providers.docker.config import DockerConfig
 from nemo_gym.sandbox.providers.docker.engine import Engine, explain, sdk_errors, status_of, translate
 from nemo_gym.sandbox.providers.docker.host_image import HOST_IMAGE, ensure_host_image

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nemo_gym.errors import SandboxArchiveError, SandboxCreateError, SandboxError, SandboxLostError
+from nemo_gym.contract.errors import SandboxArchiveError, SandboxCreateError, SandboxError, SandboxLostError
 from nemo_gym.sandbox.archive import pack
 from nemo_gym.sandbox.archive_filters import single_file
 from nemo_gym.sandbox.base import (

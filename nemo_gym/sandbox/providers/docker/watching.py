@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from nemo_gym.errors import SandboxCreateError
+from nemo_gym.contract.errors import SandboxCreateError
 from nemo_gym.sandbox.providers.docker import watchdog
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import nemo_gym
-from nemo_gym.errors import (
+from nemo_gym.contract.errors import (
     NemoGymError,
     SandboxArchiveError,
     SandboxCreateError,

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import nemo_gym
-from nemo_gym.command_directory import from_command
-from nemo_gym.configuration.suggest import reject_unknown_keys
-from nemo_gym.errors import ConfigError, SandboxCreateError
+from nemo_gym._util.command_directory import from_command
+from nemo_gym._util.suggest import reject_unknown_keys
+from nemo_gym.contract.errors import ConfigError, SandboxCreateError
 from nemo_gym.sandbox.base import SandboxResources
 
 _SUITE_PACKAGES = ("nemo_gym", "resources_servers", "responses_api_agents", "responses_api_models")

@@ -13,7 +13,7 @@ from pathlib import Path
 from socket import socket
 from typing import Any
 
-from nemo_gym.errors import (
+from nemo_gym.contract.errors import (
     SandboxCapabilityError,
     SandboxCreateError,
     SandboxError,

@@ -12,7 +12,7 @@ import tempfile
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
-from nemo_gym.errors import SandboxArchiveError
+from nemo_gym.contract.errors import SandboxArchiveError
 from nemo_gym.sandbox.archive_filters import TarFilter
 from nemo_gym.sandbox.providers.opensandbox.box import OpenSandboxBox
 from nemo_gym.sandbox.providers.opensandbox.connection import Connection

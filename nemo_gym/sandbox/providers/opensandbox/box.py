@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from nemo_gym.errors import SandboxError
+from nemo_gym.contract.errors import SandboxError
 from nemo_gym.sandbox.base import SandboxHandle
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from nemo_gym.errors import SandboxCreateError
+from nemo_gym.contract.errors import SandboxCreateError
 
 _SOURCES = Path(__file__).parent / "boxtool"
 _ARCHITECTURES = {"x86_64": "amd64", "amd64": "amd64", "aarch64": "arm64", "arm64": "arm64"}

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from nemo_gym.configuration.suggest import nearest, reject_unknown_keys
-from nemo_gym.errors import ConfigError
+from nemo_gym._util.suggest import nearest, reject_unknown_keys
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.sandbox.base import SandboxResources
 
 LIMITS = ("cpu", "memory")

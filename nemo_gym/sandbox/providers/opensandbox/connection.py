@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from nemo_gym.errors import SandboxError, SandboxLostError
+from nemo_gym.contract.errors import SandboxError, SandboxLostError
 from nemo_gym.sandbox.providers.opensandbox import labels as metadata_labels
 from nemo_gym.sandbox.providers.opensandbox.config import OpenSandboxConfig
 

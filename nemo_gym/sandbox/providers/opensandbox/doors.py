@@ -15,7 +15,7 @@ from pathlib import Path
 
 import structlog
 
-from nemo_gym.errors import SandboxError, SandboxLostError
+from nemo_gym.contract.errors import SandboxError, SandboxLostError
 from nemo_gym.sandbox.base import Door
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.doors import DoorServer, door_server

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from nemo_gym.errors import SandboxCreateError, SandboxError, SandboxLostError
+from nemo_gym.contract.errors import SandboxCreateError, SandboxError, SandboxLostError
 from nemo_gym.sandbox.base import (
     DEFAULT_READY_TIMEOUT_S,
     Door,

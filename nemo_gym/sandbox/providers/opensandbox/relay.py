@@ -13,7 +13,7 @@ import struct
 import uuid
 from dataclasses import dataclass
 
-from nemo_gym.errors import SandboxError, SandboxLostError
+from nemo_gym.contract.errors import SandboxError, SandboxLostError
 from nemo_gym.sandbox.providers.opensandbox.box import OpenSandboxBox
 from nemo_gym.sandbox.providers.opensandbox.connection import Connection
 from nemo_gym.sandbox.providers.opensandbox.frames import END, STARTED, STDOUT

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nemo_gym.errors import SandboxError, SandboxLostError
+from nemo_gym.contract.errors import SandboxError, SandboxLostError
 from nemo_gym.sandbox.providers.opensandbox.box import OpenSandboxBox
 from nemo_gym.sandbox.providers.opensandbox.connection import Connection, never_started, sdk_errors, translate
 from nemo_gym.sandbox.providers.opensandbox.frames import END, PING, Frame, FrameParser

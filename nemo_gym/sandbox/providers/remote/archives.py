@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 import aiohttp
 
-from nemo_gym.errors import NemoGymError, SandboxLostError
+from nemo_gym.contract.errors import NemoGymError, SandboxLostError
 from nemo_gym.sandbox.providers.remote.box import RemoteBox
 from nemo_gym.sandbox.providers.remote.connection import BrokerConnection, BrokerUnreachableError, SourceError
 from nemo_gym.sandbox.transfer import absolute

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nemo_gym.errors import SandboxError
+from nemo_gym.contract.errors import SandboxError
+from nemo_gym.contract.session import LeaseScope
 from nemo_gym.sandbox.base import SandboxHandle
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.wire.doors import DoorsView
-from nemo_gym.session import LeaseScope
 
 
 @dataclass

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from nemo_gym.http.replicas import Chooser
 from nemo_gym.sandbox.providers.remote.options import Broker, RemoteOptions, find_broker
-from nemo_gym.serving.replicas import Chooser
 
 NEXT_BROKER_AFTER_S = 5.0
 """How long a broker that cannot be reached, or has no room, is tried while there is another one."""
@@ -18,7 +18,7 @@ def find_brokers(options: RemoteOptions) -> Brokers | None:
         return None
     if options.server_name is None:
         return Brokers([first])
-    from nemo_gym.serving.client import ServerClient
+    from nemo_gym.http.client import ServerClient
 
     urls = ServerClient.load_from_global_config().replica_urls(options.server_name)
     return Brokers([Broker(url, first.headers) for url in urls])

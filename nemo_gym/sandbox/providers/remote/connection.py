@@ -19,10 +19,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError
 from yarl import URL
 
-from nemo_gym.errors import InvalidBodyError, SandboxError
+from nemo_gym.contract.errors import InvalidBodyError, SandboxError
+from nemo_gym.http.watched_socket import watched_socket
 from nemo_gym.sandbox.wire import routes
 from nemo_gym.sandbox.wire.problems import Problem, error_of, parse_problem
-from nemo_gym.watched_socket import watched_socket
 
 CONNECT_TIMEOUT_S = 10.0
 KEEPALIVE_S = 3.0

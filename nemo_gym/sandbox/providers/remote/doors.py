@@ -7,7 +7,7 @@ import contextlib
 
 import structlog
 
-from nemo_gym.errors import NemoGymError
+from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.sandbox.providers.remote.box import RemoteBox
 from nemo_gym.sandbox.providers.remote.connection import BrokerConnection
 from nemo_gym.sandbox.wire import routes

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 import aiohttp
 import structlog
 
-from nemo_gym.errors import NemoGymError, SandboxError, SandboxLostError
+from nemo_gym.contract.errors import NemoGymError, SandboxError, SandboxLostError
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecRequest
 from nemo_gym.sandbox.providers.remote.box import RemoteBox
 from nemo_gym.sandbox.providers.remote.connection import BrokerConnection, BrokerUnreachableError, Pauses, refusals

@@ -12,13 +12,14 @@ from typing import Any, cast
 import structlog
 from pydantic import ValidationError
 
-from nemo_gym.errors import (
+from nemo_gym.contract.errors import (
     ConfigError,
     NemoGymError,
     SandboxCreateError,
     SandboxError,
     SandboxLostError,
 )
+from nemo_gym.contract.session import LeaseScope, SandboxRef
 from nemo_gym.sandbox.base import (
     DEFAULT_READY_TIMEOUT_S,
     Door,
@@ -53,7 +54,6 @@ from nemo_gym.sandbox.wire.boxes import (
     SandboxView,
 )
 from nemo_gym.sandbox.wire.doors import DoorModel
-from nemo_gym.session import LeaseScope, SandboxRef
 
 log = structlog.get_logger(__name__)
 

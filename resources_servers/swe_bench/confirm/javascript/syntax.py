@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from nemo_gym.errors import VerifierError
+from nemo_gym.contract.errors import VerifierError
 
 if TYPE_CHECKING:
     from tree_sitter import Node, Parser

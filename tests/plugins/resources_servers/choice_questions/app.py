@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from nemo_gym.base_resources_server import BaseResourcesServerConfig, ReverifyMode, SimpleResourcesServer
-from nemo_gym.session import Artifact, RolloutIdentity
-from nemo_gym.verdict import Verdict
+from nemo_gym.contract.session import Artifact, RolloutIdentity
+from nemo_gym.contract.verdict import Verdict
 
 _ANSWER = re.compile(r"\[([A-Z])\]|\b([A-Z])\b")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
-from nemo_gym.errors import ModelError
-from nemo_gym.serving.client import get_response_json, request
-from nemo_gym.session import ActRequest, ActResponse
+from nemo_gym.contract.errors import ModelError
+from nemo_gym.contract.session import ActRequest, ActResponse
+from nemo_gym.http.client import get_response_json, request
 
 
 class OneShotConfig(BaseResponsesAPIAgentConfig):

@@ -1,0 +1,97 @@
+"""Calls per second with many callers at once, each in a conversation of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from campaigns.bench.gateway_parts.doors import Door, Talk
+from campaigns.bench.gateway_parts.wire import Connection, WireError
+
+
+@dataclass(frozen=True)
+class Round:
+    """One door, once."""
+
+    calls: int
+    failed: int
+    seconds: float
+    cpu_s: float | None
+    p50_ms: float
+    p99_ms: float
+
+    @property
+    def rate(self) -> float:
+        return (self.calls - self.failed) / self.seconds
+
+
+async def measured(door: Door, callers: int, turns: int, spread_s: float) -> Round:
+    """Sessions are opened before and closed after what is timed. Callers begin evenly over ``spread_s`` seconds, as
+    those of a run that goes on do."""
+    connections = [Connection(door.url) for _ in range(callers)]
+    talks: list[Talk] = [*await asyncio.gather(*(door.open(one, number) for number, one in enumerate(connections)))]
+    spent: list[float] = []
+    failed = 0
+
+    async def caller(number: int, talk: Talk) -> None:
+        nonlocal failed
+        await asyncio.sleep(spread_s * number / callers)
+        for _ in range(turns):
+            begin = time.perf_counter()
+            try:
+                await talk.turn()
+            except (WireError, TimeoutError, OSError):
+                failed += 1
+            spent.append(1000 * (time.perf_counter() - begin))
+
+    cpu = door.server.cpu_s() if door.server is not None else None
+    begin = time.perf_counter()
+    await asyncio.gather(*(caller(number, talk) for number, talk in enumerate(talks)))
+    seconds = time.perf_counter() - begin
+    used = door.server.cpu_s() - cpu if door.server is not None and cpu is not None else None
+    await asyncio.gather(*(talk.close() for talk in talks))
+    for connection in connections:
+        connection.close()
+    spent.sort()
+    return Round(len(spent), failed, seconds, used, statistics.median(spent), spent[int(0.99 * (len(spent) - 1))])
+
+
+async def lost(
+    pairs: list[tuple[Door, Door]],
+    callers: int,
+    turns: int,
+    rounds: int,
+    spread_s: float,
+    before_each: Callable[[], Awaitable[None]],
+) -> dict[str, dict[str, Any]]:
+    """For each (door, the engine itself), by the door's name. Rounds alternate between doors; a door's loss is the
+    median over rounds."""
+    doors = [*dict.fromkeys(door for pair in pairs for door in pair)]
+    found: dict[Door, list[Round]] = {door: [] for door in doors}
+    for _ in range(rounds):
+        for door in doors:
+            await before_each()
+            found[door].append(await measured(door, callers, turns, spread_s))
+    told = {}
+    for door, engine in pairs:
+        ours, theirs = found[door], found[engine]
+        losses = [1 - one.rate / other.rate for one, other in zip(ours, theirs, strict=True)]
+        told[door.name] = {
+            "lost_share": round(statistics.median(losses), 4),
+            "lost_share_by_round": [round(loss, 4) for loss in losses],
+            "calls_per_s": round(statistics.median(one.rate for one in ours), 1),
+            "engine_calls_per_s": round(statistics.median(one.rate for one in theirs), 1),
+            "p50_ms": round(statistics.median(one.p50_ms for one in ours), 1),
+            "p99_ms": round(statistics.median(one.p99_ms for one in ours), 1),
+            "engine_p50_ms": round(statistics.median(one.p50_ms for one in theirs), 1),
+            "engine_p99_ms": round(statistics.median(one.p99_ms for one in theirs), 1),
+            "failed": sum(one.failed for one in ours),
+        }
+        if door.server is not None:
+            cpu = statistics.median(1000 * (one.cpu_s or 0.0) / one.calls for one in ours)
+            told[door.name]["cpu_ms_per_call"] = round(cpu, 3)
+    return told

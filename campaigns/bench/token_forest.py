@@ -1,0 +1,164 @@
+"""What a turn costs in the token code as its conversation grows.
+
+    python -m campaigns.bench.token_forest [--json] [--turns 200] [--rounds 5]
+
+One session of a tool loop: each turn sends the whole history again, parsed anew from JSON as a server gets it, with
+four messages more (an answer with its calls, three results, 1 to 2 KB each), and samples an answer. Timed, in CPU time
+of the thread, are ``prepare``, the prompt as JSON for the engine, ``commit`` and the journal's record; the parsing of
+the body and its lowering are reported beside them. ``lowered``: the messages that were sent before are the objects of
+the request before, as `LoweringMemo` hands them to the gateway's server; ``parsed``: all are new objects, the worst
+case. Before each turn a buffer larger than the processor's caches is walked over, because on a real gateway other
+sessions ran meanwhile. A turn's figure is the median over rounds and its four neighbours.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import statistics
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, too
+
+from campaigns.bench.report import Bar, argument_parser, print_report
+from nemo_gym.gateway.dialects import Dialect
+from nemo_gym.gateway.dialects.adapters import adapter_of
+from nemo_gym.gateway.dialects.memo import LoweringMemo
+from nemo_gym.gateway.tokens import History, IncrementalEncoder, PolicyTokenizer, Sampled, TokenForest
+from nemo_gym.gateway.tokens.records import record_of
+from nemo_gym_testing.gateway.tiny.policies import make_policy
+
+RATIO_AT_MOST = 1.5
+EARLY, MIDDLE = 10, 100
+AROUND = 2
+TOOLS = [{"type": "function", "function": {"name": "shell", "description": "runs", "parameters": {"type": "object"}}}]
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "lazy",
+    "dog",
+    "runs",
+    "tests",
+    "again",
+    "error",
+    "file",
+    "line",
+    "import",
+    "class",
+    "return",
+    "value",
+    "none",
+]
+BEFORE = ("parse_body", "lower")
+"""What others do before the token code; not counted."""
+PARTS = ("prepare", "prompt_json", "commit", "record")
+COLD = bytearray(64 << 20)
+
+
+def text(source: random.Random, size: int) -> str:
+    words: list[str] = []
+    while size > 0:
+        words.append(source.choice(WORDS))
+        size -= len(words[-1]) + 1
+    return " ".join(words)
+
+
+def turns_of(
+    policy: PolicyTokenizer, encoder: IncrementalEncoder, turns: int, seed: int, *, lowered: bool
+) -> list[dict[str, float]]:
+    """CPU nanoseconds of each part of each turn of one session."""
+    adapter, memo = adapter_of(Dialect.CHAT), LoweringMemo()
+    source = random.Random(seed)
+    forest = TokenForest(encoder, policy, History.VERBATIM, datetime(2026, 3, 1, tzinfo=UTC))
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": text(source, 4000)},
+        {"role": "user", "content": text(source, 2000)},
+    ]
+    stop = policy.stops[policy.turn_end] if policy.turn_end is not None else None
+    found = []
+    for turn in range(turns):
+        calls = [
+            {
+                "id": f"call_{turn}_{number}",
+                "type": "function",
+                "function": {"name": "shell", "arguments": orjson.dumps({"command": text(source, 300)}).decode()},
+            }
+            for number in range(3)
+        ]
+        answer = {"role": "assistant", "content": text(source, 1000), "tool_calls": calls}
+        ids = policy.encode(answer["content"] + "".join(call["function"]["arguments"] for call in calls))
+        sampled = Sampled(ids if stop is None else [*ids, stop], [-0.5] * (len(ids) + (stop is not None)), "stop", "1")
+        body = orjson.dumps({"messages": messages, "tools": TOOLS})
+        COLD[::64] = bytes(len(COLD) // 64)
+        marks = [time.thread_time_ns()]
+        request = orjson.loads(body)
+        marks.append(time.thread_time_ns())
+        sent = adapter.lower(request, memo).messages if lowered else request["messages"]
+        marks.append(time.thread_time_ns())
+        prepared = forest.prepare(sent, request["tools"])
+        marks.append(time.thread_time_ns())
+        prompt = prepared.prompt_json()
+        marks.append(time.thread_time_ns())
+        kept = forest.commit(prepared, sampled, answer)
+        marks.append(time.thread_time_ns())
+        orjson.dumps(record_of(kept))
+        marks.append(time.thread_time_ns())
+        assert len(prompt) > 2
+        spent = dict(zip((*BEFORE, *PARTS), (b - a for a, b in itertools.pairwise(marks)), strict=True))
+        found.append({**spent, "total": sum(spent[part] for part in PARTS), "prompt_tokens": len(prepared.prompt)})
+        messages += [answer] + [
+            {"role": "tool", "tool_call_id": call["id"], "content": text(source, source.randint(1000, 2000))}
+            for call in calls
+        ]
+    return found
+
+
+def around(rounds: list[list[dict[str, float]]], turn: int, part: str) -> float:
+    """The median of a part over all rounds, for turn number ``turn`` (from 1) and its neighbours."""
+    near = range(max(0, turn - 1 - AROUND), min(len(rounds[0]), turn + AROUND))
+    return statistics.median(one[at][part] for one in rounds for at in near)
+
+
+def main() -> int:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--turns", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--family", default="chatml_think")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        policy = PolicyTokenizer.load(make_policy(Path(folder) / "policy", arguments.family))
+    encoder = IncrementalEncoder(policy)
+    turns_of(policy, encoder, 12, 0, lowered=True)  # shapes are proven once per policy
+    gc.collect()
+    gc.freeze()  # as the gateway's server does: what is imported is never garbage
+    figures: dict[str, Any] = {}
+    bars = []
+    for how in ("lowered", "parsed"):
+        rounds = [
+            turns_of(policy, encoder, arguments.turns, seed, lowered=how == "lowered")
+            for seed in range(1, arguments.rounds + 1)
+        ]
+        for turn in sorted({EARLY, MIDDLE, arguments.turns}):
+            for part in (*BEFORE, *PARTS, "total"):
+                figures[f"{how}_turn_{turn}_{part}_us"] = round(around(rounds, turn, part) / 1000, 1)
+            figures[f"{how}_turn_{turn}_prompt_tokens"] = int(around(rounds, turn, "prompt_tokens"))
+        ratio = around(rounds, arguments.turns, "total") / around(rounds, EARLY, "total")
+        name = f"cost of turn {arguments.turns} over turn {EARLY}, messages {how}"
+        bars.append(Bar.at_most(name, ratio, RATIO_AT_MOST, "x"))
+    return print_report(figures, bars, as_json=arguments.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

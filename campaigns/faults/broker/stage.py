@@ -1,0 +1,176 @@
+"""One broker over one backend, what its boxes say of the commands they ran, and what the backend says of its boxes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import threading
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from campaigns.faults.leftovers import Scope, leftovers
+from nemo_gym.broker.lifecycle.backend import BROKER_LABEL, SANDBOX_LABEL
+from nemo_gym.sandbox import labels
+from nemo_gym.sandbox.base import SandboxProvider
+from nemo_gym.sandbox.registry import create_provider
+from resources_servers.sandbox.tests import broker_process
+from resources_servers.sandbox.tests.broker_process import BrokerProcess
+from resources_servers.sandbox.tests.postgres import running_postgres
+
+COUNTER_IN_BOX = "/opt/counter"
+DATABASES = ("sqlite", "postgres")
+PROVIDERS = ("local", "docker")
+
+
+class RunCounter:
+    """How often each command ran. Commands write their id into a pipe of the host that every box sees, so the count
+    outlives boxes, and nobody can forget a run."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir()
+        self.directory = directory
+        self._path = directory / "pipe"
+        os.mkfifo(self._path, 0o666)
+        self._path.chmod(0o666)  # whatever the umask; commands may be of any user
+        self._pipe = os.open(self._path, os.O_RDWR)
+        self.ran: Counter[str] = Counter()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def shell(mark: str) -> str:
+        """What a command does to be counted: one write, shorter than what a pipe takes at once."""
+        return f"echo {mark} > {COUNTER_IN_BOX}/pipe"
+
+    def _read(self) -> None:
+        rest = b""
+        while True:
+            *lines, rest = (rest + os.read(self._pipe, 65536)).split(b"\n")
+            for line in lines:
+                if line == b"stop":
+                    return
+                self.ran[line.decode()] += 1
+
+    def close(self) -> None:
+        os.write(self._pipe, b"stop\n")
+        self._thread.join(10)
+        os.close(self._pipe)
+
+
+@dataclass(frozen=True)
+class BackendBox:
+    """A box as the backend knows it."""
+
+    backend_id: str
+    sandbox_id: str
+    """The broker's id of it, by the label."""
+    key: str
+    """The create that asked for it, by the label."""
+
+
+class Inventory:
+    """What the backend has of one broker's boxes; the broker and its registry are not asked."""
+
+    def __init__(self, provider: SandboxProvider, scope: Scope, identity: str) -> None:
+        self.provider, self.scope, self.identity = provider, scope, identity
+
+    async def boxes(self) -> list[BackendBox]:
+        found = await self.provider.list({BROKER_LABEL: self.identity})
+        return [
+            BackendBox(info.sandbox_id, info.labels.get(SANDBOX_LABEL, ""), info.labels.get("faults.key", ""))
+            for info in found
+        ]
+
+    def physical(self) -> set[str]:
+        """Backend ids of the boxes that exist, by their files or as containers, whatever the provider lists."""
+        if self.scope.docker_host is None:
+            return {path.name for path in self.scope.state_dir.glob("*/boxes/*") if not path.name.startswith(".")}
+        wanted = f"label={BROKER_LABEL}={self.identity}"
+        command = ["docker", "-H", self.scope.docker_host, "ps", "-aq", "--no-trunc", "--filter", wanted]
+        return {*subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()}
+
+    async def residue(self, within_s: float = 30.0) -> dict[str, list[str]]:
+        """Processes, mounts, cgroups, namespaces, files and containers that stay when every box shall be gone."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + within_s
+        while True:
+            left = await asyncio.to_thread(leftovers, self.scope)
+            if not left or loop.time() > deadline:
+                return left
+            await asyncio.sleep(0.5)
+
+
+@dataclass
+class Stage:
+    """What a campaign plays on."""
+
+    broker: BrokerProcess
+    inventory: Inventory
+    counter: RunCounter
+    run_id: str
+
+    def spec(self) -> dict[str, Any]:
+        """Of boxes whose commands are counted."""
+        return {"mounts": [{"source": str(self.counter.directory), "target": COUNTER_IN_BOX}]}
+
+    def labels(self, key: str) -> dict[str, str]:
+        return {"faults.key": key, labels.RUN: self.run_id}
+
+    @property
+    def boundaries(self) -> Path:
+        return self.broker.state_dir / "boundaries"
+
+
+@contextlib.contextmanager
+def database(kind: str) -> Iterator[dict[str, Any]]:
+    """The settings of a broker with a registry of that kind."""
+    if kind == "sqlite":
+        yield {}
+        return
+    with running_postgres() as server:
+        yield {"database_url": server.new_database()}
+
+
+def backend_of(provider: str, folder: Path) -> tuple[dict[str, Any], str | None]:
+    """The configuration of a backend, and its engine where it has one."""
+    if provider == "local":
+        return {"local": {"state_dir": str(folder / "boxes"), "linger_s": 5}}, None
+    from tests.docker_engine import start_engine
+
+    engine = os.environ.get("DOCKER_HOST") or start_engine()
+    return {"docker": {"base_url": engine}}, engine
+
+
+@asynccontextmanager
+async def stage(folder: Path, provider: str, settings: Mapping[str, Any]) -> AsyncIterator[Stage]:
+    """A broker that is not started yet; with the block everything that it made is destroyed."""
+    identity = f"faults-{uuid.uuid4().hex[:12]}"
+    backend, engine = await asyncio.to_thread(backend_of, provider, folder)
+    broker = BrokerProcess(
+        folder / "state",
+        backend,
+        program=(str(Path(broker_process.__file__).with_name("killing_broker.py")),),
+        env={"KILL_LOG": str(folder / "state" / "boundaries")},
+        identity=identity,
+        # Only the reconciliation at the start is judged: none may come to its help.
+        **{"on_stop": "destroy", "reconcile_interval_s": 3600, **settings},
+    )
+    counter = RunCounter(folder / "counter")
+    backends = create_provider(backend)
+    scope = Scope(folder / "boxes", run_id=identity, docker_host=engine)
+    try:
+        yield Stage(broker, Inventory(backends, scope, identity), counter, identity)
+    finally:
+        try:
+            await asyncio.to_thread(broker.close)
+        finally:
+            await backends.reap({BROKER_LABEL: identity})
+            await backends.aclose()
+            counter.close()

@@ -1,0 +1,90 @@
+"""What clients received, what trajectories hold and what the engine logged must be one and the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from campaigns.faults.gateway.clients import Client
+from nemo_gym.gateway.tokens import PolicyTokenizer
+from nemo_gym_testing.gateway.tiny.log import EngineCall, read_log
+from nemo_gym_testing.gateway.tiny.truth import TruthReport, check_truth
+
+
+@dataclass
+class Ledger:
+    """Differences, by kind; each entry says where."""
+
+    lost: list[str] = field(default_factory=list)
+    """Received by a client, and in no trajectory."""
+    doubled: list[str] = field(default_factory=list)
+    """In trajectories more than once, or without any client having received it."""
+    changed: list[str] = field(default_factory=list)
+    """Received with another text than its tokens have."""
+    split: list[str] = field(default_factory=list)
+    """A conversation that did not stay one chain."""
+    unexplained: list[str] = field(default_factory=list)
+    """Sampled to its end, in no trajectory, and no kill or failure explains it."""
+    resampled: int = 0
+    """Answers that died with the gateway before they were committed, and were sampled anew."""
+    truth: TruthReport = field(default_factory=TruthReport)
+
+
+def compare(clients: Sequence[Client], summaries: Sequence[Mapping[str, Any]], log: Path, policy_dir: Path) -> Ledger:
+    """``summaries[i]`` is how the session of ``clients[i]`` was finalized."""
+    ledger = Ledger()
+    policy = PolicyTokenizer.load(policy_dir)
+    committed: set[str] = set()
+    for client, summary in zip(clients, summaries, strict=True):
+        turns = [
+            (turn["details"]["call_id"], row["response_ids"][turn["start"] : turn["end"]])
+            for row in summary["trajectories"]
+            for turn in row["turns"]
+        ]
+        counts = Counter(call_id for call_id, _ in turns)
+        committed |= set(counts)
+        received = [answer.call_id for answer in client.received]
+        ledger.lost += [f"{client.tag}: {one}" for one in received if one not in counts]
+        ledger.doubled += [f"{client.tag}: {one} × {n}" for one, n in counts.items() if n > 1]
+        ledger.doubled += [f"{client.tag}: {one} was never received" for one in counts if one not in received]
+        ledger.doubled += [f"{client.tag}: {one} received twice" for one, n in Counter(received).items() if n > 1]
+        if len(summary["trajectories"]) != 1:
+            reasons = [row["split_reason"] for row in summary["trajectories"]]
+            ledger.split.append(f"{client.tag}: {reasons}")
+        texts = dict(turns)
+        for answer in client.received:
+            ids = [one for one in texts.get(answer.call_id, []) if one not in policy.stop_ids]
+            if answer.call_id in texts and answer.text.strip() not in policy.decode(ids):
+                ledger.changed.append(f"{client.tag}: {answer.text!r} is not {policy.decode(ids)!r}")
+    calls = read_log(log)
+    excused = _excused(calls, committed, clients, policy, ledger)
+    rows = [row for summary in summaries for row in summary["trajectories"]]
+    ledger.truth = check_truth(rows, [log], policy_dir, excused=excused)
+    return ledger
+
+
+def _excused(
+    calls: Sequence[EngineCall],
+    committed: set[str],
+    clients: Sequence[Client],
+    policy: PolicyTokenizer,
+    ledger: Ledger,
+) -> set[str]:
+    """Request ids of answers that may be missing: as many of a session as there were hits while it asked."""
+    missing: dict[str, list[EngineCall]] = {}
+    for call in calls:
+        if call.answered and str(call.request_id)[:32] not in committed:
+            prompt = policy.decode(call.prompt_ids.tolist())
+            at = prompt.rfind("session-")
+            missing.setdefault(prompt[at : at + 12], []).append(call)
+    hits = {client.tag: client.hits for client in clients}
+    excused: set[str] = set()
+    for tag, lost in missing.items():
+        allowed = hits.get(tag, 0)
+        ledger.unexplained += [f"{tag}: {call.request_id}" for call in lost[allowed:]]
+        excused |= {str(call.request_id) for call in lost[:allowed]}
+    ledger.resampled = len(excused)
+    return excused

@@ -1,0 +1,42 @@
+"""Errors for unknown names that say which name was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable
+
+from pydantic import ValidationError
+
+from nemo_gym.contract.errors import ConfigError
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`` (did you mean 'x'?)``, or an empty string when nothing is near."""
+    matches = difflib.get_close_matches(name, [str(k) for k in known], n=1, cutoff=0.6)
+    return f" (did you mean '{matches[0]}'?)" if matches else ""
+
+
+def validation_problems(error: ValidationError, known: Collection[str] = (), *, where: str = "") -> str:
+    """What a configuration class refused, without the values: they may be secrets.
+
+    Args:
+        known: its keys.
+        where: the dotted path of its block, so that each problem names the key as a user types it.
+    """
+    problems, block = [], f"{where}." if where else ""
+    for item in error.errors(include_input=False, include_url=False):
+        *parents, key = map(str, item["loc"] or ("value",))
+        path = block + ".".join((*parents, key))
+        if item["type"] == "extra_forbidden":
+            problems.append(f"unknown key '{path}'{'' if parents else nearest(key, known)}")
+        else:
+            problems.append(f"{path}: {item['msg']}")
+    return "; ".join(problems)
+
+
+def reject_unknown_keys(given: Iterable[str], known: Collection[str], *, where: str) -> None:
+    """Raise `ConfigError` naming every key of ``given`` that is not ``known``, with suggestions."""
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        listed = ", ".join(f"'{key}'{nearest(key, known)}" for key in unknown)
+        raise ConfigError(f"{where}: unknown key {listed}; known keys are {', '.join(sorted(known))}", keys=unknown)

@@ -1,0 +1,1 @@
+"""What stands behind an agent server: the act, binding by topology, harnesses."""

@@ -1,0 +1,120 @@
+"""Running acts of an agent server: one per rollout, ended by a newer attempt, a cancel, or the caller's departure.
+
+However an act ends, its own teardown is waited for: when its caller is told, its box is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import structlog
+from starlette.requests import Request
+
+from nemo_gym.contract.errors import ContractError, FencedError
+from nemo_gym.contract.session import RolloutIdentity
+from nemo_gym.http.disconnect import CallerGoneError, end, while_connected
+
+REMEMBERED = 4096
+"""Rollouts whose older attempts are known for such: about 1 MB."""
+
+T = TypeVar("T")
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Act:
+    attempt: int
+    task: asyncio.Task[object]
+
+
+class ActRegistry:
+    """The acts of one agent server."""
+
+    def __init__(self) -> None:
+        self._acts: dict[tuple[str, str], _Act] = {}
+        self._latest: dict[tuple[str, str], int] = {}
+        """The newest attempt of each rollout that was seen, in the order of the last sight; the latest
+        `REMEMBERED`."""
+
+    @property
+    def active(self) -> int:
+        return len(self._acts)
+
+    async def run(self, rollout: RolloutIdentity, work: Callable[[], Awaitable[T]], request: Request) -> T:
+        """Run ``work`` for an attempt while its caller is connected.
+
+        An older attempt of the rollout is ended first. Raises `FencedError` for an attempt that was replaced,
+        `ContractError` for one that is already running, and `CallerGoneError` when the caller left.
+        """
+        key = (rollout.run_id, rollout.rollout_id)
+        self._admit(key, rollout)
+        if (older := self._acts.get(key)) is not None:
+            await end(older.task)
+            self._admit(key, rollout)
+        task: asyncio.Task[T] = asyncio.ensure_future(_run(work))
+        act = self._acts[key] = _Act(rollout.attempt, task)
+        try:
+            return await while_connected(request, lambda: task)
+        except CallerGoneError:
+            log.info("act ended: its caller is gone", rollout_id=rollout.rollout_id, attempt=rollout.attempt)
+            raise
+        except asyncio.CancelledError:
+            if not task.cancelled() or (me := asyncio.current_task()) is None or me.cancelling():
+                raise
+            raise FencedError(
+                f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was cancelled",
+                rollout_id=rollout.rollout_id,
+            ) from None
+        finally:
+            if not task.done():
+                await end(task)
+            if self._acts.get(key) is act:
+                del self._acts[key]
+
+    def _admit(self, key: tuple[str, str], rollout: RolloutIdentity) -> None:
+        latest = self._latest.get(key, 0)
+        if latest > rollout.attempt:
+            raise FencedError(
+                f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was replaced by attempt {latest}",
+                rollout_id=rollout.rollout_id,
+            )
+        running = self._acts.get(key)
+        if running is not None and running.attempt == rollout.attempt:
+            raise ContractError(
+                f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' is already running here",
+                rollout_id=rollout.rollout_id,
+            )
+        self._remember(key, rollout.attempt)
+
+    def _remember(self, key: tuple[str, str], attempt: int) -> None:
+        self._latest.pop(key, None)
+        self._latest[key] = attempt
+        if len(self._latest) > REMEMBERED:
+            # An attempt that comes this late would have been refused by its environment, too.
+            self._latest.pop(next(iter(self._latest)))
+
+    async def cancel(self, rollout: RolloutIdentity) -> tuple[bool, float]:
+        """End the act of this attempt or of an older one; whether there was one, and the seconds it took to end."""
+        key = (rollout.run_id, rollout.rollout_id)
+        self._remember(key, max(self._latest.get(key, 0), rollout.attempt))
+        act = self._acts.get(key)
+        if act is None or act.attempt > rollout.attempt:
+            return False, 0.0
+        started = time.monotonic()
+        await end(act.task)
+        return True, time.monotonic() - started
+
+    async def finish(self) -> None:
+        """End every act, at shutdown."""
+        acts = [*self._acts.values()]
+        for act in acts:
+            act.task.cancel()
+        await asyncio.gather(*(act.task for act in acts), return_exceptions=True)
+
+
+async def _run(work: Callable[[], Awaitable[T]]) -> T:
+    return await work()

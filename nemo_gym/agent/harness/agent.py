@@ -1,0 +1,177 @@
+"""`CliAgent`: the agent server around any `CliHarness`, in every topology.
+
+A new CLI agent is a folder with a harness class and
+
+    class MyAgent(CliAgent):
+        harness_class = MyHarness
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import uuid
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fastapi import FastAPI
+from pydantic import Field, PrivateAttr, ValidationError
+
+from nemo_gym._util.suggest import validation_problems
+from nemo_gym.agent.harness.base import CliHarness, HarnessContext
+from nemo_gym.agent.harness.process import STOP_TIMEOUT_S
+from nemo_gym.agent.harness.run import RunSettings, run_in_box
+from nemo_gym.agent.topology.bindings import AgentBoxes
+from nemo_gym.agent.topology.transcript import prompt_text
+from nemo_gym.agent.topology.world import DEFAULT_LEASE_TTL_S, HarnessRun, World, act_in_world
+from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
+from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.session import ActRequest, ActResponse, BoxNeeds, MountModel, SandboxSpecModel, Topology
+from nemo_gym.http.client import server_path
+from nemo_gym.sandbox.merge import HarnessNeeds
+from nemo_gym.sandbox.owner import SandboxOwner
+
+
+class CliAgentConfig(BaseResponsesAPIAgentConfig):
+    """Configuration of every CLI agent."""
+
+    resources_server: ResourcesServerRef
+    model_server: ModelServerRef
+    sandbox_provider: str | dict[str, Any]
+    harness: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the harness itself; its options class says which."""
+    max_turns: int | None = Field(None, gt=0)
+    """Model answers per attempt, of sub-agents and of side requests (titles, summaries) too: counted at the model's
+    door, which forwards no more. A descriptor's ``limits.max_turns`` lowers it; the run's wins."""
+    max_model_failures: int | None = Field(10, gt=0)
+    """Requests to the model that fail one after another (429, 5xx, no or half an answer), however often the CLI would
+    ask again, before the attempt ends as ``model_unreachable``. ``None`` leaves it to the CLI and the wall clock."""
+    wall_clock_s: float = Field(3600.0, gt=0)
+    """Per attempt, where the descriptor sets no limit."""
+    scratch: SandboxSpecModel = Field(default_factory=SandboxSpecModel)
+    """The box the CLI runs in where the task has no world for it (topologies A and B)."""
+    outer: SandboxSpecModel = Field(default_factory=SandboxSpecModel)
+    """What the episode's box needs beyond the environment's world (topology D)."""
+    requires: list[str] = Field(default_factory=list)
+    """Sandbox capabilities this agent needs in every box."""
+    max_concurrency: int = Field(64, gt=0)
+    """Attempts that run at once."""
+    sandbox_lease_s: float = Field(DEFAULT_LEASE_TTL_S, gt=0)
+    """Seconds a box outlives this server when it is killed."""
+    event_log_bytes: int = Field(64 * 1024, ge=0)
+    """Of the CLI's raw output in the observations of each attempt."""
+
+
+class CliAgent(SimpleResponsesAPIAgent):
+    """Runs a CLI as a process in a box. Subclasses name the harness, and topologies it cannot serve."""
+
+    config: CliAgentConfig
+    topologies: ClassVar[tuple[Topology, ...]] = (
+        Topology.AGENT_IN_ENV,
+        Topology.ENV_SANDBOXED,
+        Topology.NONE,
+        Topology.WHOLE_INTERACTION,
+    )
+    box_topologies: ClassVar[tuple[Topology, ...]] = (
+        Topology.AGENT_IN_ENV,
+        Topology.ENV_SANDBOXED,
+        Topology.NONE,
+        Topology.WHOLE_INTERACTION,
+    )
+    """Topologies in which this agent makes a box: all, because a program that runs commands never runs on the host."""
+    tool_access: ClassVar[tuple[str, ...]] = ("mcp",)
+    """How its harness reaches a world that it is not in."""
+    harness_class: ClassVar[type[CliHarness]]
+
+    _harness: CliHarness = PrivateAttr()
+    _slots: asyncio.Semaphore | None = PrivateAttr(default=None)
+    _owner: SandboxOwner | None = PrivateAttr(default=None)
+
+    def setup_webserver(self) -> FastAPI:
+        self._harness = self._configured_harness()
+        self.installed()  # a CLI that nobody fetched is said once, before any row is run
+        return super().setup_webserver()
+
+    def _configured_harness(self) -> CliHarness:
+        options_class = self.harness_class.options_class
+        try:
+            options = options_class.model_validate(self.config.harness)
+        except ValidationError as error:
+            where = f"{server_path(self.server_client.global_config_dict, self.config.name)}.harness"
+            raise ConfigError(
+                f"{validation_problems(error, options_class.model_fields, where=where)}; it takes:"
+                f" {', '.join(options_class.model_fields) or 'nothing'}",
+                key=where,
+            ) from None
+        return self.harness_class(options)
+
+    async def act(self, request: ActRequest) -> ActResponse:
+        if self._slots is None or self._owner is None:
+            self._slots = asyncio.Semaphore(self.config.max_concurrency)
+            self._owner = SandboxOwner(self.config.sandbox_provider, self.server_client)
+        config = self.config
+        needs = HarnessNeeds.of(await self.box_needs())
+        context, settings = self._context(request), self._settings(request)
+
+        async def harness(world: World, run: HarnessRun) -> None:
+            await run_in_box(world, run, self._harness, context, settings)
+
+        async with self._slots:
+            return await act_in_world(
+                request,
+                self._owner.provider(),
+                harness,
+                needs=dataclasses.replace(needs, model_in_box=True, max_model_answers=context.max_turns),
+                boxes=AgentBoxes(scratch=config.scratch.to_spec(), outer=config.outer.to_spec()),
+                topologies=self.topologies,
+                default_wall_clock_s=config.wall_clock_s,
+                grace_s=STOP_TIMEOUT_S,
+                lease_ttl_s=config.sandbox_lease_s,
+            )
+
+    async def box_needs(self) -> BoxNeeds:
+        installed, package = await asyncio.to_thread(self.installed), self._harness.package
+        return BoxNeeds(
+            mounts=(MountModel(source=str(installed), target=package.install_dir),),
+            requires=tuple(self.config.requires),
+        )
+
+    def installed(self) -> Path:
+        """The package's directory on this host. Raises `ConfigError` when it was not fetched."""
+        from nemo_gym.agent.harness.provision import installed
+
+        package = self._harness.package
+        return package.directory or installed(package)
+
+    def _context(self, request: ActRequest) -> HarnessContext:
+        params = request.responses_create_params
+        system, prompt = prompt_text(params)
+        return HarnessContext(
+            prompt=prompt,
+            system=system,
+            model=request.inference.model,
+            model_url="",
+            mcp=(),
+            home="",
+            workdir="",
+            install_dir=self._harness.package.install_dir,
+            executable=self._harness.package.executable,
+            session_uuid=str(uuid.uuid5(uuid.NAMESPACE_URL, request.descriptor.rollout.attempt_id)),
+            max_turns=request.turns(self.config.max_turns),
+            wall_clock_s=request.wall_clock_s(self.config.wall_clock_s),
+            max_output_tokens=params.get("max_output_tokens"),
+        )
+
+    def _settings(self, request: ActRequest) -> RunSettings:
+        return RunSettings(
+            mcp_servers=tuple(server.name for server in request.descriptor.mcp),
+            harvest=request.descriptor.harvest,
+            event_log_bytes=self.config.event_log_bytes,
+            max_model_failures=self.config.max_model_failures,
+        )
+
+    async def shutdown(self) -> None:
+        await super().shutdown()
+        if self._owner is not None:
+            await self._owner.aclose()

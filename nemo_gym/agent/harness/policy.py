@@ -1,0 +1,102 @@
+"""The policy endpoint of one attempt, asked from an agent server, with bounded and classified retries.
+
+Every attempt of a server asks through that server's one pooled HTTP session (`nemo_gym.http.client`), which its
+lifespan closes. A client of its own costs an attempt a TLS context, which reads every certificate authority of the
+system: 25 ms of CPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Literal
+
+import aiohttp
+import orjson
+
+from nemo_gym.contract.errors import ModelError
+from nemo_gym.contract.model_limits import CONNECT_TIMEOUT_S, WAIT_BEYOND_S
+from nemo_gym.contract.session import InferenceEndpoint, is_context_exceeded
+from nemo_gym.http.client import get_global_aiohttp_client
+from nemo_gym.openai_types.client import SHOULD_RETRY_HEADER
+
+RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+MAX_BACKOFF_S = 30.0
+
+Route = Literal["/chat/completions", "/responses"]
+
+
+class ContextExceededError(ModelError):
+    """The conversation grew past what the model takes: the policy's doing, and no failure of its endpoint."""
+
+    code = "context_exceeded"
+
+
+class PolicyClient:
+    """Asks one attempt's endpoint. Retries what a later try may cure, at most ``max_tries`` times."""
+
+    def __init__(self, endpoint: InferenceEndpoint, *, max_tries: int) -> None:
+        self.endpoint = endpoint
+        self._base_url = endpoint.base_url.rstrip("/")
+        self._model = endpoint.model
+        self._headers = {"Authorization": f"Bearer {endpoint.token}", "Content-Type": "application/json"}
+        # The endpoint ends a call itself, and says why; this is for one that does not answer at all.
+        self._limit_s = endpoint.request_timeout_s + WAIT_BEYOND_S
+        self._timeout = aiohttp.ClientTimeout(total=self._limit_s, sock_connect=CONNECT_TIMEOUT_S)
+        self._max_tries = max_tries
+
+    async def ask(self, route: Route, body: dict[str, Any]) -> dict[str, Any]:
+        """The endpoint's answer to ``body``, a JSON object. Raises `ModelError` when the endpoint refuses, or fails
+        every try."""
+        data = orjson.dumps({**body, "model": self._model})
+        session = get_global_aiohttp_client()
+        for tried in range(1, self._max_tries + 1):
+            try:
+                async with session.post(
+                    self._base_url + route, data=data, headers=self._headers, timeout=self._timeout
+                ) as reply:
+                    content = await reply.read()
+                    if reply.status == 200:
+                        return _object(content)
+                    problem = f"answered {reply.status}: {_problem(content)}"
+                    if reply.status in (400, 413) and is_context_exceeded(problem):
+                        raise ContextExceededError(f"the conversation exceeds the model's context ({problem})")
+                    final = reply.headers.get(SHOULD_RETRY_HEADER) == "false"
+                    if final or reply.status not in RETRIED_STATUSES:
+                        raise ModelError(f"the policy endpoint {problem}", status=reply.status)
+                    pause = _retry_after(reply.headers.get("Retry-After"), default=0.5 * 2**tried)
+            except aiohttp.ClientError as error:  # that no connection came about in time is one, too
+                problem, pause = f"failed: {type(error).__name__}: {error}", 0.5 * 2**tried
+            except TimeoutError as error:
+                raise ModelError(f"the policy endpoint did not answer within {self._limit_s:g} s") from error
+            if tried < self._max_tries:
+                await asyncio.sleep(min(pause, MAX_BACKOFF_S))
+        raise ModelError(f"the policy endpoint {problem} (tried {self._max_tries} times)", retryable=True)
+
+
+def _problem(content: bytes) -> str:
+    """What went wrong, in the words of an error body."""
+    said = content[:300].decode("utf-8", "replace")
+    try:
+        body = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        return said
+    error = body.get("error") if isinstance(body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return message if isinstance(message, str) and message else said
+
+
+def _object(content: bytes) -> dict[str, Any]:
+    try:
+        answer = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise ModelError(f"the policy endpoint's answer is no JSON object: {content[:200]!r}")
+    return answer
+
+
+def _retry_after(value: str | None, default: float) -> float:
+    try:
+        return float(value) if value is not None else default
+    except ValueError:
+        return default

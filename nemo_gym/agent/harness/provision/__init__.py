@@ -1,0 +1,160 @@
+"""Where fetched CLI packages are on this host, and whether an image can run one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from nemo_gym.agent.harness.package import CliPackage
+from nemo_gym.agent.harness.provision.libraries import LOADERS, SYSTEM_DIRECTORY
+from nemo_gym.contract.errors import ConfigError
+
+INSTALL_COMMAND = "ng_prepare agents"
+RECORD = "node_modules/.package-lock.json"
+"""npm's record of what it unpacked where, with checksums."""
+PYTHON_RECORD = "python.json"
+"""The same for a package of PyPI: ``{"python": its version, "requirements": the file's checksum}``."""
+MARKER = ".installed"
+"""The last file of an installation; a directory without it is half made."""
+GLIBC = ".glibc"
+"""Beside a program that needs glibc: one, for images without."""
+
+UNFIT_STATUS = 97
+"""Exit status of `fitness_check` where the image cannot run a package."""
+
+
+def fetched_directory(package: CliPackage) -> Path:
+    """Where ``ng_prepare agents`` puts a package: ``agents/<name>/<version>`` in ``$NEMO_GYM_CACHE_DIR`` or
+    ``~/.cache/nemo-gym``."""
+    return cache_root() / "agents" / package.name / package.version
+
+
+def is_installed(package: CliPackage) -> bool:
+    """Whether a whole installation is there, whatever its checksums."""
+    return _found(package) is not None
+
+
+def installed(package: CliPackage) -> Path:
+    """The directory of a package on this host.
+
+    Raises:
+        ConfigError: it is not there, only half of it is, or its checksums are not the pinned ones; with the command
+            that installs it.
+    """
+    directory = _found(package)
+    if directory is None:
+        raise ConfigError(
+            f"the agent CLI '{package.name}' {package.version} is not in {cache_root()}; run: {INSTALL_COMMAND}",
+            key="agent",
+        )
+    if package.requirements is not None:
+        _check_python(package, directory)
+    recorded = _recorded(directory)
+    for name, pinned in package.integrity.items():
+        if (found := recorded.get(f"node_modules/{name}", {}).get("integrity")) != pinned:
+            raise ConfigError(
+                f"{directory} holds another '{name}' than the pinned one (its checksum is {found}, not {pinned});"
+                f" remove the directory and run: {INSTALL_COMMAND}",
+                key="agent",
+            )
+    return directory
+
+
+def _check_python(package: CliPackage, directory: Path) -> None:
+    try:
+        recorded = orjson.loads((directory / PYTHON_RECORD).read_bytes())["requirements"]
+    except (OSError, orjson.JSONDecodeError, KeyError):
+        recorded = None
+    if recorded != requirements_checksum(package):
+        raise ConfigError(
+            f"{directory} was installed from other requirements than {package.requirements}; remove the directory and"
+            f" run: {INSTALL_COMMAND}",
+            key="agent",
+        )
+
+
+def requirements_checksum(package: CliPackage) -> str:
+    """Of the file that pins a package of PyPI."""
+    assert package.requirements is not None
+    return "sha256-" + hashlib.sha256(package.requirements.read_bytes()).hexdigest()
+
+
+def _found(package: CliPackage) -> Path | None:
+    # What scripts/install-clis installed is the same package with npm's links around it.
+    for directory in (fetched_directory(package), cache_root() / "clis" / package.name / package.version):
+        if (directory / MARKER).is_file() and (directory / package.command).is_file():
+            return directory
+    return None
+
+
+def cache_root() -> Path:
+    """``$NEMO_GYM_CACHE_DIR`` or ``~/.cache/nemo-gym``."""
+    given = os.environ.get("NEMO_GYM_CACHE_DIR")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo-gym"
+
+
+def _recorded(directory: Path) -> Mapping[str, Any]:
+    """npm's own record of what it unpacked, after it compared each archive with its checksum."""
+    try:
+        packages = orjson.loads((directory / RECORD).read_bytes())["packages"]
+    except (OSError, orjson.JSONDecodeError, KeyError):
+        return {}
+    return packages if isinstance(packages, dict) else {}
+
+
+def fitness_check(package: CliPackage) -> str:
+    """Lines of a POSIX shell script that end it with `UNFIT_STATUS` and a sentence where the box cannot run the
+    package. Where an image has no glibc and the package does, two places of the box's file system get links to it."""
+    lines = [_need(f"[ -e {shlex.quote(package.executable)} ]", f"{package.executable} is not mounted into the box")]
+    for name in package.box_commands:
+        lines.append(_need(f"command -v {shlex.quote(name)} >/dev/null", _lacks(name, package)))
+    match package.runtime:
+        case "elf-glibc":
+            lines.append(_glibc(package))
+        case "node":
+            lines.append(_need("command -v node >/dev/null", _lacks("node", package)))
+        case "python":
+            lines.append(_need("command -v python3 >/dev/null", _lacks("python3", package)))
+        case "elf-static" | "script":
+            pass
+    return "\n".join(lines)
+
+
+def _glibc(package: CliPackage) -> str:
+    """Link the glibc of the package in where there is none, and ask the loader whether all of its libraries are there
+    in the versions it needs."""
+    bundled, program = shlex.quote(f"{package.install_dir}/{GLIBC}"), shlex.quote(package.executable)
+    none = _lacks("glibc", package, end="")
+    lines = ["loader="]
+    lines += [f"[ -e {loader} ] && loader={loader}" for loader in LOADERS]
+    lines += [
+        f'if [ -z "$loader" ]; then libraries={bundled}',
+        _need('[ -d "$libraries" ]', f"{none}, and none was taken along; run: {INSTALL_COMMAND}"),
+        f'for found in {" ".join(LOADERS)}; do [ -e "$libraries/${{found##*/}}" ] && loader=$found; done',
+        f'read -r directory < "$libraries/{SYSTEM_DIRECTORY}"',
+        _need(
+            '{ mkdir -p "${loader%/*}" "$directory" && ln -s "$libraries/${loader##*/}" "$loader" &&'
+            ' for file in "$libraries"/lib*; do ln -s "$file" "$directory/" || break; done; } 2>/dev/null',
+            f"{none}, and its root cannot be written to link one in; use an image with glibc, or run as root",
+        ),
+        "fi",
+        f'if ! found=$("$loader" --list {program} 2>&1); then',
+        f"printf '%s: %s' {shlex.quote(f'its glibc cannot load {package.name}, use a newer image')}"
+        ' "$(printf %s "$found" | tail -n 2)" >&2',
+        f"exit {UNFIT_STATUS}; fi",
+    ]
+    return "\n".join(lines)
+
+
+def _lacks(what: str, package: CliPackage, end: str = "; use an image that has it") -> str:
+    return f"it has no {what}, which {package.name} needs{end}"
+
+
+def _need(condition: str, otherwise: str) -> str:
+    return f"{{ {condition}; }} || {{ printf %s {shlex.quote(otherwise)} >&2; exit {UNFIT_STATUS}; }}"

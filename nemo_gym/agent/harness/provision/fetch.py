@@ -1,0 +1,175 @@
+"""Fetching CLI packages into the cache: npm archives and wheels of exact versions, compared with pinned checksums."""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import gzip
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import orjson
+
+from nemo_gym.agent.harness.package import CliPackage
+from nemo_gym.agent.harness.provision import (
+    GLIBC,
+    MARKER,
+    PYTHON_RECORD,
+    RECORD,
+    cache_root,
+    fetched_directory,
+    installed,
+    is_installed,
+    requirements_checksum,
+)
+from nemo_gym.agent.harness.provision.libraries import take_along
+from nemo_gym.agent.harness.provision.python_tree import make_python_tree
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.sandbox.archive import ArchiveError, extract
+
+FETCH_TIMEOUT_S = 1800.0
+
+
+def fetch(package: CliPackage) -> Path:
+    """The package's directory, fetched if it is not there. Several processes may ask at once; nothing half made is
+    ever seen under its name.
+
+    Raises:
+        ConfigError: there is no npm or no fitting Python, an archive could not be fetched, or one is not the pinned
+            one; the cache cannot be written to.
+    """
+    if _is_whole(package):
+        return installed(package)
+    try:
+        return _fetched(package, fetched_directory(package))
+    except OSError as error:
+        raise ConfigError(
+            f"the cache {cache_root()} cannot hold '{package.name}': {error.strerror or error}; NEMO_GYM_CACHE_DIR"
+            " names another",
+            key="NEMO_GYM_CACHE_DIR",
+        ) from error
+
+
+def _fetched(package: CliPackage, target: Path) -> Path:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(target.parent / ".lock"):
+        if not is_installed(package):
+            with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{package.version}.") as making:
+                _make(package, Path(making))
+                shutil.rmtree(target, ignore_errors=True)
+                Path(making, "package").rename(target)
+        directory = installed(package)
+        if not _is_whole(package):  # installed before there was a glibc to take along
+            with tempfile.TemporaryDirectory(dir=directory, prefix=f"{GLIBC}.") as making:
+                _take_glibc_along(package, directory, Path(making) / GLIBC)
+                Path(making, GLIBC).rename(directory / GLIBC)
+    return directory
+
+
+def _is_whole(package: CliPackage) -> bool:
+    return is_installed(package) and (package.runtime != "elf-glibc" or (installed(package) / GLIBC).is_dir())
+
+
+def _take_glibc_along(package: CliPackage, directory: Path, target: Path) -> None:
+    take_along([directory / package.command], target)
+
+
+def _make(package: CliPackage, making: Path) -> None:
+    root = making / "package"
+    if package.requirements is not None:
+        version = make_python_tree(package, root)
+        record = {"python": version, "requirements": requirements_checksum(package)}
+        (root / PYTHON_RECORD).write_bytes(orjson.dumps(record))
+    else:
+        _make_of_npm(package, making, root)
+    (root / MARKER).touch()
+
+
+def _make_of_npm(package: CliPackage, making: Path, root: Path) -> None:
+    record = {}
+    for name, version in package.npm.items():
+        pinned = package.integrity.get(name)
+        if pinned is None:
+            raise ConfigError(f"the CLI package '{package.name}' pins no checksum of '{name}'", key="integrity")
+        archive = _pack(name, version, making)
+        if (found := _integrity(archive)) != pinned:
+            raise ConfigError(
+                f"'{name}' {version} has the checksum {found} in the registry, and {pinned} is pinned; it is not used",
+                key="integrity",
+            )
+        _unpack(archive, root / "node_modules" / name)
+        archive.unlink()
+        record[f"node_modules/{name}"] = {"version": version, "integrity": found}
+    if not (root / package.command).is_file():
+        raise ConfigError(f"the CLI package '{package.name}' has no '{package.command}'", key="command")
+    (root / package.command).chmod(0o755)
+    (root / RECORD).write_bytes(orjson.dumps({"packages": record}))
+
+
+def _pack(name: str, version: str, directory: Path) -> Path:
+    """Download one archive; ``version`` may be an alias (``npm:other@1.2.3``)."""
+    spec = version.removeprefix("npm:") if version.startswith("npm:") else f"{name}@{version}"
+    command = [
+        _npm(),
+        "pack",
+        spec,
+        "--json",
+        "--ignore-scripts",
+        "--loglevel=error",
+        f"--pack-destination={directory}",
+    ]
+    path = f"{Path(command[0]).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # npm needs the node beside it
+    try:
+        done = subprocess.run(
+            command, cwd=directory, env={**os.environ, "PATH": path}, capture_output=True, timeout=FETCH_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"npm did not fetch '{spec}' within {FETCH_TIMEOUT_S:.0f} s; try again", key="npm") from None
+    archives = list(directory.glob("*.tgz"))
+    if done.returncode != 0 or len(archives) != 1:
+        said = done.stderr.decode("utf-8", "replace").strip()[-500:]
+        raise ConfigError(f"npm could not fetch '{spec}': {said}", key="npm")
+    return archives[0]
+
+
+def _npm() -> str:
+    found = shutil.which("npm") or next(map(str, (cache_root() / "clis" / "node").glob("*/bin/npm")), None)
+    if found is None:
+        raise ConfigError(
+            "fetching agent CLIs needs npm: install Node.js, or run scripts/install-clis node for one in the cache",
+            key="npm",
+        )
+    return found
+
+
+def _integrity(path: Path) -> str:
+    with path.open("rb") as file:
+        return "sha512-" + base64.b64encode(hashlib.file_digest(file, "sha512").digest()).decode()
+
+
+def _unpack(archive: Path, directory: Path) -> None:
+    """All of the archive without its first directory."""
+    with tempfile.TemporaryDirectory(dir=archive.parent) as unpacked:
+        # Not by `tarfile`, which can refuse members that leave the directory from Python 3.11.4 on only.
+        try:
+            with gzip.open(archive) as stream:
+                extract(stream.read, unpacked)
+            (first,) = Path(unpacked).iterdir()
+        except (ArchiveError, EOFError, ValueError, gzip.BadGzipFile, zlib.error) as error:
+            raise ConfigError(f"the npm archive {archive.name} cannot be unpacked: {error}", key="npm") from error
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        first.rename(directory)
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,62 @@
+"""The shared libraries a program needs, taken along from this host: its glibc above all.
+
+They go beside the program in its package, so that it also runs in images with another C library, or an older one.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from nemo_gym.contract.errors import ConfigError
+
+LOADERS = ("/lib64/ld-linux-x86-64.so.2", "/lib/ld-linux-aarch64.so.1")
+"""Where glibc programs look for their loader, on each architecture."""
+UNWINDER = "libgcc_s.so.1"
+SYSTEM_DIRECTORY = "system-directory"
+"""A file beside copied libraries: the directory in which their loader looks for libraries first."""
+_LISTED = re.compile(r"^\t(\S+) => (\S+) \(0x", re.MULTILINE)
+_MISSING = re.compile(r"^\t(\S+) => not found", re.MULTILINE)
+
+
+def host_loader() -> Path:
+    """This host's glibc loader. Raises `ConfigError` where there is none."""
+    for path in map(Path, LOADERS):
+        if path.exists():
+            return path
+    raise ConfigError(
+        "this host has no glibc to take along for the agent's box; prepare agents on a host that has one", key="agent"
+    )
+
+
+def listed(program: Path) -> tuple[Mapping[str, Path], tuple[str, ...]]:
+    """What the loader finds for a program or library (name → path), and the names it does not find."""
+    done = subprocess.run([str(host_loader()), "--list", str(program)], capture_output=True, text=True, timeout=60)
+    return {name: Path(path) for name, path in _LISTED.findall(done.stdout)}, tuple(_MISSING.findall(done.stdout))
+
+
+def take_along(programs: Iterable[Path], directory: Path, below: Path | None = None) -> None:
+    """Copy the loader, and every library that ``programs`` need and that is not ``below`` a directory, into
+    ``directory``, each under the name it is asked for by."""
+    directory.mkdir(parents=True)
+    loader = host_loader()
+    shutil.copy(loader.resolve(), directory / loader.name)
+    for program in programs:
+        for name, path in listed(program)[0].items():
+            if below is not None and path.resolve().is_relative_to(below):
+                continue
+            # glibc loads its unwinder by itself, to end a thread; no program lists it.
+            for wanted, found in ((name, path), (UNWINDER, path.with_name(UNWINDER))):
+                if found.exists() and not (directory / wanted).exists():
+                    shutil.copy(found.resolve(), directory / wanted)
+    (directory / SYSTEM_DIRECTORY).write_text(_system_directory(loader))
+
+
+def _system_directory(loader: Path) -> str:
+    done = subprocess.run([str(loader), "--help"], capture_output=True, text=True, timeout=60)
+    found = re.search(r"^\s+(/\S+) \(system search path\)", done.stdout, re.MULTILINE)
+    # A loader that does not tell is older than glibc 2.33.
+    return found.group(1).rstrip("/") if found else "/lib64"

@@ -1,0 +1,156 @@
+"""What each topology means for the box that an agent server makes for an attempt.
+
+    A none               no world; a process harness gets a scratch box of the agent's
+    B env_sandboxed      the world is the environment's. A process harness gets a scratch box, and the environment's
+                         tools by MCP doors; a harness in the agent server acts on the box the descriptor describes
+    C agent_in_env       the world's box, as the descriptor describes it; the harness is in it, or acts on it by exec
+    D whole_interaction  one outer box with everything inside: the descriptor's world and the agent's ``outer``
+
+In B and C the environment may have made the box already, and lend it (`SandboxRef`); then the agent server makes none.
+A box's spec is the environment's with the agent's added; a conflict is an error that names both sides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from nemo_gym.agent.topology.doors import process_doors, world_doors
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.session import ActRequest, SandboxRef, SessionDescriptor, Topology
+from nemo_gym.sandbox.base import Door, SandboxResources, SandboxSpec
+from nemo_gym.sandbox.merge import HarnessNeeds, bounded, egress_door, merge_env, network_policy, world_spec
+
+_SINGLE_VALUES = ("image", "workdir", "user", "entrypoint", "ready_timeout_s", "ttl_s")
+
+
+@dataclass(frozen=True)
+class AgentBoxes:
+    """The boxes an agent brings along, by its configuration."""
+
+    scratch: SandboxSpec = field(default_factory=SandboxSpec)
+    """Topologies A and B: where a process harness runs when the world is not its place."""
+    outer: SandboxSpec = field(default_factory=SandboxSpec)
+    """Topology D: what the episode's box needs beyond the environment's world."""
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The box of one attempt."""
+
+    spec: SandboxSpec
+    """With doors; labels and lease are the owner's to add."""
+    is_world: bool
+    """Whether the task's world is in it, so that it is what the descriptor's harvest collects from."""
+    lent: SandboxRef | None = None
+    """The environment owns the box, harvests it and destroys it; ``spec`` then says where to work and which doors to
+    open."""
+
+
+def bind(request: ActRequest, topology: Topology, needs: HarnessNeeds, boxes: AgentBoxes) -> Binding:
+    """The box for a request. Raises `ConfigError` when this topology cannot be had for it, with what would help."""
+    descriptor = request.descriptor
+    match topology:
+        case Topology.NONE:
+            return Binding(_scratch(request, needs, boxes), is_world=True)
+        case Topology.ENV_SANDBOXED if needs.model_in_box:
+            if not descriptor.mcp:
+                raise ConfigError(
+                    f"environment '{descriptor.environment}' offers no MCP server, so an agent outside of its world"
+                    " cannot reach it in topology 'env_sandboxed'; use topology=agent_in_env where it supports that",
+                    key="topology",
+                )
+            return Binding(_scratch(request, needs, boxes), is_world=False)
+        case Topology.ENV_SANDBOXED | Topology.AGENT_IN_ENV:
+            if (lent := _lent(descriptor)) is not None:
+                make = process_doors if needs.model_in_box else world_doors
+                doors = make(descriptor, request.inference, topology=topology, needs=needs)
+                return Binding(SandboxSpec(workdir=lent.workdir, doors=doors), is_world=True, lent=lent)
+            base = _described(descriptor)
+        case Topology.WHOLE_INTERACTION:
+            described = descriptor.sandbox is not None
+            base = joined(_described(descriptor), boxes.outer, descriptor.environment) if described else boxes.outer
+    spec = world_spec(base, descriptor, needs)
+    make = process_doors if needs.model_in_box else world_doors
+    doors = make(descriptor, request.inference, topology=topology, needs=needs)
+    return Binding(spec.replace(doors=(*spec.doors, *doors)), is_world=True)
+
+
+def _scratch(request: ActRequest, needs: HarnessNeeds, boxes: AgentBoxes) -> SandboxSpec:
+    """A box of the agent's own. The environment's egress rules are about its world; from here, the model and the
+    environment's MCP servers are in a process harness's reach, and nothing else unless the task is an open one or has
+    an allow-list. The commands of a harness in the agent server find no other doors."""
+    descriptor = request.descriptor
+    name = descriptor.environment
+    allowed, proxies = egress_door(descriptor.egress)
+    env = merge_env(merge_env(descriptor.egress.env, boxes.scratch.env, name=name), needs.env, name=name)
+    env = merge_env(env, proxies, name=name)
+    doors: tuple[Door, ...] = ()
+    if needs.model_in_box:
+        doors = process_doors(descriptor, request.inference, topology=Topology.NONE, needs=needs)
+    return boxes.scratch.replace(
+        env=env,
+        mounts=(*boxes.scratch.mounts, *needs.mounts),
+        requires=tuple(dict.fromkeys((*boxes.scratch.requires, *needs.requires))),
+        resources=bounded(boxes.scratch.resources, descriptor.limits),
+        network=network_policy(descriptor.egress),
+        doors=(*allowed, *doors),
+    )
+
+
+def _described(descriptor: SessionDescriptor) -> SandboxSpec:
+    if descriptor.sandbox is None or descriptor.sandbox.spec is None:
+        raise ConfigError(
+            f"environment '{descriptor.environment}' describes no box for topology '{descriptor.placement.topology}'",
+            key="sandbox",
+        )
+    return descriptor.sandbox.spec.to_spec()
+
+
+def _lent(descriptor: SessionDescriptor) -> SandboxRef | None:
+    return None if descriptor.sandbox is None else descriptor.sandbox.ref
+
+
+def joined(environment: SandboxSpec, agent: SandboxSpec, name: str) -> SandboxSpec:
+    """Both specs as one. ``name`` is the environment's, for errors. Raises `ConfigError` for each kind of conflict."""
+    changes: dict[str, object] = {"env": merge_env(environment.env, agent.env, name=name)}
+    for key in _SINGLE_VALUES:
+        changes[key] = _one(getattr(environment, key), getattr(agent, key), key, name)
+    resources = {
+        key: _one(getattr(environment.resources, key), getattr(agent.resources, key), f"resources.{key}", name)
+        for key in (resource.name for resource in fields(SandboxResources))
+        if key != "unlimited"
+    }
+    unlimited = tuple(dict.fromkeys((*environment.resources.unlimited, *agent.resources.unlimited)))
+    for key in unlimited:
+        if resources[key] is not None:
+            raise ConfigError(
+                f"of environment '{name}' and the agent one wants resources.{key}={resources[key]!r} of the outer box"
+                " and the other wants it unlimited; change one of them",
+                key=f"resources.{key}",
+            )
+    for key in ("files", "provider_options"):
+        ours, theirs = getattr(agent, key), getattr(environment, key)
+        for item in ours.keys() & theirs.keys():
+            _one(theirs[item], ours[item], f"{key}.{item}", name)
+        changes[key] = {**theirs, **ours}
+    targets = {mount.target: mount for mount in environment.mounts}
+    for mount in agent.mounts:
+        _one(targets.get(mount.target), mount, f"mounts of {mount.target}", name)
+    return environment.replace(
+        **changes,
+        resources=SandboxResources(**resources, unlimited=unlimited),
+        mounts=tuple({**targets, **{mount.target: mount for mount in agent.mounts}}.values()),
+        ports=tuple(dict.fromkeys((*environment.ports, *agent.ports))),
+        requires=tuple(dict.fromkeys((*environment.requires, *agent.requires))),
+    )
+
+
+def _one(environment: Any, agent: Any, key: str, name: str) -> Any:
+    if environment is not None and agent is not None and environment != agent:
+        raise ConfigError(
+            f"environment '{name}' wants {key}={environment!r} of the outer box and the agent wants {agent!r}; change"
+            " one of them",
+            key=key,
+        )
+    return agent if environment is None else environment

@@ -1,0 +1,277 @@
+"""One attempt in its world: acquire the box, run the harness in bounds, harvest, and leave nothing behind.
+
+The agent server owns the box here (see `nemo_gym.agent.topology.bindings` for which box that is): it renews the lease
+for as long as the act lives, and the act lives for as long as the pipeline's connection does. A box that the
+environment lends is the environment's to renew, harvest and destroy; here it is entered, worked in and left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from nemo_gym.agent.topology.bindings import AgentBoxes, Binding, bind
+from nemo_gym.agent.topology.borrowing import borrowed
+from nemo_gym.agent.topology.teardown import CLOSE_TIMEOUT_S, shielded
+from nemo_gym.contract.errors import (
+    AgentError,
+    ConfigError,
+    ModelError,
+    NemoGymError,
+    SandboxCapabilityError,
+    SandboxError,
+    SandboxLostError,
+)
+from nemo_gym.contract.session import ActRequest, ActResponse, AgentOutcome, Artifact, Topology, outcome_of_model_error
+from nemo_gym.sandbox import labels
+from nemo_gym.sandbox.base import (
+    DEFAULT_MAX_OUTPUT_BYTES,
+    ExecEnd,
+    ExecOutput,
+    ExecProcess,
+    ExecRequest,
+    SandboxExecResult,
+    SandboxHandle,
+    SandboxProvider,
+    SandboxRole,
+    SandboxSpec,
+)
+from nemo_gym.sandbox.capabilities import SupportsDoorStatistics
+from nemo_gym.sandbox.door_statistics import DoorStatistics
+from nemo_gym.sandbox.facade import keep_renewed
+from nemo_gym.sandbox.harvest import harvest_all
+from nemo_gym.sandbox.merge import HarnessNeeds
+
+log = structlog.get_logger(__name__)
+
+DEFAULT_LEASE_TTL_S = 120.0
+"""Lease of a working box: how long it outlives an agent server that was killed."""
+HARVEST_TIMEOUT_S = 600.0
+
+
+@dataclass
+class HarnessRun:
+    """What a harness reports while it works, so that a run cut short still says what it did."""
+
+    response: dict[str, Any] = field(default_factory=dict)
+    """An OpenAI Responses object."""
+    outcome: AgentOutcome = AgentOutcome.COMPLETED
+    detail: str | None = None
+    within_reach: bool = False
+    """See `ActResponse.within_reach`."""
+    observations: dict[str, Any] = field(default_factory=dict)
+
+
+class OutputLimitError(AgentError):
+    """The harness's processes wrote more than the attempt may (`Limits.max_output_bytes`)."""
+
+
+@dataclass
+class OutputMeter:
+    """What the processes of one attempt wrote, and how much they may."""
+
+    limit: int | None = None
+    used: int = 0
+
+    def cap(self, wanted: int) -> int:
+        """Bytes of one stream to keep: one more than are left shows that there was more."""
+        return wanted if self.limit is None else min(wanted, self.limit - self.used + 1)
+
+    def add(self, count: int) -> None:
+        self.used += count
+        if self.limit is not None and self.used > self.limit:
+            raise OutputLimitError(f"stopped after {self.limit} bytes of output, all it had")
+
+
+@dataclass
+class _MeteredProcess:
+    """An `ExecProcess` whose output is counted."""
+
+    process: ExecProcess
+    meter: OutputMeter
+
+    def __post_init__(self) -> None:
+        self.exec_id = self.process.exec_id
+
+    async def events(self) -> AsyncIterator[ExecOutput | ExecEnd]:
+        async for event in self.process.events():
+            if isinstance(event, ExecOutput):
+                self.meter.add(len(event.data))
+            yield event
+
+    async def signal(self, number: int) -> None:
+        await self.process.signal(number)
+
+    async def kill(self) -> None:
+        await self.process.kill()
+
+
+@dataclass(frozen=True)
+class World:
+    """The box of one attempt, as a harness sees it. Its execs raise `OutputLimitError` when the attempt's output is
+    used up."""
+
+    provider: SandboxProvider
+    handle: SandboxHandle
+    spec: SandboxSpec
+    topology: Topology
+    output: OutputMeter = field(default_factory=OutputMeter)
+
+    @property
+    def workdir(self) -> str:
+        return self.spec.workdir or "/"
+
+    async def exec(self, command: str | Sequence[str], **options: Any) -> SandboxExecResult:
+        """As `SandboxProvider.exec`, in the workdir by default; a lost box raises `SandboxLostError`."""
+        options.setdefault("cwd", self.workdir)
+        options["max_output_bytes"] = self.output.cap(options.get("max_output_bytes", DEFAULT_MAX_OUTPUT_BYTES))
+        result = await self.provider.exec(self.handle, command, **options)
+        if result.error_type == "lost":
+            raise SandboxLostError(f"box {self.handle.sandbox_id} was lost while a command ran in it", retryable=True)
+        self.output.add(len(result.stdout_bytes) + len(result.stderr_bytes))
+        return result
+
+    async def start_exec(self, request: ExecRequest) -> ExecProcess:
+        """As `SandboxProvider.start_exec`: a command whose output streams. Give it a ``cwd``."""
+        return _MeteredProcess(await self.provider.start_exec(self.handle, request), self.output)
+
+    def door_url(self, name: str) -> str | None:
+        """Root URL of a door as processes in the box see it; ``None`` when there is no such door."""
+        port = next((door.port for door in self.spec.doors if door.name == name), None)
+        return None if port is None else f"http://127.0.0.1:{port}"
+
+    def door_statistics(self, name: str) -> DoorStatistics | None:
+        """What went through a door so far; ``None`` where there is no such door, or the provider does not count."""
+        if not isinstance(self.provider, SupportsDoorStatistics):
+            return None
+        return self.provider.door_statistics(self.handle).get(name)
+
+
+Harness = Callable[[World, HarnessRun], Awaitable[None]]
+"""Drives the agent in a world. Reports through the `HarnessRun`; raises `ModelError` or `AgentError` for failures that
+are not the policy's."""
+
+
+async def act_in_world(
+    request: ActRequest,
+    provider: SandboxProvider,
+    harness: Harness,
+    *,
+    needs: HarnessNeeds | None = None,
+    boxes: AgentBoxes | None = None,
+    topologies: Sequence[Topology] = (Topology.AGENT_IN_ENV,),
+    default_wall_clock_s: float | None = None,
+    grace_s: float = 0.0,
+    lease_ttl_s: float = DEFAULT_LEASE_TTL_S,
+) -> ActResponse:
+    """Run one attempt in its box and harvest it.
+
+    Args:
+        boxes: the agent's own boxes, for topologies in which its harness is not in the environment's world.
+        default_wall_clock_s: for the harness, where the descriptor sets no limit.
+        grace_s: what a harness that keeps the wall clock itself gets beyond it, to stop and say how it ended.
+        lease_ttl_s: how long the box outlives this process at most.
+
+    Raises:
+        ConfigError: the descriptor asks for a topology or world this agent cannot serve.
+        SandboxError: the box could not be created, or was lost before it could be harvested.
+    """
+    descriptor = request.descriptor
+    topology = descriptor.placement.topology
+    if topology not in topologies:
+        raise ConfigError(
+            f"this agent cannot serve topology '{topology}' of environment '{descriptor.environment}'; it serves"
+            f" {', '.join(topologies)}",
+            key="topology",
+        )
+    binding = bind(request, topology, needs or HarnessNeeds(), boxes or AgentBoxes())
+    run = HarnessRun()
+    async with _acquired(request, provider, topology, binding, lease_ttl_s) as world:
+        started = time.monotonic()
+        wall_clock_s = request.wall_clock_s(default_wall_clock_s)
+        await _run_in_bounds(harness, world, run, wall_clock_s, grace_s)
+        run.observations.setdefault("seconds", round(time.monotonic() - started, 3))
+        artifacts = await _harvest(world, request) if binding.is_world and binding.lent is None else []
+    return ActResponse(
+        response=run.response or empty_response(),
+        outcome=run.outcome,
+        outcome_detail=run.detail,
+        within_reach=run.within_reach,
+        artifacts=artifacts,
+        observations=run.observations,
+    )
+
+
+@contextlib.asynccontextmanager
+async def _acquired(
+    request: ActRequest, provider: SandboxProvider, topology: Topology, binding: Binding, lease_ttl_s: float
+) -> AsyncIterator[World]:
+    output = OutputMeter(request.descriptor.limits.max_output_bytes)
+    if binding.lent is not None:
+        async with borrowed(provider, binding.lent, binding.spec.doors) as (lender, handle):
+            yield World(lender, handle, binding.spec, topology, output)
+        return
+    rollout = request.descriptor.rollout
+    spec = binding.spec.replace(
+        ttl_s=min(binding.spec.ttl_s or lease_ttl_s, lease_ttl_s),
+        metadata=labels.box_labels(
+            run=rollout.run_id, rollout=rollout.rollout_id, attempt=rollout.attempt, role=SandboxRole.WORK
+        ),
+    )
+    handle = await provider.create(spec)
+    try:
+        async with keep_renewed(provider, handle, spec.ttl_s or lease_ttl_s):
+            yield World(provider, handle, spec, topology, output)
+    finally:
+        await shielded(provider.close(handle), CLOSE_TIMEOUT_S, what="close a working box")
+
+
+async def _run_in_bounds(
+    harness: Harness, world: World, run: HarnessRun, wall_clock_s: float | None, grace_s: float
+) -> None:
+    """Run the harness and turn how it ended into an outcome; only cancellation and lost boxes pass through."""
+    try:
+        async with asyncio.timeout(wall_clock_s and wall_clock_s + grace_s) as deadline:
+            await harness(world, run)
+    except TimeoutError:
+        if not deadline.expired():
+            run.outcome, run.detail = AgentOutcome.CRASHED, "the harness timed out within itself"
+        else:
+            run.outcome, run.detail = AgentOutcome.TIMED_OUT, f"stopped after {wall_clock_s:g} s of wall-clock time"
+    except OutputLimitError as error:
+        run.outcome, run.detail = AgentOutcome.MAX_OUTPUT, error.message
+    except ModelError as error:
+        run.outcome, run.detail = outcome_of_model_error(error), error.message
+    except (SandboxLostError, SandboxCapabilityError):
+        raise
+    except AgentError as error:
+        run.outcome, run.detail = AgentOutcome.CRASHED, error.message
+    except NemoGymError:
+        raise
+    except Exception as error:
+        log.exception("harness_crashed")
+        run.outcome, run.detail = AgentOutcome.CRASHED, f"{type(error).__name__}: {error}"
+
+
+async def _harvest(world: World, request: ActRequest) -> list[Artifact]:
+    items = request.descriptor.harvest
+    if not items:
+        return []
+    try:
+        async with asyncio.timeout(HARVEST_TIMEOUT_S):
+            return await harvest_all(world.provider, world.handle, world.spec, items, world.spec.metadata)
+    except TimeoutError:
+        raise SandboxError(f"harvest did not end within {HARVEST_TIMEOUT_S:g} s", retryable=True) from None
+
+
+def empty_response(model: str = "none") -> dict[str, Any]:
+    """A Responses object of a harness that said nothing."""
+    from nemo_gym.agent.topology.transcript import response_object
+
+    return response_object([], model=model)

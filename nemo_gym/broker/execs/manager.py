@@ -1,0 +1,239 @@
+"""`Execs`: submissions, each of which runs once however often it is sent, and what is left of them later."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+import structlog
+
+from nemo_gym.broker.execs.run import ExecRun
+from nemo_gym.broker.execs.spool import OutputSpool, SpoolSpace
+from nemo_gym.broker.lifecycle.backend import EXEC_VARIABLE, Backend
+from nemo_gym.broker.lifecycle.box import Box
+from nemo_gym.broker.registry.execs import ExecStore
+from nemo_gym.broker.registry.records import ExecRecord
+from nemo_gym.contract.errors import NemoGymError, SandboxError, SandboxLostError
+from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, SandboxHandle
+from nemo_gym.sandbox.wire.execs import ExecEndModel, ExecSubmission
+from nemo_gym.sandbox.wire.problems import BrokerError
+
+log = structlog.get_logger(__name__)
+_KILL_PATIENCE_S = 10.0
+_KEPT_ENDED = 32
+"""Ended execs of a box that stay in memory; others are read from the registry when somebody asks."""
+
+
+class Execs:
+    """The execs of all boxes.
+
+    Args:
+        max_output_bytes: kept of each stream, whatever a submission asks for.
+    """
+
+    def __init__(self, store: ExecStore, backend: Backend, space: SpoolSpace, *, max_output_bytes: int) -> None:
+        self.store, self.backend, self.space = store, backend, space
+        self._max_output_bytes = max_output_bytes
+
+    async def submit(
+        self,
+        box: Box,
+        handle: SandboxHandle,
+        exec_id: str,
+        submission: ExecSubmission,
+        digest: bytes,
+        lease_id: str | None = None,
+    ) -> tuple[ExecRun, bool]:
+        """Run a command, or find the run of this id; whether it is new.
+
+        Raises:
+            BrokerError: ``exec_conflict``, when the id was used for another command.
+            SandboxError: the command cannot be started; then surely nothing of it ran.
+        """
+        run = box.execs.get(exec_id)
+        if run is not None:
+            _require_same(run.digest, digest, exec_id)
+            if run.started is not None:
+                await asyncio.shield(run.started)
+            return run, False
+        run = self._new(box, exec_id, digest, submission)
+        run.lease_id = lease_id
+        try:
+            known = await self.store.insert(box.sandbox_id, exec_id, digest)
+        except BaseException as error:
+            self._never_started(box, run, error)
+            raise
+        # An intent without an end, in a box whose commands are all in memory, is one whose writing was told to have
+        # failed, or that nobody waited for: nothing was started for it.
+        if known is not None and (known.end is not None or known.body_digest != digest):
+            return self._found(box, run, known), False
+        if submission.stdin == "attached":
+            run.phase = "awaiting_stdin"
+            self._started(run)
+            return run, True
+        await asyncio.shield(asyncio.create_task(self._start(box, handle, run, None)))
+        return run, True
+
+    def _new(self, box: Box, exec_id: str, digest: bytes, submission: ExecSubmission) -> ExecRun:
+        spool = OutputSpool(self.space.directory(box.sandbox_id), exec_id)
+        run = ExecRun(
+            box.sandbox_id,
+            exec_id,
+            digest,
+            spool,
+            self.store,
+            self.space,
+            submitted_at=time.time(),
+            submission=submission,
+        )
+        run.started = asyncio.get_running_loop().create_future()
+        box.execs[exec_id] = run
+        return run
+
+    def _found(self, box: Box, run: ExecRun, known: ExecRecord) -> ExecRun:
+        """The id is in the registry already: from before a restart, or no longer in memory."""
+        if known.end is not None:
+            run.end, run.phase = ExecEndModel.model_validate_json(known.end), "ended"
+        asked, run.digest, run.submitted_at = run.digest, known.body_digest, known.submitted_at
+        run.spool = OutputSpool.load(self.space.directory(box.sandbox_id), run.exec_id)
+        self._started(run)
+        del box.execs[run.exec_id]
+        _require_same(known.body_digest, asked, run.exec_id)
+        return run
+
+    async def attach_stdin(self, box: Box, handle: SandboxHandle, run: ExecRun, data: bytes) -> None:
+        """Start a command that waits for its standard input. The same bytes again change nothing, as do any for a
+        command that ended with an earlier process of the broker. Raises `BrokerError` ``stdin_not_expected``."""
+        given = hashlib.sha256(data).digest()
+        if run.stdin_digest == given or (run.submission is None and run.end is not None):
+            if run.started is not None:
+                await asyncio.shield(run.started)
+            return
+        if run.phase != "awaiting_stdin":
+            raise BrokerError("stdin_not_expected", f"exec '{run.exec_id}' is {run.phase}: it takes no standard input")
+        run.phase, run.stdin_digest = "running", given
+        run.started = asyncio.get_running_loop().create_future()
+        await asyncio.shield(asyncio.create_task(self._start(box, handle, run, data)))
+
+    async def _start(self, box: Box, handle: SandboxHandle, run: ExecRun, stdin: bytes | None) -> None:
+        assert run.submission is not None
+        request = run.submission.to_request(stdin)
+        env: Mapping[str, str] = {**box.env, **request.env, EXEC_VARIABLE: run.exec_id}
+        limit = min(request.max_output_bytes, self._max_output_bytes)
+        try:
+            process = await self.backend.provider.start_exec(
+                handle,
+                type(request)(**{**request.__dict__, "env": env, "max_output_bytes": limit}),
+            )
+        except SandboxLostError:
+            await run.finish(ExecEnd(ExecOutcome.LOST))
+            self._started(run)
+            return
+        except NemoGymError as error:
+            judged = await self.backend.judged(error, handle) if isinstance(error, SandboxError) else error
+            try:
+                await self.store.discard(box.sandbox_id, run.exec_id)
+            except NemoGymError as failure:  # the intent stays: nothing runs for it until it is sent again
+                log.warning("exec_not_discarded", exec_id=run.exec_id, error=str(failure))
+            self._never_started(box, run, judged)
+            raise judged from error
+        run.pump(process)
+        assert run.pumping is not None
+        run.pumping.add_done_callback(lambda _: self._trim(box))
+        self._started(run)
+
+    @staticmethod
+    def _started(run: ExecRun) -> None:
+        if run.started is not None and not run.started.done():
+            run.started.set_result(None)
+
+    @staticmethod
+    def _never_started(box: Box, run: ExecRun, error: BaseException) -> None:
+        box.execs.pop(run.exec_id, None)
+        if run.started is not None and not run.started.done():
+            if isinstance(error, NemoGymError):
+                run.started.set_exception(error)
+                run.started.exception()  # nobody may be waiting
+            else:
+                run.started.cancel()
+
+    @staticmethod
+    def _trim(box: Box) -> None:
+        ended = [run for run in box.execs.values() if run.phase == "ended"]
+        for run in ended[:-_KEPT_ENDED]:
+            del box.execs[run.exec_id]
+
+    async def signal(self, run: ExecRun, number: int) -> None:
+        """Signal a command; nothing when it has ended. One that still waits for its standard input never starts."""
+        if run.phase == "awaiting_stdin":
+            await run.finish(ExecEnd(ExecOutcome.SIGNALED, signal=number))
+            return
+        if run.started is not None:
+            await asyncio.wait({run.started})  # one that is just being started is there to be signalled then
+        if run.process is not None:
+            await run.process.signal(number)
+
+    async def end_those_of(self, box: Box, lease_ids: set[str]) -> None:
+        """Kill the commands of leases that were taken back: nothing of theirs goes on in the box."""
+        runs = [run for run in box.execs.values() if run.lease_id in lease_ids and run.end is None]
+        for run in runs:
+            try:
+                await self.signal(run, signal.SIGKILL)
+            except SandboxError as error:
+                log.warning("exec_not_killed", sandbox_id=box.sandbox_id, exec_id=run.exec_id, error=str(error)[:300])
+        await asyncio.gather(*(run.ended(_KILL_PATIENCE_S) for run in runs))
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    async def find(self, sandbox_id: str, box: Box | None, exec_id: str) -> ExecRun:
+        """An exec of a live or a gone box. Raises `BrokerError` ``exec_not_found``."""
+        run = box.execs.get(exec_id) if box is not None else None
+        if run is not None:
+            return run
+        known = await self.store.find(sandbox_id, exec_id)
+        if known is None:
+            raise BrokerError("exec_not_found", f"box '{sandbox_id}' has no exec '{exec_id}'", exec_id=exec_id)
+        run = box.execs.get(exec_id) if box is not None else None
+        if run is not None:
+            return run
+        # One without an end, in a box that is gone or not adopted yet: nobody reads its output any more.
+        end = ExecEndModel.model_validate_json(known.end) if known.end is not None else None
+        spool = OutputSpool.load(self.space.directory(sandbox_id), exec_id)
+        if end is None and box is None:
+            end = ExecEndModel.of(ExecEnd(ExecOutcome.LOST), output_bytes=spool.size)
+        return ExecRun(
+            sandbox_id,
+            exec_id,
+            known.body_digest,
+            spool,
+            self.store,
+            self.space,
+            submitted_at=known.submitted_at,
+            end=end,
+        )
+
+    # -- after a restart -----------------------------------------------------------------------------------------
+
+    async def recover(self, box: Box, handle: SandboxHandle | None) -> None:
+        """End what an earlier process of the broker left without an end: what became of it is not known, so it is
+        lost, and what still runs of it is killed first."""
+        left = await self.store.unfinished(box.sandbox_id)
+        if left and handle is not None:
+            await self.backend.kill_strays(handle, [record.exec_id for record in left])
+        for record in left:
+            spool = OutputSpool.load(self.space.directory(box.sandbox_id), record.exec_id)
+            end = ExecEndModel.of(ExecEnd(ExecOutcome.LOST), output_bytes=spool.size)
+            await self.store.end(replace(record, end=end.model_dump_json().encode()))
+
+
+def _require_same(known: bytes, given: bytes, exec_id: str) -> None:
+    if known != given:
+        raise BrokerError(
+            "exec_conflict",
+            f"exec id '{exec_id}' was used for another command of this box; an id means one command for good",
+            exec_id=exec_id,
+        )

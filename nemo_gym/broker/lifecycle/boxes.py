@@ -1,0 +1,281 @@
+"""`Boxes`: every live box of this broker, and what may happen to one.
+
+Whatever the backend is asked for is written down before, and confirmed after. A box whose write or whose backend call
+is interrupted is found in one of the states between, and `Reconciler` ends what was begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+import uuid
+from collections.abc import Coroutine, Iterable, Mapping
+from typing import Any
+
+import structlog
+
+from nemo_gym.broker.leases.admission import Admission
+from nemo_gym.broker.leases.sealing import Sealer
+from nemo_gym.broker.lifecycle.backend import Backend
+from nemo_gym.broker.lifecycle.box import Box
+from nemo_gym.broker.registry.records import BoxRecord, BoxState, LeaseRecord
+from nemo_gym.broker.registry.store import BoxStore
+from nemo_gym.contract.credentials import Role
+from nemo_gym.contract.errors import NemoGymError, SandboxCreateError, SandboxError, SandboxLostError
+from nemo_gym.contract.session import LeaseScope
+from nemo_gym.sandbox.base import SandboxHandle
+from nemo_gym.sandbox.wire.boxes import CreateSandbox
+from nemo_gym.sandbox.wire.doors import DoorModel
+from nemo_gym.sandbox.wire.problems import BrokerError
+
+log = structlog.get_logger(__name__)
+
+_RENEW_AFTER_S = 1.0
+"""A create that took longer has used up some of the lease that the backend counts."""
+
+
+class Boxes:
+    """The live boxes, their registry and their backend."""
+
+    def __init__(self, store: BoxStore, backend: Backend, admission: Admission, sealer: Sealer) -> None:
+        self.store, self.backend, self.admission, self.sealer = store, backend, admission, sealer
+        self.live: dict[str, Box] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def get(self, sandbox_id: str) -> Box | None:
+        return self.live.get(sandbox_id)
+
+    def ready(self, box: Box) -> SandboxHandle:
+        """The handle of a box that takes commands. Raises `BrokerError` ``sandbox_gone`` or ``sandbox_not_ready``."""
+        if box.state is BoxState.RUNNING and box.left_s <= 0:
+            raise gone(box.sandbox_id, "its lease has ended")
+        if box.handle is not None and box.state is BoxState.RUNNING:
+            return box.handle
+        if box.state in (BoxState.CLOSING, BoxState.GONE):
+            raise gone(box.sandbox_id, box.reason or "closed")
+        raise BrokerError("sandbox_not_ready", f"box '{box.sandbox_id}' is not ready yet; try again", retry_after_s=1)
+
+    def select(self, labels: Mapping[str, str], creator: str | None) -> list[Box]:
+        """Boxes with all the labels, of one creator or of all, oldest first."""
+        found = [
+            box
+            for box in self.live.values()
+            if box.state is not BoxState.GONE and creator in (None, box.creator) and box.has_labels(labels)
+        ]
+        return sorted(found, key=lambda box: (box.created_at, box.sandbox_id))
+
+    def by_key(self, creator: str, key: str) -> Box | None:
+        """The live box of an idempotency key."""
+        return next((b for b in self.live.values() if b.idempotency_key == key and b.creator == creator), None)
+
+    # -- create --------------------------------------------------------------------------------------------------
+
+    async def create(
+        self,
+        body: CreateSandbox,
+        *,
+        creator: str,
+        creator_role: Role,
+        owner: str,
+        key: str,
+        digest: bytes,
+        ttl_s: float,
+    ) -> Box:
+        """A new box: the place in `admission` is the caller's to have taken. Raises what the provider raises."""
+        now = time.time()
+        sandbox_id = f"sb-{uuid.uuid4().hex}"
+        record = BoxRecord(
+            sandbox_id=sandbox_id,
+            creator=creator,
+            creator_role=creator_role,
+            owner=owner,
+            idempotency_key=key,
+            body_digest=digest,
+            state=BoxState.CREATING,
+            created_at=now,
+            ttl_s=ttl_s,
+            expires_at=now + ttl_s,
+            request=self.sealer.seal(body.model_dump_json().encode(), sandbox_id),
+            labels=body.labels,
+            image=body.spec.image,
+        )
+        lease = LeaseRecord(f"le-{uuid.uuid4().hex}", sandbox_id, LeaseScope.OWNER, 1)
+        box = Box.of(record, [lease])
+        doors = {door.name: self.sealer.seal(door.model_dump_json().encode(), sandbox_id) for door in body.spec.doors}
+        box.doors = {door.name: door_digest(door) for door in body.spec.doors}
+        self.live[sandbox_id] = box
+        try:
+            await self.store.insert(record, lease, doors)
+        except BaseException:
+            # Perhaps it was written all the same: then the next reconciliation finds a create that nobody makes.
+            del self.live[sandbox_id]
+            self.admission.leave(owner)
+            raise
+        await self.bring_up(box, body)
+        return box
+
+    async def bring_up(self, box: Box, body: CreateSandbox, *, interrupted: bool = False) -> None:
+        """Ask the backend for a box that the registry knows; again, where that was interrupted before its end."""
+        if box.state is not BoxState.CREATING:
+            raise gone(box.sandbox_id, "it was closed before it was ready")
+        creating = box.creating
+        if creating is None or creating.done():
+            box.interrupted |= interrupted
+            work = self._bring_up(box, body, interrupted)
+            creating = box.creating = self._spawn(work, f"create {box.sandbox_id}")
+        await asyncio.wait({creating})
+        if creating.cancelled():
+            raise gone(box.sandbox_id, "it was closed before it was ready")
+        creating.result()
+
+    async def _bring_up(self, box: Box, body: CreateSandbox, interrupted: bool) -> None:
+        try:
+            handle = box.handle or await self._obtain(box, body, interrupted)
+        except NemoGymError as error:
+            await self._not_created(box, error)
+            if type(error) is SandboxError:
+                raise SandboxCreateError(error.message, retryable=error.retryable, **error.details) from error
+            raise
+        except Exception as error:
+            # The boundary of a provider's own code: whatever it raises, nobody has the box.
+            await self._not_created(box, error)
+            raise SandboxCreateError(f"the backend failed: {type(error).__name__}: {error}") from error
+        box.handle, box.backend_id = handle, handle.sandbox_id
+        descriptor = await self.backend.describe(handle)
+        await self.store.confirm(
+            box.sandbox_id,
+            backend_id=handle.sandbox_id,
+            descriptor=None if descriptor is None else self.sealer.seal(descriptor, box.sandbox_id),
+            expires_at=box.expires_at,
+        )
+        if box.state is BoxState.CREATING:
+            box.state = BoxState.RUNNING
+
+    async def _obtain(self, box: Box, body: CreateSandbox, interrupted: bool) -> SandboxHandle:
+        started = time.monotonic()
+        spec = body.to_spec().replace(ttl_s=max(box.left_s, 1.0))
+        handle = await self.backend.create(box.sandbox_id, spec)
+        # The lease begins when its owner can use the box.
+        if not interrupted:
+            box.deadline = time.monotonic() + box.ttl_s
+        if interrupted or time.monotonic() - started > _RENEW_AFTER_S:
+            await self.backend.provider.renew(handle, max(box.left_s, 1.0))
+        return handle
+
+    async def _not_created(self, box: Box, error: Exception) -> None:
+        detail = error.message if isinstance(error, NemoGymError) else type(error).__name__
+        log.info("sandbox_create_failed", sandbox_id=box.sandbox_id, error=detail[:500])
+        try:
+            await self.backend.destroy(box.sandbox_id, None)
+        except SandboxError as left:
+            # The reconciler tries again: the registry says that it shall go.
+            log.warning("sandbox_destroy_failed", sandbox_id=box.sandbox_id, error=str(left))
+        await self._ended(box, "create_failed", detail)
+
+    # -- leases --------------------------------------------------------------------------------------------------
+
+    async def renew(self, box: Box, ttl_s: float) -> None:
+        """Let the box live ``ttl_s`` seconds from now."""
+        handle = self.ready(box)
+        deadline = time.monotonic() + ttl_s
+        await self.store.renew(box.sandbox_id, ttl_s, time.time() + ttl_s)
+        try:
+            await self.backend.provider.renew(handle, ttl_s)
+        except SandboxLostError:
+            await self.lost(box)
+            raise gone(box.sandbox_id, "the backend has lost it") from None
+        box.ttl_s, box.deadline = ttl_s, deadline
+
+    # -- destroy -------------------------------------------------------------------------------------------------
+
+    async def destroy(self, box: Box, reason: str) -> None:
+        """Destroy the box, and return when the backend has none any more. Idempotent; goes on when its caller does
+        not wait. Raises `SandboxError` when the backend cannot be reached: it is tried again on a timer."""
+        if box.state is BoxState.GONE:
+            return
+        if box.closing is None or box.closing.done():
+            box.closing = self._spawn(self._destroy(box, reason), f"destroy {box.sandbox_id}")
+        closing = box.closing
+        await asyncio.wait({closing})
+        closing.result()
+
+    async def _destroy(self, box: Box, reason: str) -> None:
+        if box.state is not BoxState.CLOSING:
+            await self.store.closing(box.sandbox_id, reason)
+            if box.state is BoxState.GONE:
+                return
+            box.state, box.reason = BoxState.CLOSING, reason
+        await self._end_creation(box)
+        if box.state is BoxState.GONE:
+            return
+        await self.backend.destroy(box.sandbox_id, box.handle, by_label=box.interrupted)
+        await self._ended(box, box.reason or reason)
+
+    async def _end_creation(self, box: Box) -> None:
+        creating = box.creating
+        if creating is not None and not creating.done():
+            # One that was begun by an earlier process is joined by ours; cancelling ours would not take it back.
+            if not box.interrupted:
+                creating.cancel()
+            await asyncio.wait({creating})
+
+    async def lost(self, box: Box, reason: str = "lost") -> None:
+        """The backend has no such box any more, and nobody asked for that."""
+        if box.state is BoxState.GONE:
+            return
+        try:
+            # Should it be there after all, it shall not outlive its record.
+            await self.backend.destroy(box.sandbox_id, None)
+        except SandboxError as error:
+            log.warning("sandbox_destroy_failed", sandbox_id=box.sandbox_id, error=str(error)[:500])
+        box.reason = reason
+        await self._ended(box, reason)
+
+    async def _ended(self, box: Box, reason: str, detail: str | None = None) -> None:
+        for run in [*box.execs.values()]:
+            await run.box_ended()
+        await self.store.gone(box.sandbox_id, reason, detail)
+        if box.state is not BoxState.GONE:
+            box.state, box.reason, box.handle = BoxState.GONE, reason, None
+            self.live.pop(box.sandbox_id, None)
+            self.admission.leave(box.owner)
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    def adopt(self, entries: Iterable[tuple[BoxRecord, list[LeaseRecord]]]) -> None:
+        """Take over what an earlier process of this broker left; nothing of it is ready yet."""
+        for record, leases in entries:
+            box = Box.of(record, leases)
+            box.adopting = True
+            self.live[box.sandbox_id] = box
+            self.admission.occupy(box.owner)
+
+    def opened(self, sealed: bytes, sandbox_id: str) -> CreateSandbox:
+        """A stored create request. Raises `SealError`."""
+        return CreateSandbox.model_validate_json(self.sealer.open(sealed, sandbox_id))
+
+    async def aclose(self) -> None:
+        """Let what is under way end, for a while; boxes stay until their lease ends."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=10)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # Whoever waited has it; where nobody did, this is the only word of it.
+            log.info("sandbox_task_failed", task=task.get_name(), error=repr(error)[:500])
+
+
+def door_digest(door: DoorModel) -> bytes:
+    return hashlib.sha256(door.model_dump_json().encode()).digest()
+
+
+def gone(sandbox_id: str, why: str) -> BrokerError:
+    return BrokerError("sandbox_gone", f"box '{sandbox_id}' is gone: {why}", sandbox_id=sandbox_id)

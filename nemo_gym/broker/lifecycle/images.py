@@ -1,0 +1,155 @@
+"""Images made of boxes, and whose they are.
+
+An image is its committer's: nobody else commits over it or deletes it, but the pipeline and operators. Images that the
+broker did not make (those of ``ng_prepare`` above all, which works on the backend itself) have no owner here, and are
+out of an agent's reach. What an agent commits goes by a name of the broker's own in the backend: whatever an agent
+calls its image, nobody else gets a box of it, now or when an image of that name is prepared later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Mapping
+from weakref import WeakValueDictionary
+
+import structlog
+
+from nemo_gym.broker.leases.permissions import is_trusted
+from nemo_gym.broker.lifecycle.backend import Backend
+from nemo_gym.broker.registry.records import ImageRecord
+from nemo_gym.broker.registry.store import ImageStore
+from nemo_gym.contract.credentials import Caller, Role
+from nemo_gym.contract.errors import SandboxError
+from nemo_gym.sandbox.base import SandboxHandle
+from nemo_gym.sandbox.capabilities import SupportsSnapshot, require
+from nemo_gym.sandbox.wire.problems import BrokerError
+
+log = structlog.get_logger(__name__)
+
+PRIVATE = "nemo-gym-agent."
+"""What the backend's names of agents' images begin with."""
+_AT_ONCE = 16
+
+
+class Images:
+    """The images of one broker's backend, each caller with its own rights."""
+
+    def __init__(self, store: ImageStore, backend: Backend, identity: str) -> None:
+        self._store, self._backend, self._identity = store, backend, identity
+        self._busy: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def commit(self, owner: Caller, handle: SandboxHandle, image: str, labels: Mapping[str, str]) -> None:
+        """Store a box's files as ``image``, for the box's creator.
+
+        Raises:
+            BrokerError: ``image_owned``: another has an image of this name.
+            SandboxError: what the provider said.
+        """
+        snapshots, name = self._snapshots(), self._name(owner, image)
+        async with self._alone(name):
+            known = await self._store.find(name)
+            if known is not None:
+                self._check_owner(owner, known, image)
+            elif name != image and await self._is_anothers(image):
+                raise _owned(owner, image)
+            else:
+                await self._store.claim(ImageRecord(name, owner.name, owner.role, time.time()))
+            try:
+                await snapshots.commit(handle, name, labels)
+            except SandboxError as error:
+                if known is None:
+                    await self._forget_missing(name)
+                raise await self._backend.judged(error, handle) from error
+
+    async def labels(self, caller: Caller, image: str, *, own_only: bool = False) -> Mapping[str, str] | None:
+        """Labels of the image that `of_box` finds; ``None`` where there is none, or none of the caller's own."""
+        name = await self.of_box(caller, image)
+        if own_only and name == image:
+            return None
+        return await self._snapshots().image_labels(name)
+
+    async def remove(self, caller: Caller, image: str) -> None:
+        """Forget an image. Raises `BrokerError` ``image_owned`` for another's."""
+        snapshots, name = self._snapshots(), self._name(caller, image)
+        async with self._alone(name):
+            known = await self._store.find(name)
+            if known is not None:
+                self._check_owner(caller, known, image)
+            elif name != image:
+                if await self._is_anothers(image):
+                    raise _owned(caller, image)
+                return
+            await snapshots.remove_image(name)
+            await self._store.forget(name)
+
+    async def of_box(self, caller: Caller, image: str) -> str:
+        """The backend's name of an image that a caller wants a box of: its own before any other of that name."""
+        name = self._name(caller, image)
+        return name if name == image or await self._store.find(name) is not None else image
+
+    async def reconcile(self) -> None:
+        """After a restart: forget names for which the backend has no image, as of a commit that was cut short."""
+        if not isinstance(self._backend.provider, SupportsSnapshot):
+            return
+        limit = asyncio.Semaphore(_AT_ONCE)
+
+        async def look(record: ImageRecord) -> None:
+            async with limit:
+                await self._forget_missing(record.name)
+
+        await asyncio.gather(*(look(record) for record in await self._store.all()))
+
+    def _name(self, caller: Caller, image: str) -> str:
+        """The backend's name of a caller's image. Raises `BrokerError` ``image_owned`` for a name that stands for an
+        agent's image."""
+        if PRIVATE in image and not _sees_all(caller):
+            raise _owned(caller, image)
+        if is_trusted(caller.role):
+            return image
+        # With the broker's identity: another broker of this backend has agents of the same names.
+        asked = "\0".join((self._identity, caller.name, image)).encode("utf-8", "surrogateescape")
+        return f"{PRIVATE}{hashlib.sha256(asked).hexdigest()[:40]}"
+
+    async def _is_anothers(self, image: str) -> bool:
+        """Whether there is an image of a name that an agent gives to one of its own, prepared by whomever."""
+        return await self._store.find(image) is not None or await self._snapshots().image_labels(image) is not None
+
+    def _check_owner(self, caller: Caller, known: ImageRecord, image: str) -> None:
+        if known.owner != caller.name and not _sees_all(caller):
+            raise _owned(caller, image)
+
+    async def _forget_missing(self, name: str) -> None:
+        try:
+            if await self._snapshots().image_labels(name) is None:
+                await self._store.forget(name)
+        except SandboxError as error:
+            # Its name stays taken, until its owner commits or deletes it, or the next start.
+            log.warning("image_not_looked_for", image=name, error=str(error)[:300])
+
+    def _snapshots(self) -> SupportsSnapshot:
+        provider = self._backend.provider
+        require(provider, SupportsSnapshot, why="for images")
+        assert isinstance(provider, SupportsSnapshot)
+        return provider
+
+    def _alone(self, name: str) -> asyncio.Lock:
+        """One at a time for each name: who owns it is looked at before the backend is asked, and written between."""
+        lock = self._busy.get(name)
+        if lock is None:
+            self._busy[name] = lock = asyncio.Lock()
+        return lock
+
+
+def _sees_all(caller: Caller) -> bool:
+    return caller.role in (Role.PIPELINE, Role.OPERATOR)
+
+
+def _owned(caller: Caller, image: str) -> BrokerError:
+    return BrokerError(
+        "image_owned",
+        f"image '{image[:200]}' is not of '{caller.name}' ({caller.role}), which can neither replace nor delete it;"
+        " choose another name",
+        image=image[:200],
+    )

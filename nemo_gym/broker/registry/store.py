@@ -1,0 +1,268 @@
+"""What is asked of the registry about boxes, their leases, doors and images. Every call is durable when it returns."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import orjson
+from sqlalchemy import Connection, Row, delete, insert, select, update
+
+from nemo_gym.broker.registry.records import BoxRecord, BoxState, ImageRecord, LeaseRecord
+from nemo_gym.broker.registry.tables import boxes, doors, execs, images, leases
+from nemo_gym.broker.registry.writer import GroupCommitWriter
+from nemo_gym.contract.credentials import Role
+from nemo_gym.contract.session import LeaseScope
+
+_LIVE = (BoxState.CREATING.value, BoxState.RUNNING.value, BoxState.CLOSING.value)
+_COLUMNS = [column for column in boxes.c if column.name != "identity"]
+_IMAGE_COLUMNS = [column for column in images.c if column.name != "identity"]
+
+
+class BoxStore:
+    """Boxes of one broker, named by ``identity``."""
+
+    def __init__(self, writer: GroupCommitWriter, identity: str) -> None:
+        self._writer = writer
+        self._identity = identity
+
+    async def ping(self) -> None:
+        """Raise `RegistryError` unless the database answers."""
+        await self._writer.call(lambda connection: connection.execute(select(1)).scalar())
+
+    async def insert(self, box: BoxRecord, lease: LeaseRecord, sealed_doors: Mapping[str, bytes]) -> None:
+        """The intent to create, before the backend is asked. A key whose create failed earlier is taken over."""
+        values = {**asdict(box), "labels": orjson.dumps(dict(box.labels)), "identity": self._identity}
+
+        def operation(connection: Connection) -> None:
+            if box.idempotency_key is not None:
+                connection.execute(
+                    update(boxes)
+                    .where(self._mine(), boxes.c.creator == box.creator, boxes.c.state == BoxState.GONE.value)
+                    .where(boxes.c.idempotency_key == box.idempotency_key, boxes.c.reason == "create_failed")
+                    .values(idempotency_key=None)
+                )
+            connection.execute(insert(boxes).values(**values))
+            connection.execute(insert(leases).values(**asdict(lease)))
+            for name, door in sealed_doors.items():
+                connection.execute(insert(doors).values(sandbox_id=box.sandbox_id, name=name, door=door))
+
+        await self._writer.call(operation)
+
+    async def spend_key(self, creator: str, key: str) -> None:
+        """A key whose create was taken back before it came; nothing where the key is known."""
+        now = time.time()
+        sandbox_id = f"sb-{uuid.uuid4().hex}"
+        spent = BoxRecord(sandbox_id, creator, creator, key, b"", BoxState.GONE, now, 0.0, now, b"", gone_at=now)
+        values = {**asdict(spent), "labels": b"{}", "reason": "closed", "identity": self._identity}
+
+        def operation(connection: Connection) -> None:
+            of_key = (self._mine(), boxes.c.creator == creator, boxes.c.idempotency_key == key)
+            if connection.execute(select(boxes.c.sandbox_id).where(*of_key)).first() is None:
+                connection.execute(insert(boxes).values(**values))
+
+        await self._writer.call(operation)
+
+    async def hand_over(
+        self, sandbox_id: str, lease: LeaseRecord, sealed_doors: Mapping[str, bytes], **changes: Any
+    ) -> None:
+        """A box gets another owner, with a lease of its own and none besides."""
+        changes["labels"] = orjson.dumps(changes["labels"])
+
+        def operation(connection: Connection) -> None:
+            connection.execute(delete(leases).where(leases.c.sandbox_id == sandbox_id))
+            connection.execute(insert(leases).values(**asdict(lease)))
+            connection.execute(update(boxes).where(boxes.c.sandbox_id == sandbox_id).values(**changes))
+            for name, door in sealed_doors.items():
+                connection.execute(insert(doors).values(sandbox_id=sandbox_id, name=name, door=door))
+
+        await self._writer.call(operation)
+
+    async def forget_key(self, sandbox_id: str) -> None:
+        """The key of a box that its asker never got may be used again."""
+        statement = update(boxes).where(boxes.c.sandbox_id == sandbox_id).values(idempotency_key=None)
+        await self._writer.call(lambda connection: connection.execute(statement) and None)
+
+    async def confirm(self, sandbox_id: str, *, backend_id: str, descriptor: bytes | None, expires_at: float) -> None:
+        """The backend has the box."""
+        await self._update(
+            sandbox_id,
+            BoxState.CREATING,
+            state=BoxState.RUNNING.value,
+            backend_id=backend_id,
+            descriptor=descriptor,
+            expires_at=expires_at,
+        )
+
+    async def renew(self, sandbox_id: str, ttl_s: float, expires_at: float) -> None:
+        await self._update(sandbox_id, BoxState.RUNNING, ttl_s=ttl_s, expires_at=expires_at)
+
+    async def closing(self, sandbox_id: str, reason: str) -> None:
+        """The intent to destroy, before the backend is asked."""
+        await self._update(
+            sandbox_id, BoxState.CREATING, BoxState.RUNNING, state=BoxState.CLOSING.value, reason=reason
+        )
+
+    async def gone(self, sandbox_id: str, reason: str, detail: str | None = None) -> None:
+        """The backend has no such box any more."""
+
+        def operation(connection: Connection) -> None:
+            connection.execute(
+                update(boxes)
+                .where(boxes.c.sandbox_id == sandbox_id, boxes.c.state != BoxState.GONE.value)
+                .values(state=BoxState.GONE.value, reason=reason, detail=(detail or "")[:2000], gone_at=time.time())
+            )
+            connection.execute(delete(doors).where(doors.c.sandbox_id == sandbox_id))
+
+        await self._writer.call(operation)
+
+    async def find(self, sandbox_id: str) -> BoxRecord | None:
+        return await self._one(boxes.c.sandbox_id == sandbox_id)
+
+    async def find_by_key(self, creator: str, idempotency_key: str) -> BoxRecord | None:
+        return await self._one(boxes.c.creator == creator, boxes.c.idempotency_key == idempotency_key)
+
+    async def live(self) -> list[tuple[BoxRecord, list[LeaseRecord]]]:
+        """Every box that is not gone, with its leases; oldest first."""
+
+        def operation(connection: Connection) -> list[tuple[BoxRecord, list[LeaseRecord]]]:
+            wanted = (self._mine(), boxes.c.state.in_(_LIVE))
+            found = connection.execute(select(*_COLUMNS).where(*wanted).order_by(boxes.c.created_at)).all()
+            query = select(leases).join(boxes, leases.c.sandbox_id == boxes.c.sandbox_id).where(*wanted)
+            held: dict[str, list[LeaseRecord]] = {}
+            for row in connection.execute(query):
+                held.setdefault(row.sandbox_id, []).append(_lease(row))
+            return [(_box(row), held.get(row.sandbox_id, [])) for row in found]
+
+        return await self._writer.call(operation)
+
+    # -- leases --------------------------------------------------------------------------------------------------
+
+    async def leases_of(self, sandbox_id: str) -> list[LeaseRecord]:
+        def operation(connection: Connection) -> list[LeaseRecord]:
+            query = select(leases).where(leases.c.sandbox_id == sandbox_id)
+            return [_lease(row) for row in connection.execute(query)]
+
+        return await self._writer.call(operation)
+
+    async def mint(self, lease: LeaseRecord) -> None:
+        await self._writer.call(lambda connection: connection.execute(insert(leases).values(**asdict(lease))) and None)
+
+    async def revoke(self, lease_id: str) -> None:
+        statement = update(leases).where(leases.c.lease_id == lease_id).values(revoked=True)
+        await self._writer.call(lambda connection: connection.execute(statement) and None)
+
+    async def fence(self, sandbox_id: str, epoch: int) -> None:
+        """Begin lease epoch ``epoch``: of the leases before it, only the owner's goes on."""
+
+        def operation(connection: Connection) -> None:
+            connection.execute(update(boxes).where(boxes.c.sandbox_id == sandbox_id).values(epoch=epoch))
+            connection.execute(
+                update(leases)
+                .where(leases.c.sandbox_id == sandbox_id, leases.c.scope == LeaseScope.OWNER.value)
+                .values(epoch=epoch)
+            )
+
+        await self._writer.call(operation)
+
+    # -- doors ---------------------------------------------------------------------------------------------------
+
+    async def add_door(self, sandbox_id: str, name: str, door: bytes) -> None:
+        def operation(connection: Connection) -> None:
+            connection.execute(delete(doors).where(doors.c.sandbox_id == sandbox_id, doors.c.name == name))
+            connection.execute(insert(doors).values(sandbox_id=sandbox_id, name=name, door=door))
+
+        await self._writer.call(operation)
+
+    async def remove_door(self, sandbox_id: str, name: str) -> None:
+        statement = delete(doors).where(doors.c.sandbox_id == sandbox_id, doors.c.name == name)
+        await self._writer.call(lambda connection: connection.execute(statement) and None)
+
+    async def doors_of(self, sandbox_id: str) -> list[bytes]:
+        """Sealed doors that shall be open."""
+        query = select(doors.c.door).where(doors.c.sandbox_id == sandbox_id).order_by(doors.c.name)
+        return await self._writer.call(lambda connection: list(connection.execute(query).scalars()))
+
+    # -- upkeep --------------------------------------------------------------------------------------------------
+
+    async def forget(self, gone_before: float) -> list[str]:
+        """Delete what is known of boxes that were gone before a moment; their ids."""
+
+        def operation(connection: Connection) -> list[str]:
+            query = select(boxes.c.sandbox_id).where(self._mine(), boxes.c.state == BoxState.GONE.value)
+            ids = list(connection.execute(query.where(boxes.c.gone_at < gone_before).limit(1000)).scalars())
+            for table in (execs, leases, doors, boxes):
+                connection.execute(delete(table).where(table.c.sandbox_id.in_(ids)))
+            return ids
+
+        return await self._writer.call(operation)
+
+    def _mine(self) -> Any:
+        return boxes.c.identity == self._identity
+
+    async def _one(self, *wanted: Any) -> BoxRecord | None:
+        query = select(*_COLUMNS).where(self._mine(), *wanted)
+
+        def operation(connection: Connection) -> BoxRecord | None:
+            row = connection.execute(query).first()
+            return None if row is None else _box(row)
+
+        return await self._writer.call(operation)
+
+    async def _update(self, sandbox_id: str, *states: BoxState, **values: Any) -> None:
+        statement = (
+            update(boxes)
+            .where(boxes.c.sandbox_id == sandbox_id, boxes.c.state.in_([state.value for state in states]))
+            .values(**values)
+        )
+        await self._writer.call(lambda connection: connection.execute(statement) and None)
+
+
+class ImageStore:
+    """Whose the images are that were made of boxes of one broker."""
+
+    def __init__(self, writer: GroupCommitWriter, identity: str) -> None:
+        self._writer, self._identity = writer, identity
+
+    async def find(self, name: str) -> ImageRecord | None:
+        query = select(*_IMAGE_COLUMNS).where(self._mine(), images.c.name == name)
+
+        def operation(connection: Connection) -> ImageRecord | None:
+            row = connection.execute(query).first()
+            return None if row is None else _image(row)
+
+        return await self._writer.call(operation)
+
+    async def all(self) -> list[ImageRecord]:
+        query = select(*_IMAGE_COLUMNS).where(self._mine()).order_by(images.c.name)
+        return await self._writer.call(lambda connection: [_image(row) for row in connection.execute(query)])
+
+    async def claim(self, image: ImageRecord) -> None:
+        """The name is the owner's from now on, before the backend is asked for it."""
+        statement = insert(images).values(**asdict(image), identity=self._identity)
+        await self._writer.call(lambda connection: connection.execute(statement) and None)
+
+    async def forget(self, name: str) -> None:
+        statement = delete(images).where(self._mine(), images.c.name == name)
+        await self._writer.call(lambda connection: connection.execute(statement) and None)
+
+    def _mine(self) -> Any:
+        return images.c.identity == self._identity
+
+
+def _image(row: Row[Any]) -> ImageRecord:
+    return ImageRecord(**{**row._mapping, "owner_role": Role(row.owner_role)})
+
+
+def _box(row: Row[Any]) -> BoxRecord:
+    values = dict(row._mapping)
+    role = values["creator_role"]
+    values |= {"state": BoxState(values["state"]), "creator_role": None if role is None else Role(role)}
+    return BoxRecord(**{**values, "labels": orjson.loads(values["labels"])})
+
+
+def _lease(row: Row[Any]) -> LeaseRecord:
+    return LeaseRecord(**{**row._mapping, "scope": LeaseScope(row.scope)})

@@ -1,0 +1,181 @@
+"""``/v1/sandboxes``: create, list, look, destroy, reap."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from nemo_gym.broker.leases.permissions import OWNER_LABEL
+from nemo_gym.broker.lifecycle.box import Box, gone_view
+from nemo_gym.broker.lifecycle.order import CreateOrder
+from nemo_gym.broker.routes.bodies import RESPONSES, digest, json_body, parse
+from nemo_gym.broker.routes.models import reply
+from nemo_gym.broker.service import BrokerService
+from nemo_gym.contract.errors import InvalidBodyError
+from nemo_gym.contract.session import LeaseScope
+from nemo_gym.http.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
+from nemo_gym.sandbox.wire.boxes import CreatedSandbox, CreateSandbox, ReapedView, SandboxPage, SandboxView
+from nemo_gym.sandbox.wire.problems import BrokerError
+from nemo_gym.sandbox.wire.routes import IDEMPOTENCY_KEY_HEADER, SANDBOXES, sandbox
+
+MAX_KEY_CHARS = 255
+MAX_PAGE = 1000
+
+Labels = Annotated[list[str], Query(alias="label", description="`name=value`; repeated: all of them")]
+
+
+def sandbox_routes(broker: BrokerService) -> APIRouter:
+    router = APIRouter(tags=["sandboxes"], responses=RESPONSES)
+
+    @router.post(
+        SANDBOXES,
+        status_code=201,
+        response_model=CreatedSandbox,
+        responses={200: {"model": CreatedSandbox, "description": "Made before, by the same key"}},
+        openapi_extra=json_body(CreateSandbox),
+        summary="Create a box",
+    )
+    async def create(
+        request: Request,
+        key: Annotated[str | None, Header(alias=IDEMPOTENCY_KEY_HEADER, max_length=MAX_KEY_CHARS)] = None,
+    ) -> Response:
+        """Takes a caller's credential. Answers when the box takes commands; waits for a place in the queue. Agents
+        get boxes without a network, with mounts and options of the backend that the configuration names."""
+        caller = broker.access.caller(request)
+        if not key:
+            raise BrokerError(
+                "idempotency_key_missing",
+                f"creating a box needs the header {IDEMPOTENCY_KEY_HEADER}: a name of your own for this request, so"
+                " that it can be sent again without making a second box",
+            )
+        body = await parse(request, CreateSandbox, broker.config.max_body_bytes)
+        broker.permissions.check_create(caller, body, is_outsider=broker.access.is_outsider(caller))
+        asked = digest(body)
+        if body.spec.image is not None:
+            image = await broker.images.of_box(caller, body.spec.image)
+            if image != body.spec.image:
+                body = body.model_copy(update={"spec": body.spec.model_copy(update={"image": image})})
+        ttl_s = checked_ttl(broker, body.ttl_s or broker.config.default_ttl_s)
+        owner = body.labels.get(OWNER_LABEL) or caller.name
+        order = CreateOrder(caller.name, caller.role, owner, key, asked, ttl_s, body)
+        try:
+            box, is_new = await while_connected(request, lambda: broker.creations.create(order))
+        except CallerGoneError:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        lease = box.owner_lease
+        made = CreatedSandbox(
+            sandbox=box.view(broker.backend.name),
+            lease=box.lease_view(lease, broker.access.signer.issue(lease)),
+        )
+        return reply(made, 201 if is_new else 200, {"Location": sandbox(box.sandbox_id)})
+
+    @router.get(SANDBOXES, response_model=SandboxPage, summary="List boxes that are not gone")
+    async def list_boxes(
+        request: Request,
+        labels: Labels = [],  # noqa: B006 - the framework copies it
+        cursor: Annotated[str | None, Query(max_length=400)] = None,
+        limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 200,
+    ) -> Response:
+        """Takes a caller's credential: an operator or pipeline sees all boxes, others those they made."""
+        caller = broker.access.caller(request)
+        found = broker.boxes.select(parsed_labels(labels), broker.access.sees(caller))
+        if cursor is not None:
+            after = _position(cursor)
+            found = [box for box in found if _key(box) > after]
+        page, rest = found[:limit], found[limit:]
+        views = tuple(box.view(broker.backend.name) for box in page)
+        return reply(SandboxPage(sandboxes=views, next_cursor=_cursor(page[-1]) if rest else None))
+
+    @router.get(f"{SANDBOXES}/{{sandbox_id}}", response_model=SandboxView, summary="Look at a box")
+    async def look(request: Request, sandbox_id: str) -> Response:
+        """Takes a lease of any scope, or its creator's credential. A box that is gone is shown for a while, with the
+        reason."""
+        grant = await broker.access.box(request, sandbox_id, LeaseScope.READ, creator_may=True)
+        if grant.box is not None:
+            return reply(grant.box.view(broker.backend.name))
+        assert grant.record is not None
+        return reply(gone_view(grant.record, broker.backend.name))
+
+    @router.delete(f"{SANDBOXES}/{{sandbox_id}}", status_code=204, summary="Destroy a box")
+    async def destroy(request: Request, sandbox_id: str) -> Response:
+        """Takes the owner's lease, or its creator's credential. Also 204 when it is gone already."""
+        grant = await broker.access.box(request, sandbox_id, LeaseScope.OWNER, creator_may=True)
+        if grant.box is not None:
+            await broker.boxes.destroy(grant.box, "closed")
+        return Response(status_code=204)
+
+    @router.delete(SANDBOXES, response_model=ReapedView, summary="Destroy every box with these labels")
+    async def reap(
+        request: Request,
+        labels: Labels = [],  # noqa: B006 - the framework copies it
+        key: Annotated[str | None, Query(alias="idempotency_key", min_length=1, max_length=MAX_KEY_CHARS)] = None,
+    ) -> Response:
+        """Takes a caller's credential: an operator or pipeline reaps all such boxes, others those they made. With
+        `idempotency_key` instead of labels, takes back a create of the caller's own, also one that is still to come.
+        """
+        caller = broker.access.caller(request)
+        wanted = parsed_labels(labels)
+        if key is not None and not wanted:
+            taken_back = await broker.creations.discard(caller.name, key)
+            return reply(ReapedView(reaped=() if taken_back is None else (taken_back,)))
+        if key is not None:
+            raise InvalidBodyError("idempotency_key: give it, or labels, not both", started="no")
+        if not wanted:
+            raise InvalidBodyError(
+                "reaping needs at least one label (?label=name=value), as without any it would destroy every box",
+                started="no",
+            )
+        found = broker.boxes.select(wanted, broker.access.sees(caller))
+        results = await asyncio.gather(*(broker.boxes.destroy(box, "reaped") for box in found), return_exceptions=True)
+        for error in results:
+            if error is not None:
+                raise error
+        return reply(ReapedView(reaped=tuple(box.sandbox_id for box in found)))
+
+    return router
+
+
+def checked_ttl(broker: BrokerService, ttl_s: float) -> float:
+    """Raises `BrokerError` ``ttl_too_long`` beyond the broker's own limit."""
+    limit_s = broker.config.max_ttl_s
+    if ttl_s > limit_s:
+        raise BrokerError(
+            "ttl_too_long",
+            f"ttl_s: {ttl_s:g} s is longer than this broker's max_ttl_s of {limit_s:g} s; renew instead",
+            limit_s=limit_s,
+        )
+    return ttl_s
+
+
+def parsed_labels(given: list[str]) -> dict[str, str]:
+    """``name=value`` pairs. Raises `InvalidBodyError`."""
+    wanted: dict[str, str] = {}
+    for item in given:
+        name, equals, value = item.partition("=")
+        if not equals or not name:
+            raise InvalidBodyError(f"label: '{item[:80]}' is not name=value", started="no")
+        if wanted.setdefault(name, value) != value:
+            raise InvalidBodyError(f"label: '{name[:80]}' is given twice, with two values", started="no")
+    return wanted
+
+
+def _key(box: Box) -> tuple[float, str]:
+    return (box.created_at, box.sandbox_id)
+
+
+def _cursor(box: Box) -> str:
+    return base64.urlsafe_b64encode(f"{box.created_at!r} {box.sandbox_id}".encode()).decode()
+
+
+def _position(cursor: str) -> tuple[float, str]:
+    try:
+        created_at, _, sandbox_id = base64.urlsafe_b64decode(cursor.encode()).decode().partition(" ")
+        return (float(created_at), sandbox_id)
+    except (ValueError, binascii.Error):
+        raise InvalidBodyError("cursor: not one that this broker gave", started="no") from None

@@ -1,0 +1,81 @@
+"""Everything that can be checked of a composition without starting a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_gym.config import compatibility
+from nemo_gym.config.compose import Composition
+from nemo_gym.config.hosts import Hosts
+from nemo_gym.config.keys import UNREAD_NEMO_GYM_KEYS
+from nemo_gym.config.plugin_keys import check_server_keys, entrypoint
+from nemo_gym.config.servers import ServerBlock
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.session import Topology
+
+FLAGS = ("dry_run", "allow_unsupported_pairing")
+NUMBER_KEYS = ("startup_timeout_s", "shutdown_timeout_s", "max_restarts")
+
+
+def check_everything(composition: Composition) -> Topology | None:
+    """Raise `ConfigError` for the first thing wrong; return the topology of the chosen agent and environment."""
+    if not composition.servers:
+        raise ConfigError(
+            "nothing to run: no file defines a server; choose agent=…, environment=… and model=…, or give"
+            ' "+config_paths=[…]"',
+            key="config_paths",
+        )
+    for server in composition.servers.values():
+        entrypoint(server, composition.roots)
+        if composition.values.get("error_on_unknown_keys", True):
+            check_server_keys(server, composition.roots)
+        _check_place(server)
+    for key in NUMBER_KEYS:
+        value = composition.values.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+            raise ConfigError(f"{key} must be a number that is not negative, got {value!r}", key=key)
+    for key in FLAGS:
+        if not isinstance(value := composition.values.get(key, False), bool):
+            raise ConfigError(f"{key} must be true or false, got {value!r}", key=key)
+    Hosts.of(composition)
+    _check_run_keys(composition)
+    return compatibility.check(composition)
+
+
+def notices(composition: Composition) -> list[str]:
+    """A sentence for each key that is accepted and does nothing, with what it would do elsewhere."""
+    return [
+        f"'{key}' does nothing here; in NeMo Gym it is {meaning}"
+        for key, meaning in UNREAD_NEMO_GYM_KEYS.items()
+        if composition.values.get(key) is not None and key not in composition.servers
+    ]
+
+
+def _check_place(server: ServerBlock) -> None:
+    port: Any = server.values.get("port")
+    if port is not None and (isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535):
+        raise ConfigError(
+            f"{server.where}.port must be a whole number from 0 (choose a free one) to 65535, got {port!r}",
+            key=".".join((*server.path, "port")),
+        )
+    workers = server.values.get("num_workers")
+    if workers not in (None, 1):
+        raise ConfigError(
+            f"{server.where}.num_workers: only 1 is served, got {workers!r}; remove the key (a server keeps its"
+            " sessions in one process)",
+            key=".".join((*server.path, "num_workers")),
+        )
+
+
+def _check_run_keys(composition: Composition) -> None:
+    """The values of run keys, also without a run; half of a run is a mistake."""
+    run = composition.run_values()
+    has_output = "output" in run or "output_jsonl_fpath" in run
+    if composition.has_run != has_output:
+        missing = "output" if composition.has_run else "input"
+        raise ConfigError(f"a rollout run needs both input= and output=; add {missing}=<file>.jsonl", key=missing)
+    if run:
+        from nemo_gym.config.run import RolloutRunConfig
+
+        placeholders = {} if composition.has_run else {"input": "rows.jsonl", "output": "rollouts.jsonl"}
+        RolloutRunConfig.parse({**run, **placeholders})

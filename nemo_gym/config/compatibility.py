@@ -1,0 +1,246 @@
+"""Whether the chosen agent, environment, sandbox and topology fit together, before anything starts.
+
+What a plugin can do is declared, in its block or as a class attribute of its server:
+
+- an environment: ``topologies``, the first being its default unless its block's ``topology`` names another;
+  ``requires``, sandbox capabilities its tasks need;
+- an agent: ``topologies`` it can be bound in; ``box_topologies``, those in which it makes a box of its own;
+- both: ``sandbox_provider``, the block that says which sandbox they use; ``tool_access``, how a harness outside of the
+  world reaches it in topology B: ``mcp``, ``http`` (NeMo Gym's tool routes) or ``exec`` (commands in the world's box).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nemo_gym._util.suggest import nearest
+from nemo_gym.config.compose import SANDBOX, Composition
+from nemo_gym.config.keys import AGENT_TYPE, COMPOSITION, DEFAULT_MODEL, MODEL_TYPE, TOPOLOGY
+from nemo_gym.config.plugin_keys import class_constant
+from nemo_gym.config.servers import ServerBlock, references
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.session import Topology
+
+UNSUPPORTED_PAIRING = "allow_unsupported_pairing"
+WORLD_TOPOLOGIES = (Topology.AGENT_IN_ENV, Topology.WHOLE_INTERACTION)
+"""Topologies in which the agent side needs a sandbox."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one server declares. ``topologies`` is ``None`` where it declares nothing (then anything goes)."""
+
+    instance: str
+    topologies: tuple[Topology, ...] | None = None
+    sandbox: str | None = None
+    """The name of its sandbox block."""
+    requires: tuple[str, ...] = ()
+    box_topologies: tuple[Topology, ...] = WORLD_TOPOLOGIES
+    """Of an agent: where it makes a box."""
+    tool_access: tuple[str, ...] | None = None
+    """How the world is reached from outside of it; ``None`` where nothing is declared (then anything goes)."""
+
+
+def check_composition(
+    agent: Side, environment: Side, *, sandbox: str | None, topology: Topology | None = None
+) -> Topology | None:
+    """The topology that this pair runs in; ``None`` when neither declares any.
+
+    ``sandbox`` is the provider's name, ``None`` without a sandbox. Raises `ConfigError` with the reason and the
+    choices that would work.
+    """
+    offered = environment.topologies
+    served = agent.topologies
+    working = _common(offered, served)
+    unreachable = _out_of_reach(agent, environment)
+    if unreachable and working is not None and Topology.ENV_SANDBOXED in working:
+        working = tuple(choice for choice in working if choice is not Topology.ENV_SANDBOXED)
+        if topology is Topology.ENV_SANDBOXED or not working:
+            raise ConfigError(f"{unreachable}; {_alternatives(working, 'topology')}", key="topology")
+    if topology is not None:
+        if offered is not None and topology not in offered:
+            raise ConfigError(
+                f"environment '{environment.instance}' does not support topology '{topology}';"
+                f" {_alternatives(working, 'topology')}",
+                key="topology",
+            )
+        if served is not None and topology not in served:
+            raise ConfigError(
+                f"agent '{agent.instance}' cannot run in topology '{topology}'; {_alternatives(working, 'topology')}",
+                key="topology",
+            )
+    if working is not None and not working:
+        raise ConfigError(
+            f"agent '{agent.instance}' runs in {_listed(served)}, environment '{environment.instance}' supports"
+            f" {_listed(offered)}: they have no topology in common; choose another agent or environment",
+            key="agent",
+        )
+    selected = topology or (working[0] if working else None)
+    if selected in agent.box_topologies and sandbox is None:
+        others = [choice for choice in working or () if choice not in agent.box_topologies]
+        choose = f", or choose another of {_listed(others)} with topology=" if others else ""
+        raise ConfigError(
+            f"agent '{agent.instance}' in topology '{selected}' needs a sandbox: add sandbox=local or"
+            f" sandbox=docker{choose}",
+            key="sandbox",
+        )
+    return selected
+
+
+def _out_of_reach(agent: Side, environment: Side) -> str | None:
+    """Why the agent could not act on the environment's world from outside of it; ``None`` when it could."""
+    if agent.tool_access is None or environment.tool_access is None:
+        return None
+    if set(agent.tool_access) & set(environment.tool_access):
+        return None
+    return (
+        f"in topology '{Topology.ENV_SANDBOXED}', environment '{environment.instance}' is reached by"
+        f" {' or '.join(environment.tool_access) or 'nothing'}, and agent '{agent.instance}' can only use"
+        f" {' or '.join(agent.tool_access) or 'nothing'}"
+    )
+
+
+def _common(offered: Sequence[Topology] | None, served: Sequence[Topology] | None) -> tuple[Topology, ...] | None:
+    """What both can, in the environment's order of preference."""
+    if offered is None:
+        return tuple(served) if served is not None else None
+    return tuple(choice for choice in offered if served is None or choice in served)
+
+
+def _alternatives(working: Iterable[Topology] | None, key: str) -> str:
+    choices = list(working or ())
+    if not choices:
+        return "no topology works for this pair; choose another agent or environment"
+    return "use " + " or ".join(f"{key}={choice}" for choice in choices)
+
+
+def _listed(topologies: Iterable[Topology] | None) -> str:
+    return ", ".join(topologies or ()) or "any topology"
+
+
+def side_of(server: ServerBlock, roots: Sequence[Path]) -> Side:
+    """What a server's block and source declare."""
+    provider = server.values.get("sandbox_provider")
+    requires = server.values.get("requires") or ()
+    boxes = _topologies(server, "box_topologies", roots)
+    access = _declared(server, "tool_access", roots)
+    topologies = _topologies(server, "topologies", roots)
+    default = server.values.get(TOPOLOGY)
+    if topologies is not None and isinstance(default, str):
+        topologies = tuple(sorted(topologies, key=lambda choice: choice != default))
+    side = Side(
+        server.instance,
+        topologies=topologies,
+        sandbox=provider if isinstance(provider, str) else None,
+        requires=tuple(str(word) for word in requires),
+        tool_access=None if access is None else tuple(access),
+    )
+    return side if boxes is None else replace(side, box_topologies=boxes)
+
+
+def _declared(server: ServerBlock, name: str, roots: Sequence[Path]) -> list[str] | None:
+    """The words a server's block declares, else its class."""
+    declared = server.values.get(name)
+    if declared is None:
+        return class_constant(server, name, roots)
+    return [declared] if isinstance(declared, str) else [str(word) for word in declared]
+
+
+def _topologies(server: ServerBlock, name: str, roots: Sequence[Path]) -> tuple[Topology, ...] | None:
+    words = _declared(server, name, roots)
+    if words is None:
+        return None
+    try:
+        return tuple(Topology.parse(word) for word in words)
+    except ConfigError as error:
+        raise ConfigError(f"{server.where}.{name}: {error.message}", key=name) from error
+
+
+def sandbox_provider(composition: Composition, server: ServerBlock) -> str | None:
+    """The provider's name that a server's ``sandbox_provider`` leads to; ``None`` without one. Raises `ConfigError`
+    for a block that does not exist, names no single provider, or names one that is not installed."""
+    from nemo_gym.sandbox.config import resolve_provider_config
+    from nemo_gym.sandbox.registry import list_providers
+
+    named = server.values.get("sandbox_provider")
+    if named is None:
+        return None
+    where = f"{server.where}.sandbox_provider"
+    if named == SANDBOX and named not in composition.values:
+        if server.server_type == AGENT_TYPE:
+            return None  # whether that is right depends on the topology
+        raise ConfigError(
+            f"environment '{server.instance}' needs a sandbox: add sandbox=local or sandbox=docker", key="sandbox"
+        )
+    try:
+        (name,) = resolve_provider_config(named, composition.values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error.message}", key="sandbox_provider") from error
+    providers = list_providers()
+    if name not in providers:
+        raise ConfigError(
+            f"{where}: unknown sandbox provider '{name}'{nearest(name, providers)}; installed:"
+            f" {', '.join(providers) or 'none'}",
+            key="sandbox",
+        )
+    return name
+
+
+def _check_pairing(composition: Composition, agent: ServerBlock, environment: ServerBlock) -> None:
+    """An environment's ``allowed_agents`` (instances or implementations) and ``allowed_model_types``
+    (implementations, of models that are not this suite's gateway, which serves what they do)."""
+    if composition.values.get(UNSUPPORTED_PAIRING):
+        return
+    models = [composition.servers[found.name] for found in references(agent.values)]
+    asked = [("allowed_agents", "agent", agent)] + [
+        ("allowed_model_types", "model", model)
+        for model in models
+        if model.server_type == MODEL_TYPE and model.implementation != DEFAULT_MODEL
+    ]
+    for key, what, server in asked:
+        allowed = environment.values.get(key)
+        if allowed is None:
+            continue
+        if isinstance(allowed, str) or not isinstance(allowed, Sequence):
+            raise ConfigError(f"{environment.where}.{key} must be a list of names, got {allowed!r}", key=key)
+        if not {server.instance, server.implementation} & {str(name) for name in allowed}:
+            raise ConfigError(
+                f"environment '{environment.instance}' is made for {what}s {', '.join(map(str, allowed)) or 'none'}"
+                f" ({environment.where}.{key}), not for '{server.instance}'; choose one of them, or add"
+                f" {UNSUPPORTED_PAIRING}=true",
+                key=".".join((*environment.path, key)),
+            )
+
+
+def check(composition: Composition) -> Topology | None:
+    """Check every agent of the composition with the environment it refers to.
+
+    Returns the chosen agent's topology; where the environment declares what it supports, the composition's values name
+    it too, so that every attempt is placed in it.
+    """
+    wanted = composition.chosen.get("topology")
+    topology = Topology(wanted) if wanted else None
+    selected: Topology | None = None
+    for server in composition.servers.values():
+        provider = sandbox_provider(composition, server)
+        if server.server_type != AGENT_TYPE:
+            continue
+        for reference in references(server.values):
+            environment = composition.servers[reference.name]
+            if reference.path != ("resources_server",):
+                continue
+            _check_pairing(composition, server, environment)
+            offered = side_of(environment, composition.roots)
+            result = check_composition(
+                side_of(server, composition.roots),
+                offered,
+                sandbox=provider or sandbox_provider(composition, environment),
+                topology=topology if server.instance == composition.chosen.get("agent", server.instance) else None,
+            )
+            if server.instance == composition.chosen.get("agent"):
+                selected = result
+                if result is not None and offered.topologies is not None:
+                    composition.values[COMPOSITION][TOPOLOGY] = str(result)
+    return selected

@@ -1,0 +1,180 @@
+"""A composition on several hosts: which servers run where, in how many replicas, and on which network they talk.
+
+Every host composes the same words and says which one it is (``host=worlds-1``). No address outside the network that
+the block names is listened on or called. Off loopback servers speak HTTPS, or plain HTTP where the block says that the
+network is private enough for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from ipaddress import ip_network
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, IPvAnyAddress, IPvAnyNetwork, ValidationError, field_validator
+
+from nemo_gym._util.suggest import nearest, validation_problems
+from nemo_gym.config.compose import Composition
+from nemo_gym.config.keys import HOST, HOSTS
+from nemo_gym.config.visibility import Address
+from nemo_gym.contract.credentials import ROOT_KEY_BYTES, StackKeys
+from nemo_gym.contract.errors import ConfigError
+
+_PLACE_KEYS = ("host", "port")
+
+
+class _Machine(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    address: IPvAnyAddress
+    servers: dict[str, Annotated[int, Field(ge=1, le=65535)]] = Field(default_factory=dict)
+    """Instance → port."""
+
+
+class Tls(BaseModel):
+    """A host's own certificate, for its address, and the key to it: files of that host, at the same places on each."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    certificate_file: Path
+    key_file: Path
+
+    @field_validator("certificate_file", "key_file")
+    @classmethod
+    def _expanded(cls, path: Path) -> Path:
+        return path.expanduser().absolute()
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    network: IPvAnyNetwork
+    tls: Tls | None = None
+    plain_http: bool = False
+    """Servers of a private network do without ``tls``."""
+    stack_secret: str = Field(pattern=rf"^[0-9a-fA-F]{{{2 * ROOT_KEY_BYTES},}}$", repr=False)
+    machines: dict[str, _Machine] = Field(min_length=1)
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The checked ``hosts`` block of a composition."""
+
+    here: str | None
+    """This host's name; ``None`` where nobody said, which only looking at a composition allows."""
+    replicas: Mapping[str, tuple[Address, ...]]
+    """Where each server runs: the same order on every host, for replicas are told by their number."""
+    local: Mapping[str, Address]
+    """The servers of this host."""
+    keys: StackKeys
+    tls: Tls | None = None
+
+    @classmethod
+    def of(cls, composition: Composition) -> Hosts | None:
+        """``None`` for a composition on one host. Raises `ConfigError` naming what is wrong with the block."""
+        values = composition.values.get(HOSTS)
+        here = composition.values.get(HOST)
+        if values is None:
+            if here is not None:
+                raise ConfigError(
+                    f"host={here} says which of several hosts this is, and the composition has no '{HOSTS}' block;"
+                    " add one, or leave host= out",
+                    key=HOST,
+                )
+            return None
+        block = _checked(values)
+        scheme = "https" if block.tls is not None else "http"
+        replicas: dict[str, list[Address]] = {name: [] for name in composition.servers}
+        for name, machine in block.machines.items():
+            for instance, port in machine.servers.items():
+                if instance not in replicas:
+                    raise ConfigError(
+                        f"{HOSTS}.machines.{name}.servers: no server instance"
+                        f" '{instance}'{nearest(instance, replicas)}; there are: {', '.join(replicas)}",
+                        key=f"{HOSTS}.machines.{name}.servers",
+                    )
+                replicas[instance].append(Address(str(machine.address), port, scheme))
+        _check_places(composition, replicas)
+        if here is not None and here not in block.machines:
+            raise ConfigError(
+                f"host={here} is none of {HOSTS}.machines{nearest(str(here), block.machines)}; there are:"
+                f" {', '.join(block.machines)}",
+                key=HOST,
+            )
+        own = block.machines[here] if here is not None else None
+        local = {name: Address(str(own.address), port, scheme) for name, port in own.servers.items()} if own else {}
+        keys = StackKeys.from_hex(block.stack_secret)
+        return cls(here, {name: tuple(places) for name, places in replicas.items()}, local, keys, block.tls)
+
+    def require_here(self) -> None:
+        """Raise `ConfigError` unless it was said which host this is, and it has what its servers need to listen."""
+        if self.here is None:
+            raise ConfigError(f"the composition has a '{HOSTS}' block: say which host this is with {HOST}=", key=HOST)
+        if self.tls is None or not self.local:
+            return
+        for name, path in (("certificate_file", self.tls.certificate_file), ("key_file", self.tls.key_file)):
+            if not os.access(path, os.R_OK):
+                raise ConfigError(f"{HOSTS}.tls.{name} {path} cannot be read on this host", key=f"{HOSTS}.tls.{name}")
+
+
+def _checked(values: Any) -> _Block:
+    try:
+        block = _Block.model_validate(values)
+    except ValidationError as error:
+        problems = validation_problems(error, _Block.model_fields)
+        raise ConfigError(
+            f"{HOSTS}: {problems} (stack_secret is the same on every host: openssl rand -hex {ROOT_KEY_BYTES})",
+            key=HOSTS,
+        ) from None
+    network = ip_network(str(block.network))
+    if block.tls is not None and block.plain_http:
+        raise ConfigError(f"{HOSTS}.plain_http and {HOSTS}.tls exclude each other", key=f"{HOSTS}.plain_http")
+    if block.tls is None and not block.plain_http and not network.is_loopback:
+        raise ConfigError(
+            f"{HOSTS}.tls is missing: requests carry credentials, so off loopback servers speak HTTPS; give"
+            f" certificate_file and key_file, or say {HOSTS}.plain_http: true for a network in which nobody else"
+            " listens",
+            key=f"{HOSTS}.tls",
+        )
+    if network.is_global and block.tls is None:
+        raise ConfigError(
+            f"{HOSTS}.network {network} is no private network, and with {HOSTS}.plain_http credentials would be read"
+            " in it; use private addresses, those of a VPN between the hosts, or TLS",
+            key=f"{HOSTS}.network",
+        )
+    taken: dict[tuple[str, int], str] = {}
+    for name, machine in block.machines.items():
+        if machine.address not in network:
+            raise ConfigError(
+                f"{HOSTS}.machines.{name}.address {machine.address} is not in {HOSTS}.network {network}: it is"
+                " neither listened on nor called",
+                key=f"{HOSTS}.machines.{name}.address",
+            )
+        for instance, port in machine.servers.items():
+            other = taken.setdefault((str(machine.address), port), f"{name}.servers.{instance}")
+            if other != f"{name}.servers.{instance}":
+                raise ConfigError(
+                    f"{HOSTS}.machines.{name}.servers.{instance}: {machine.address}:{port} is {other}'s; choose"
+                    " another port",
+                    key=f"{HOSTS}.machines.{name}.servers.{instance}",
+                )
+    return block
+
+
+def _check_places(composition: Composition, replicas: Mapping[str, list[Address]]) -> None:
+    nowhere = [name for name, places in replicas.items() if not places]
+    if nowhere:
+        raise ConfigError(
+            f"{HOSTS}.machines: nobody runs {', '.join(nowhere)}; give a machine 'servers: {{{nowhere[0]}: <port>}}'",
+            key=f"{HOSTS}.machines",
+        )
+    for server in composition.servers.values():
+        for key in _PLACE_KEYS:
+            if server.values.get(key):
+                raise ConfigError(
+                    f"{server.where}.{key}: where servers listen is said by {HOSTS}.machines; remove the key",
+                    key=".".join((*server.path, key)),
+                )

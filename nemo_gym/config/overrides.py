@@ -1,0 +1,177 @@
+"""The command line's ``key=value`` words, in Hydra's grammar: ``k=v``, ``+k=v``, ``++k=v``, ``~k``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from nemo_gym._util.suggest import nearest
+from nemo_gym.config.layers import Layer, Merged, lookup
+from nemo_gym.contract.errors import ConfigError
+
+COMMAND_LINE = "the command line"
+
+
+class Mode(Enum):
+    CHANGE = ""
+    ADD = "+"
+    FORCE = "++"
+    DELETE = "~"
+
+
+@dataclass(frozen=True)
+class Override:
+    """One word of the command line."""
+
+    mode: Mode
+    key: str
+    value: Any
+    word: str
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        return tuple(self.key.split("."))
+
+
+def parse_overrides(words: Sequence[str]) -> list[Override]:
+    """Parse words; raises `ConfigError` naming the word's key (never its value, which may be secret) and the fix."""
+    return [_parse(word) for word in words]
+
+
+def _parse(word: str) -> Override:
+    name = word.lstrip("+~").split("=", 1)[0]
+    if "=" not in word and not word.startswith("~"):
+        raise ConfigError(f"'{word}' is no setting; write key=value, or see --help", key=word)
+    parsed = _hydra_override(word, name)
+    if parsed.is_sweep_override():
+        raise ConfigError(f"{name}: sweeps are not supported; give one value", key=name)
+    value = None if parsed.is_delete() else parsed.value()
+    if type(value).__name__ == "ListExtensionOverrideValue":
+        raise ConfigError(f"{name}: list extensions are not supported; give the whole list", key=name)
+    if parsed.is_delete():
+        mode = Mode.DELETE
+    elif parsed.is_force_add():
+        mode = Mode.FORCE
+    elif parsed.is_add():
+        mode = Mode.ADD
+    else:
+        mode = Mode.CHANGE
+    return Override(mode, parsed.key_or_group, _plain(value), word)
+
+
+def _hydra_override(word: str, name: str) -> Any:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return OverridesParser.create().parse_override(word)
+    except HydraException as error:
+        raise ConfigError(
+            f"{name}: the value cannot be read; put values with spaces or one of ,:={{}}[]()'\\ in quotes:"
+            f" \"{name}='value'\"",
+            key=name,
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    """Hydra's parsed value as plain data (quoted strings lose their quotes)."""
+    if isinstance(value, dict):
+        return {str(_plain(key)): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if type(value).__name__ == "QuotedString":
+        return value.text
+    return value
+
+
+def apply_overrides(merged: Merged, overrides: Iterable[Override], known: Iterable[str]) -> None:
+    """Change ``merged`` in place. ``k=v`` needs a key that exists, is ``known``, or lies in the block of a server or
+    of a sandbox provider (whose classes check it later). ``+k=v`` and ``++k=v`` may add; ``~k`` needs one that is
+    there."""
+    known_names = set(known)
+    for override in overrides:
+        if override.mode is Mode.DELETE:
+            _delete(merged, override)
+        else:
+            if override.mode is Mode.CHANGE:
+                _require_known(merged, override, known_names)
+            _set(merged, override)
+
+
+def _require_known(merged: Merged, override: Override, known: set[str]) -> None:
+    path = override.path
+    if len(path) == 1 and path[0] in known:
+        return
+    try:
+        lookup(merged.values, path)
+    except KeyError:
+        pass
+    else:
+        return
+    block = path[:2] if path[0] == "sandbox" else path[:3]
+    if len(path) > len(block) and _is_mapping(merged, block):
+        return
+    parents = next(path[:length] for length in reversed(range(len(path))) if _is_mapping(merged, path[:length]))
+    choices = set(lookup(merged.values, parents) if parents else merged.values)
+    wrong = path[len(parents)]
+    if len(path) == 1:
+        choices |= known
+    raise ConfigError(
+        f"{COMMAND_LINE}: unknown key '{override.key}'{nearest(wrong, choices)}; to add a key that no file has,"
+        f" write '+{override.key}=…'",
+        key=override.key,
+    )
+
+
+def _is_mapping(merged: Merged, path: Sequence[str]) -> bool:
+    if not path:
+        return True
+    try:
+        return isinstance(lookup(merged.values, path), dict)
+    except KeyError:
+        return False
+
+
+def _set(merged: Merged, override: Override) -> None:
+    *parents, last = override.path
+    node: Any = merged.values
+    for index, part in enumerate(parents):
+        if isinstance(node, list):
+            node = node[_position(node, part, override)]
+            continue
+        if not isinstance(node.get(part), dict | list):
+            node[part] = {}
+            merged.sources[tuple(parents[: index + 1])] = COMMAND_LINE
+        node = node[part]
+    if isinstance(node, list):
+        node[_position(node, last, override)] = override.value
+    elif isinstance(override.value, dict) and isinstance(node.get(last), dict) and override.mode is not Mode.CHANGE:
+        nested: dict[str, Any] = override.value
+        for part in reversed(override.path):
+            nested = {part: nested}
+        merged.add(Layer(COMMAND_LINE, nested))
+    else:
+        node[last] = override.value
+    merged.sources[override.path] = COMMAND_LINE
+
+
+def _position(node: list[Any], part: str, override: Override) -> int:
+    if not part.isdigit() or int(part) >= len(node):
+        raise ConfigError(
+            f"{COMMAND_LINE}: '{override.key}': '{part}' is no position of a list of {len(node)}", key=override.key
+        )
+    return int(part)
+
+
+def _delete(merged: Merged, override: Override) -> None:
+    *parents, last = override.path
+    try:
+        node = lookup(merged.values, parents)
+        del node[last]
+    except (KeyError, TypeError):
+        raise ConfigError(
+            f"{COMMAND_LINE}: '~{override.key}': there is no such key{nearest(override.key, merged.values)}",
+            key=override.key,
+        ) from None

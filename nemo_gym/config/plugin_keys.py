@@ -1,0 +1,273 @@
+"""The keys that a plugin's configuration class takes, read from its source without importing it.
+
+Importing a plugin may need packages that this interpreter lacks, and takes time. The source is enough for names; types
+and values are checked by the class itself when the server starts. Where the source does not tell, nothing is checked
+here.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from nemo_gym._util.suggest import nearest
+from nemo_gym.config.keys import SERVER_KEYS
+from nemo_gym.config.roots import find_plugin
+from nemo_gym.config.servers import ServerBlock
+from nemo_gym.contract.errors import ConfigError
+
+CORE_BASES = frozenset({"SimpleResourcesServer", "SimpleResponsesAPIAgent", "SimpleResponsesAPIModel"})
+"""Where what a plugin defines itself ends."""
+
+
+@dataclass(frozen=True)
+class _Class:
+    """A class statement and the file it is in."""
+
+    file: Path
+    node: ast.ClassDef
+
+
+class _UnknownSource(Exception):
+    """Something the source does not tell."""
+
+
+def check_server_keys(server: ServerBlock, roots: Sequence[Path]) -> None:
+    """Raise `ConfigError` for keys of a server's block that its configuration class does not know."""
+    known = config_keys(server, roots)
+    if known is None:
+        return
+    allowed = known | SERVER_KEYS
+    unknown = [key for key in server.values if key not in allowed]
+    if unknown:
+        listed = ", ".join(f"'{key}'{nearest(key, allowed)}" for key in unknown)
+        raise ConfigError(
+            f"{server.where}: unknown key {listed}; {server.implementation} takes:"
+            f" {', '.join(sorted((known | {'host', 'port'}) - {'name'}))} (or error_on_unknown_keys=false)",
+            keys=[".".join((*server.path, key)) for key in unknown],
+        )
+
+
+def entrypoint(server: ServerBlock, roots: Sequence[Path]) -> Path:
+    """The Python file that runs a server; raises `ConfigError` when it does not exist."""
+    folder = find_plugin(server.server_type, server.implementation, roots)
+    path = folder / str(server.values.get("entrypoint") or "app.py")
+    if not path.is_file():
+        raise ConfigError(
+            f"{server.where}: entrypoint '{path.name}' does not exist in {folder}",
+            key=".".join((*server.path, "entrypoint")),
+        )
+    return path
+
+
+def config_keys(server: ServerBlock, roots: Sequence[Path]) -> frozenset[str] | None:
+    """Field names of the server's configuration class; ``None`` when it takes any, or the source does not tell."""
+    try:
+        path = entrypoint(server, roots)
+        running = _running_class(path)
+        if running is None:
+            return None
+        config = _annotation_of(_Class(path, running), "config", roots)
+        return frozenset(_fields(config, roots, set()))
+    except _UnknownSource:
+        return None
+
+
+def class_constant(server: ServerBlock, name: str, roots: Sequence[Path]) -> list[str] | None:
+    """A class attribute of the server that lists words (``topologies = ("none", Topology.AGENT_IN_ENV)``)."""
+    try:
+        path = entrypoint(server, roots)
+        running = _running_class(path)
+        if running is None:
+            return None
+        return _constant(_Class(path, running), name, roots)
+    except _UnknownSource:
+        return None
+
+
+def defines(server: ServerBlock, names: Collection[str], roots: Sequence[Path]) -> bool | None:
+    """Whether a server's class, or a base of it outside the core, defines one of ``names``; ``None`` where the source
+    does not tell."""
+    try:
+        path = entrypoint(server, roots)
+        running = _running_class(path)
+        return None if running is None else _defines(_Class(path, running), frozenset(names), roots)
+    except _UnknownSource:
+        return None
+
+
+def _defines(cls: _Class, names: frozenset[str], roots: Sequence[Path]) -> bool:
+    if cls.node.name in CORE_BASES:
+        return False
+    for statement in cls.node.body:
+        match statement:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                found = name in names
+            case ast.AnnAssign(target=target):
+                found = ast.unparse(target) in names
+            case ast.Assign(targets=targets):
+                found = any(ast.unparse(target) in names for target in targets)
+            case _:
+                found = False
+        if found:
+            return True
+    return any(_defines(base, names, roots) for base in _base_classes(cls, roots) if base is not None)
+
+
+@lru_cache(maxsize=256)
+def _module(path: Path) -> ast.Module:
+    try:
+        return ast.parse(path.read_bytes())
+    except (SyntaxError, OSError) as error:
+        raise _UnknownSource(str(error)) from error
+
+
+@lru_cache(maxsize=256)
+def _classes(path: Path) -> dict[str, ast.ClassDef]:
+    return {node.name: node for node in ast.walk(_module(path)) if isinstance(node, ast.ClassDef)}
+
+
+@lru_cache(maxsize=256)
+def _imports(path: Path) -> tuple[ast.ImportFrom, ...]:
+    return tuple(node for node in ast.walk(_module(path)) if isinstance(node, ast.ImportFrom))
+
+
+@lru_cache(maxsize=256)
+def _running_class(path: Path) -> ast.ClassDef | None:
+    """The class whose ``run_webserver()`` the file calls."""
+    for node in ast.walk(_module(path)):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "run_webserver"
+            and isinstance(node.func.value, ast.Name)
+        ):
+            return _classes(path).get(node.func.value.id)
+    return None
+
+
+def _find(name: str, path: Path, roots: Sequence[Path]) -> _Class:
+    """The class a name means in a file: defined there, or imported from a file below a root or beside it."""
+    if node := _classes(path).get(name):
+        return _Class(path, node)
+    for statement in _imports(path):
+        for alias in statement.names:
+            if (alias.asname or alias.name) == name:
+                return _find(alias.name, _module_file(statement, path, roots), roots)
+    raise _UnknownSource(name)
+
+
+def _module_file(statement: ast.ImportFrom, path: Path, roots: Sequence[Path]) -> Path:
+    relative = Path(*(statement.module or "").split("."))
+    bases = [path.parents[statement.level - 1]] if statement.level else [*roots, path.parent]
+    for base in bases:
+        for candidate in ((base / relative).with_suffix(".py"), base / relative / "__init__.py"):
+            if candidate.is_file():
+                return candidate
+    raise _UnknownSource(statement.module or "")
+
+
+def _base_classes(cls: _Class, roots: Sequence[Path]) -> Iterator[_Class | None]:
+    """The bases; ``None`` for those of pydantic and the standard library, which add no fields."""
+    for base in cls.node.bases:
+        target = base.value if isinstance(base, ast.Subscript) else base
+        if isinstance(target, ast.Attribute):
+            raise _UnknownSource(ast.unparse(target))
+        if not isinstance(target, ast.Name):
+            continue
+        if target.id in ("BaseModel", "ABC", "Generic", "Protocol", "object"):
+            yield None
+        else:
+            yield _find(target.id, cls.file, roots)
+
+
+def _annotation_of(cls: _Class, attribute: str, roots: Sequence[Path]) -> _Class:
+    for statement in cls.node.body:
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and statement.target.id == attribute
+        ):
+            if isinstance(statement.annotation, ast.Name):
+                return _find(statement.annotation.id, cls.file, roots)
+            raise _UnknownSource(ast.unparse(statement.annotation))
+    for base in _base_classes(cls, roots):
+        if base is not None:
+            try:
+                return _annotation_of(base, attribute, roots)
+            except _UnknownSource:
+                continue
+    raise _UnknownSource(attribute)
+
+
+def _fields(cls: _Class, roots: Sequence[Path], seen: set[tuple[Path, str]]) -> set[str]:
+    if (cls.file, cls.node.name) in seen:
+        return set()
+    seen.add((cls.file, cls.node.name))
+    names: set[str] = set()
+    for statement in cls.node.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            if "ClassVar" not in ast.unparse(statement.annotation):
+                names.add(statement.target.id)
+                names |= _aliases(statement.value)
+        elif isinstance(statement, ast.Assign) and any(
+            isinstance(target, ast.Name) and target.id == "model_config" for target in statement.targets
+        ):
+            text = ast.unparse(statement.value)
+            if "extra='allow'" in text or "'extra': 'allow'" in text:
+                raise _UnknownSource("takes any key")
+    for keyword in cls.node.keywords:
+        if keyword.arg == "extra" and ast.unparse(keyword.value) == "'allow'":
+            raise _UnknownSource("takes any key")
+    for base in _base_classes(cls, roots):
+        if base is not None:
+            names |= _fields(base, roots, seen)
+    return names
+
+
+def _aliases(value: ast.expr | None) -> set[str]:
+    """Other spellings that a ``Field(alias=…, validation_alias=…)`` gives."""
+    found: set[str] = set()
+    if isinstance(value, ast.Call):
+        for keyword in value.keywords:
+            if keyword.arg in ("alias", "validation_alias"):
+                found |= {
+                    node.value
+                    for node in ast.walk(keyword.value)
+                    if isinstance(node, ast.Constant) and isinstance(node.value, str)
+                }
+    return found
+
+
+def _constant(cls: _Class, name: str, roots: Sequence[Path]) -> list[str] | None:
+    for statement in cls.node.body:
+        value: ast.expr | None = None
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            value = statement.value if statement.target.id == name else None
+        elif isinstance(statement, ast.Assign) and name in map(ast.unparse, statement.targets):
+            value = statement.value
+        if value is not None:
+            return [_word(node) for node in _elements(value)]
+    for base in _base_classes(cls, roots):
+        if base is not None and (found := _constant(base, name, roots)) is not None:
+            return found
+    return None
+
+
+def _elements(value: ast.expr) -> list[ast.expr]:
+    if isinstance(value, ast.Call) and value.args:
+        return _elements(value.args[0])
+    if isinstance(value, ast.Tuple | ast.List | ast.Set):
+        return list(value.elts)
+    raise _UnknownSource(ast.unparse(value))
+
+
+def _word(node: ast.expr) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.Attribute):
+        return node.attr.lower()
+    raise _UnknownSource(ast.unparse(node))

@@ -1,0 +1,65 @@
+"""Where plugins and configuration files are looked for.
+
+The order is ``NEMO_GYM_EXTRA_ROOTS`` (separated like ``PATH``), the working directory, the installation. The first
+root that has a thing wins, so a user's folder can add to or replace what ships.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from nemo_gym._util.suggest import nearest
+from nemo_gym.config.keys import SERVER_TYPES
+from nemo_gym.contract.errors import ConfigError
+
+EXTRA_ROOTS_VARIABLE = "NEMO_GYM_EXTRA_ROOTS"
+INSTALL_ROOT = Path(__file__).resolve().parents[2]
+
+
+def plugin_roots() -> list[Path]:
+    """The roots in order of precedence, without duplicates."""
+    extra = [Path(part).expanduser() for part in os.environ.get(EXTRA_ROOTS_VARIABLE, "").split(os.pathsep) if part]
+    return list(dict.fromkeys(path.resolve() for path in (*extra, Path.cwd(), INSTALL_ROOT)))
+
+
+def find_file(relative: str | Path, roots: Iterable[Path], beside: Path | None = None) -> Path | None:
+    """The first existing file of that path under the roots (absolute paths as they are), or beside another file."""
+    path = Path(relative).expanduser()
+    if path.is_absolute():
+        return path if path.is_file() else None
+    candidates = [root / path for root in roots]
+    if beside is not None:
+        candidates.append(beside / path)
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
+
+
+def find_plugin(server_type: str, implementation: str, roots: Iterable[Path] | None = None) -> Path:
+    """The folder ``<root>/<server type>/<implementation>``; raises `ConfigError` with the nearest existing name."""
+    searched = list(roots) if roots is not None else plugin_roots()
+    for root in searched:
+        folder = root / server_type / implementation
+        if folder.is_dir():
+            return folder
+    known = sorted(
+        entry.name
+        for root in searched
+        if (root / server_type).is_dir()
+        for entry in (root / server_type).iterdir()
+        if entry.is_dir() and entry.name[0] not in "._"
+    )
+    raise ConfigError(
+        f"there is no implementation '{implementation}' of {server_type}{nearest(implementation, known)}; there are:"
+        f" {', '.join(dict.fromkeys(known)) or 'none'}. Other folders are found through {EXTRA_ROOTS_VARIABLE}",
+        key=f"{server_type}.{implementation}",
+    )
+
+
+def plugin_of_file(path: Path) -> tuple[str, str] | None:
+    """``(server type, implementation)`` when a file belongs to a plugin's folder."""
+    parts = path.parts
+    for index, part in enumerate(parts[:-2]):
+        if part in SERVER_TYPES:
+            return part, parts[index + 1]
+    return None

@@ -1,0 +1,56 @@
+"""Top-level keys that nobody reads are mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from nemo_gym._util.suggest import nearest
+from nemo_gym.config.keys import COMPOSITION, GROUPS, NEMO_GYM_KEYS, SUITE_KEYS
+from nemo_gym.config.layers import Merged, leaves
+from nemo_gym.config.resolve import interpolated_keys
+from nemo_gym.contract.errors import ConfigError
+
+
+def known_keys() -> frozenset[str]:
+    """Every top-level key that this suite or NeMo Gym reads."""
+    from nemo_gym.config.run import RUN_KEYS
+
+    return SUITE_KEYS | NEMO_GYM_KEYS | RUN_KEYS | frozenset(GROUPS) | {COMPOSITION}
+
+
+def check_top_level(merged: Merged, servers: Collection[str], known: Collection[str], free: Iterable[str]) -> None:
+    """Raise `ConfigError` for every top-level key that is no server, not ``known``, and that nothing uses.
+
+    A key is used when an interpolation names it, or when a string names it as a block
+    (``sandbox_provider: sandbox``). Keys from ``free`` sources (``env.yaml`` and ``+key=value``), and keys that start
+    with ``_`` or ``x-``, may be idle.
+    """
+    used = _used(merged.values)
+    free_sources = set(free)
+    problems, keys = [], []
+    for key, value in merged.values.items():
+        if key in servers or key in known or key in used or key.startswith(("_", "x-")):
+            continue
+        source = merged.source_of((key,))
+        if source in free_sources:
+            continue
+        what = "block" if isinstance(value, Mapping) else "key"
+        keys.append(key)
+        problems.append(
+            f"{source}: unknown {what} '{key}'{nearest(key, {*known, *servers})}; nothing reads it: remove it, or use"
+            f" it as ${{{key}}}"
+        )
+    if problems:
+        raise ConfigError("; ".join(problems), keys=keys)
+
+
+def _used(values: Mapping[str, Any]) -> set[str]:
+    names: set[str] = set()
+    for path, value in leaves(values):
+        if isinstance(value, str):
+            if "${" in value:
+                names.update(key.split(".")[0] for key in interpolated_keys(value))
+            elif len(path) > 1:
+                names.add(value)
+    return names

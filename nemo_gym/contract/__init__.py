@@ -1,0 +1,1 @@
+"""What every part agrees on: errors, identity, the session contract, verdicts. It imports nothing of ours."""

@@ -1,0 +1,198 @@
+"""Who may call whom inside one stack, and who may decide about an attempt.
+
+Every server instance has an *audience key*, derived from the stack's root key. A caller's credential names its role,
+itself and the one server it is meant for, and is signed with that server's key: a server can check credentials for
+itself and can mint none for another. A *control token* is signed by an environment (or a model server) for one attempt
+and expires; whoever holds it may verify or close that attempt.
+
+    root key ──▶ audience key of S ──▶ credential ``ngc1.<role>.<caller>.<S>.<mac>``
+                                  └──▶ control token ``ngt1.<expiry>.<mac>`` bound to (purpose, rollout, attempt)
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+from urllib.parse import quote, unquote
+
+from nemo_gym.contract.errors import CredentialError
+from nemo_gym.contract.session import RolloutIdentity
+
+CREDENTIAL_HEADER = "X-NeMo-Gym-Credential"
+CONTROL_TOKEN_HEADER = "X-NeMo-Gym-Control-Token"
+ROW_REF_HEADER = "X-NeMo-Gym-Row-Ref"
+"""An agent's right to seed and verify one attempt; see `nemo_gym.environment.rows`."""
+CONTROL_TOKEN_TTL_S = 24 * 3600.0
+ROOT_KEY_BYTES = 32
+
+_CREDENTIAL = "ngc1"
+_CONTROL = "ngt1"
+
+
+class Role(StrEnum):
+    """What a caller is. A route says which roles it serves."""
+
+    PIPELINE = "pipeline"
+    AGENT = "agent"
+    ENVIRONMENT = "environment"
+    MODEL = "model"
+    OPERATOR = "operator"
+
+
+class RoleError(CredentialError):
+    """A genuine credential of a role that this route does not serve."""
+
+    code = "role"
+    status = 403
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The checked sender of a request."""
+
+    role: Role
+    name: str
+
+    def require(self, *roles: Role, route: str) -> None:
+        """Raise `RoleError` unless the caller has one of ``roles``."""
+        if self.role not in roles:
+            raise RoleError(
+                f"{route} serves {', '.join(roles)}; the caller '{self.name}' is '{self.role}'", route=route
+            )
+
+
+def _mac(key: bytes, message: str) -> str:
+    digest = hmac.digest(key, message.encode(), hashlib.sha256)
+    return base64.urlsafe_b64encode(digest).decode().rstrip("=")
+
+
+def _escape(name: str) -> str:
+    return quote(name, safe="").replace(".", "%2E")
+
+
+def _sign(audience_key: bytes, role: Role, caller: str, target: str) -> str:
+    body = f"{_CREDENTIAL}.{role}.{_escape(caller)}.{_escape(target)}"
+    return f"{body}.{_mac(audience_key, body)}"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCredentials:
+    """What one server process holds: its own audience key, and a credential per server it may call."""
+
+    instance: str
+    audience_key: bytes = field(repr=False)
+    outgoing: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def check(self, credential: str | None) -> Caller:
+        """The caller behind a credential; raises `CredentialError` when there is none, it is forged, or it is meant
+        for another server. The message never holds the credential."""
+        if not credential:
+            raise CredentialError(f"server '{self.instance}' needs the header {CREDENTIAL_HEADER}")
+        body, _, mac = credential.rpartition(".")
+        parts = body.split(".")
+        if len(parts) != 4 or parts[0] != _CREDENTIAL:
+            raise CredentialError(f"{CREDENTIAL_HEADER} is not a credential of this suite")
+        if unquote(parts[3]) != self.instance:
+            raise CredentialError(f"the credential is not meant for server '{self.instance}'")
+        if not hmac.compare_digest(mac.encode(), _mac(self.audience_key, body).encode()):
+            raise CredentialError("the credential's signature is wrong: it was forged, or belongs to another stack")
+        try:
+            role = Role(parts[1])
+        except ValueError:
+            raise CredentialError("the credential names an unknown role") from None
+        return Caller(role=role, name=unquote(parts[2]))
+
+    def for_self(self, role: Role) -> str:
+        """A credential with which this server may call its own routes."""
+        return _sign(self.audience_key, role, self.instance, self.instance)
+
+    def derive(self, purpose: str) -> bytes:
+        """A key for one more purpose of this server (session cookies, control tokens, …)."""
+        return hmac.digest(self.audience_key, f"purpose:{purpose}".encode(), hashlib.sha256)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"instance": self.instance, "audience_key": self.audience_key.hex(), "outgoing": dict(self.outgoing)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ServerCredentials:
+        return cls(
+            instance=data["instance"],
+            audience_key=bytes.fromhex(data["audience_key"]),
+            outgoing=dict(data.get("outgoing", {})),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StackKeys:
+    """The root key of one stack. Only the process that starts the servers, and an operator's tools, hold it."""
+
+    root: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.root) < ROOT_KEY_BYTES:
+            raise ValueError(f"a stack's root key has at least {ROOT_KEY_BYTES} bytes, got {len(self.root)}")
+
+    @classmethod
+    def generate(cls) -> StackKeys:
+        return cls(secrets.token_bytes(ROOT_KEY_BYTES))
+
+    @classmethod
+    def from_hex(cls, text: str) -> StackKeys:
+        return cls(bytes.fromhex(text))
+
+    def to_hex(self) -> str:
+        return self.root.hex()
+
+    def audience_key(self, instance: str) -> bytes:
+        return hmac.digest(self.root, f"audience:{instance}".encode(), hashlib.sha256)
+
+    def caller(self, role: Role | str, name: str, target: str) -> str:
+        """A credential with which ``name`` may call ``target`` in ``role``."""
+        return _sign(self.audience_key(target), Role(role), name, target)
+
+    def for_server(self, name: str, role: Role | str, targets: Collection[str]) -> ServerCredentials:
+        """What the server ``name`` gets: its key, and credentials for ``targets``."""
+        return ServerCredentials(
+            instance=name,
+            audience_key=self.audience_key(name),
+            outgoing={target: self.caller(role, name, target) for target in targets},
+        )
+
+    def outgoing(self, role: Role | str, name: str, targets: Collection[str]) -> dict[str, str]:
+        """Credentials for a caller that is no server: the pipeline, an operator's tool."""
+        return {target: self.caller(role, name, target) for target in targets}
+
+
+def issue_control_token(
+    key: bytes, subject: str, rollout: RolloutIdentity, *, ttl_s: float = CONTROL_TOKEN_TTL_S
+) -> str:
+    """A token that decides about one attempt. ``subject`` says about what (``environment``, a gateway session)."""
+    expiry = int(time.time() + ttl_s)
+    return f"{_CONTROL}.{expiry}.{_mac(key, _control_message(subject, rollout, expiry))}"
+
+
+def check_control_token(key: bytes, subject: str, rollout: RolloutIdentity, token: str | None) -> None:
+    """Raise `CredentialError` unless ``token`` was issued with ``key`` for this subject and attempt and is not
+    expired."""
+    if not token:
+        raise CredentialError(f"this request needs the header {CONTROL_TOKEN_HEADER}", rollout_id=rollout.rollout_id)
+    kind, _, rest = token.partition(".")
+    expiry_text, _, mac = rest.partition(".")
+    if kind != _CONTROL or not expiry_text.isdecimal():
+        raise CredentialError("the control token is malformed", rollout_id=rollout.rollout_id)
+    expiry = int(expiry_text)
+    if not hmac.compare_digest(mac.encode(), _mac(key, _control_message(subject, rollout, expiry)).encode()):
+        raise CredentialError("the control token is not one for this attempt", rollout_id=rollout.rollout_id)
+    if expiry < time.time():
+        raise CredentialError("the control token has expired", rollout_id=rollout.rollout_id)
+
+
+def _control_message(subject: str, rollout: RolloutIdentity, expiry: int) -> str:
+    return "\n".join((_CONTROL, subject, rollout.run_id, rollout.rollout_id, str(rollout.attempt), str(expiry)))

@@ -1,0 +1,287 @@
+"""Processes for computations that may take any time or memory: each answers one question at a time, and is killed when
+it takes too long.
+
+A regular expression or symbolic algebra over what an agent wrote can run for hours and holds the interpreter's lock
+all the while, so neither an event loop nor a thread can bound it. A process can be killed. Starting one costs a few
+hundred milliseconds of imports; here a process that has answered waits for the next question.
+
+This file is both sides: the pool, and, run as a program, the process. They exchange JSON, its length before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import importlib
+import json
+import logging
+import os
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import IO, Any
+
+STARTUP_TIMEOUT_S = 60.0
+"""For the imports and the first answer of a new process, on a busy machine."""
+MEMORY_BYTES = 2 * 1024**3
+"""Address space of one process."""
+_LENGTH = struct.Struct("!Q")
+_PR_SET_PDEATHSIG = 1
+
+
+class Ending(StrEnum):
+    """How a question ended."""
+
+    ANSWERED = "answered"
+    FAILED = "failed"
+    """The function raised; out of memory is one way."""
+    TIMED_OUT = "timed_out"
+    DIED = "died"
+    """The process ended instead of answering: killed from outside, or a crash of the interpreter."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    ending: Ending
+    value: Any = None
+    said: str = ""
+    """What the function raised, for ``failed``."""
+
+
+class _Turn:
+    """One question's hold on a process, which the clock and a caller that leaves may end from their own threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended: Ending | None = None
+
+    def hold(self, process: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            self._process = process
+            if self._ended is not None:
+                process.kill()
+
+    def end(self, ending: Ending) -> None:
+        """Kill the process, unless it has answered already."""
+        with self._lock:
+            self._ended = self._ended or ending
+            if self._process is not None:
+                self._process.kill()
+
+    def let_go(self) -> Ending | None:
+        """The process may serve others from now on, if the turn was not ended (``None``)."""
+        with self._lock:
+            self._process = None
+            return self._ended
+
+
+class WorkerPool:
+    """Asks ``function`` in at most ``workers`` processes, made when they are needed. Belongs to no event loop.
+
+    Args:
+        function: ``module:name`` of what answers: keyword arguments and result are JSON.
+        warm_up: a question that a new process answers first, so that no caller's time limit pays for its imports.
+        missing: what to do when the function cannot be imported or the first question fails, for the error.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        *,
+        workers: int,
+        warm_up: Mapping[str, Any],
+        missing: str,
+        memory_bytes: int = MEMORY_BYTES,
+    ) -> None:
+        self.function = function
+        self._warm_up, self._missing, self._memory_bytes = warm_up, missing, memory_bytes
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix=function)
+        self._idle: list[subprocess.Popen[bytes]] = []
+        self._lock = threading.Lock()
+        self._generation = 0
+
+    async def ask(self, question: Mapping[str, Any], *, timeout_s: float) -> Answer:
+        """Ask one process. The time limit counts from when a process has the question; when the caller leaves, its
+        process is killed.
+
+        Raises:
+            VerifierError: no process can be started, or the function raised an error of this suite.
+        """
+        turn, asked = self._submit(question, timeout_s)
+        try:
+            return await asyncio.wrap_future(asked)
+        except asyncio.CancelledError:
+            turn.end(Ending.DIED)
+            raise
+
+    def ask_now(self, question: Mapping[str, Any], *, timeout_s: float) -> Answer:
+        """`ask` for a thread without an event loop."""
+        turn, asked = self._submit(question, timeout_s)
+        try:
+            return asked.result()
+        except BaseException:
+            turn.end(Ending.DIED)
+            raise
+
+    def close(self) -> None:
+        """End the processes that wait, and those that answer once they have. Asked again, the pool starts new ones."""
+        with self._lock:
+            self._generation += 1
+            idle, self._idle = self._idle, []
+        for process in idle:
+            _discard(process)
+
+    def _submit(self, question: Mapping[str, Any], timeout_s: float) -> tuple[_Turn, Future[Answer]]:
+        turn = _Turn()
+        return turn, self._threads.submit(self._answer, turn, question, timeout_s)
+
+    def _answer(self, turn: _Turn, question: Mapping[str, Any], timeout_s: float) -> Answer:
+        with self._lock:
+            generation = self._generation
+            process = self._idle.pop() if self._idle else None
+        if process is not None and process.poll() is not None:  # it died while it waited
+            _discard(process)
+            process = None
+        process = process or self._start(turn)
+        answer = _asked(turn, process, question, timeout_s)
+        with self._lock:
+            kept = answer.ending in (Ending.ANSWERED, Ending.FAILED) and generation == self._generation
+            if kept:
+                self._idle.append(process)
+        if not kept:
+            _discard(process)
+        if answer.ending is Ending.FAILED and answer.value == "refused":
+            raise _verifier_error(answer.said)
+        return answer
+
+    def _start(self, turn: _Turn) -> subprocess.Popen[bytes]:
+        """A process that has answered once. Only an executor's thread may start one: the kernel ends the process with
+        the thread that started it."""
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-X", "utf8", __file__, self.function],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={"LANG": "C.UTF-8"},  # no credential of this server
+        )
+        hello = {"path": sys.path, "memory_bytes": self._memory_bytes, "warm_up": dict(self._warm_up)}
+        answer = _asked(turn, process, hello, STARTUP_TIMEOUT_S)
+        if answer.ending is Ending.ANSWERED:
+            return process
+        _discard(process)
+        if answer.ending is Ending.FAILED:
+            why = f"cannot start: {answer.said}; {self._missing}"
+        elif answer.ending is Ending.TIMED_OUT:
+            why = f"did not start within {STARTUP_TIMEOUT_S:g} s"
+        else:
+            why = f"ended with status {process.returncode} when it was started"
+        raise _verifier_error(f"the process for {self.function} {why}")
+
+
+def _verifier_error(message: str) -> Exception:
+    from nemo_gym.contract.errors import VerifierError  # this file is a program too, which starts without the suite
+
+    return VerifierError(message)
+
+
+def _asked(turn: _Turn, process: subprocess.Popen[bytes], question: Mapping[str, Any], timeout_s: float) -> Answer:
+    assert process.stdin is not None and process.stdout is not None
+    reply: dict[str, Any] | None = None
+    turn.hold(process)
+    clock = threading.Timer(timeout_s, turn.end, (Ending.TIMED_OUT,))
+    clock.daemon = True
+    clock.start()
+    try:
+        _write(process.stdin, question)
+        reply = _read(process.stdout)
+    except OSError:
+        pass  # it has ended
+    finally:
+        clock.cancel()
+        ended = turn.let_go()
+    if ended is not None:
+        return Answer(ended)
+    if reply is None:
+        return Answer(Ending.DIED)
+    return Answer(Ending(reply["ending"]), reply.get("value"), reply.get("said", ""))
+
+
+def _discard(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with contextlib.suppress(OSError):  # what was not written yet
+            pipe.close()
+
+
+def _write(stream: IO[bytes], message: Mapping[str, Any]) -> None:
+    body = json.dumps(message).encode()  # not orjson: logs and scripts may hold lone surrogates
+    stream.write(_LENGTH.pack(len(body)))
+    stream.write(body)
+    stream.flush()
+
+
+def _read(stream: IO[bytes]) -> dict[str, Any] | None:
+    """The next message, ``None`` at the end."""
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    body = stream.read(length)
+    message: dict[str, Any] | None = json.loads(body) if len(body) == length else None
+    return message
+
+
+# ------------------------------------------------------------------------------------------------ inside the process
+
+
+def _serve(function: str) -> None:
+    """Answer questions until nobody asks any more."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    questions, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    silence = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):  # nothing else may write where the answers go
+        os.dup2(silence, descriptor)
+    hello = _read(questions)
+    if hello is None:
+        return
+    sys.path[:] = hello["path"]
+    resource.setrlimit(resource.RLIMIT_AS, (hello["memory_bytes"], hello["memory_bytes"]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    logging.disable(logging.CRITICAL)  # it would repeat what an agent wrote
+    module, _, name = function.partition(":")
+    try:
+        answer = getattr(importlib.import_module(module), name)
+        answer(**hello["warm_up"])
+    except Exception as error:  # noqa: BLE001 - whatever it was, the pool says it
+        _write(replies, {"ending": Ending.FAILED, "said": _said(error)})
+        return
+    _write(replies, {"ending": Ending.ANSWERED})
+    from nemo_gym.contract.errors import NemoGymError
+
+    while (question := _read(questions)) is not None:
+        try:
+            reply = {"ending": Ending.ANSWERED, "value": answer(**question)}
+        except NemoGymError as error:
+            reply = {"ending": Ending.FAILED, "value": "refused", "said": error.message}
+        except Exception as error:  # noqa: BLE001 - the boundary of code that reads what an agent wrote
+            reply = {"ending": Ending.FAILED, "said": _said(error)}
+        _write(replies, reply)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:1000]
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])

@@ -1,0 +1,394 @@
+"""The HTTP client of every server: one pooled session per event loop, bounded retries, credentials attached.
+
+A request is sent again only when it surely never started (the connection was refused or could not be made), or when
+its caller declared it idempotent. A POST that may have been delivered is never repeated. Retries end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import weakref
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, Literal, Self
+from urllib.parse import urlsplit
+
+import aiohttp
+import orjson
+from aiohttp import ClientResponse
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+
+from nemo_gym._util.suggest import nearest
+from nemo_gym.config_types import BaseServerConfig
+from nemo_gym.contract.credentials import CREDENTIAL_HEADER
+from nemo_gym.contract.errors import ConfigError, ServerError, not_json
+from nemo_gym.http.launch import current_launch
+from nemo_gym.http.replicas import REPLICAS_HEADER, Chooser, current_replicas, encode_replicas
+from nemo_gym.http.watched_socket import watched_socket
+from nemo_gym.rollout_correlation import ROLLOUT_ID_HEADER, current_rollout_id
+
+MAX_NUM_TRIES = 6
+TRIES_OF_ONE_REPLICA = 2
+"""Of a request that another replica could take."""
+FIRST_BACKOFF_S = 0.1
+"""Doubled after every try: a server that restarts within about six seconds is waited for."""
+TOTAL_TIMEOUT_S = 6 * 3600.0
+"""Of one request that sets no ``timeout``; deadlines of stages are shorter and their own."""
+CONNECT_TIMEOUT_S = 30.0
+KEEPALIVE_S = 30.0
+"""Shorter than the servers' own, so that a POST does not meet a connection that is just being closed."""
+CONNECTION_LIMIT = 0
+"""None: the scheduler bounds concurrency, and a second bound here would deadlock agents that call back."""
+
+IDEMPOTENT_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
+
+ServerStatus = Literal["success", "connection_error", "timeout", "unknown_error"]
+
+
+class ServerUnreachableError(ServerError, ConnectionError):
+    """No connection could be made, or it broke. ``details['started']`` is ``no`` or ``unknown``."""
+
+    code = "server_unreachable"
+
+
+_sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = weakref.WeakKeyDictionary()
+_attached: ContextVar[Mapping[str, Mapping[str, str]]] = ContextVar("nemo_gym_attached_headers")
+
+
+@contextlib.contextmanager
+def attach_headers(server_name: str, headers: Mapping[str, str]) -> Iterator[None]:
+    """Calls that a `ServerClient` makes inside to ``server_name``, and to no other server, carry ``headers``."""
+    known = _attached.get({})
+    reset = _attached.set({**known, server_name: {**known.get(server_name, {}), **headers}})
+    try:
+        yield
+    finally:
+        _attached.reset(reset)
+
+
+def inference_context(server_name: str, token: str) -> contextlib.AbstractContextManager[None]:
+    """Calls to the model server ``server_name`` carry this attempt's inference token."""
+    return attach_headers(server_name, {"Authorization": f"Bearer {token}"})
+
+
+def get_global_aiohttp_client() -> aiohttp.ClientSession:
+    """The shared session of the running event loop. It keeps no cookies: each caller passes its own."""
+    loop = asyncio.get_running_loop()
+    session = _sessions.get(loop)
+    if session is None or session.closed:
+        session = _sessions[loop] = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=CONNECTION_LIMIT,
+                limit_per_host=0,
+                keepalive_timeout=KEEPALIVE_S,
+                ttl_dns_cache=60,
+                socket_factory=watched_socket,
+            ),
+            timeout=aiohttp.ClientTimeout(total=TOTAL_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=True,
+            trust_env=False,
+            read_bufsize=2**18,
+        )
+    return session
+
+
+async def close_global_aiohttp_client() -> None:
+    """Close the running loop's session, if it has one."""
+    session = _sessions.pop(asyncio.get_running_loop(), None)
+    if session is not None:
+        await session.close()
+
+
+def encode_json(value: Any) -> bytes:
+    """JSON bytes of plain data and pydantic models; a model's unset fields are left out. Raises `InvalidBodyError` for
+    data that JSON of this suite cannot hold."""
+    if isinstance(value, BaseModel):
+        return value.model_dump_json(exclude_unset=True).encode()
+    try:
+        return orjson.dumps(value, default=_encode_other, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError as error:
+        raise not_json(error) from error
+
+
+def _encode_other(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", exclude_unset=True)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, set | frozenset | tuple):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} cannot be sent as JSON")
+
+
+async def request(
+    method: str,
+    url: str,
+    _internal: bool = False,
+    *,
+    idempotent: bool | None = None,
+    max_tries: int = MAX_NUM_TRIES,
+    **options: Any,
+) -> ClientResponse:
+    """Send one request; the response's status is the caller's to judge.
+
+    ``idempotent`` defaults to what the method says; ``True`` allows a POST to be sent again after its connection
+    broke. ``_internal`` is accepted for NeMo Gym plugins. Other options are aiohttp's. Raises
+    `ServerUnreachableError` when the peer cannot be reached.
+    """
+    method = method.upper()
+    if "json" in options:
+        body = options.pop("json")
+        if body is not None:
+            options["data"] = encode_json(body)
+            options["headers"] = {"Content-Type": "application/json", **(options.get("headers") or {})}
+    repeatable = method in IDEMPOTENT_METHODS if idempotent is None else idempotent
+    session = get_global_aiohttp_client()
+    backoff_s = FIRST_BACKOFF_S
+    for attempt in range(1, max_tries + 1):
+        try:
+            return await session.request(method, url, **options)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            # Refused, unresolvable, unroutable, silent: nothing was sent.
+            if attempt == max_tries:
+                raise _unreachable(method, url, error, started="no") from error
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
+            if not repeatable or attempt == max_tries:
+                raise _unreachable(method, url, error, started="unknown") from error
+        await asyncio.sleep(backoff_s)
+        backoff_s *= 2
+    raise AssertionError("unreachable: the last try returns or raises")
+
+
+def _unreachable(method: str, url: str, error: Exception, *, started: str) -> ServerUnreachableError:
+    parts = urlsplit(url)
+    where = f"{parts.scheme}://{parts.hostname}:{parts.port or ''}{parts.path}"
+    said = "could not connect" if started == "no" else "the connection broke after the request may have been delivered"
+    return ServerUnreachableError(
+        f"{method} {where}: {said} ({type(error).__name__}: {error})", retryable=True, started=started, url=where
+    )
+
+
+async def raise_for_status(response: ClientResponse) -> None:
+    """Raise aiohttp's ``ClientResponseError`` for a status of 300 or more, with the body as ``response_content``: a
+    redirection is followed by nobody."""
+    if response.status < 300:
+        return
+    content = await response.content.read()
+    error = aiohttp.ClientResponseError(
+        response.request_info,
+        response.history,
+        status=response.status,
+        message=response.reason or "",
+        headers=response.headers,
+    )
+    error.response_content = content  # type: ignore[attr-defined]
+    response.release()
+    raise error
+
+
+async def get_response_json(response: ClientResponse) -> Any:
+    """The response's body as plain data."""
+    return orjson.loads(await response.read())
+
+
+async def expect_json(response: ClientResponse, server_name: str) -> dict[str, Any]:
+    """A peer's JSON object. An error status raises `ServerError` with the peer's own code, detail and retryability."""
+    body = await response.read()
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        value = {"detail": body[:300].decode(errors="replace")}
+    if response.status < 300 and isinstance(value, dict):
+        return value
+    problem = value if isinstance(value, dict) else {"detail": f"answered {type(value).__name__}, not an object"}
+    raise ServerError(
+        f"{server_name}{response.url.path}: {problem.get('detail') or response.reason}",
+        retryable=bool(problem.get("retryable", response.status >= 500)),
+        peer=server_name,
+        peer_status=response.status,
+        peer_code=problem.get("code"),
+    )
+
+
+def server_path(global_config_dict: Mapping[str, Any], server_name: str) -> str:
+    """The dotted path of a server instance's innermost block, as a setting on the command line spells it."""
+    path, block = [server_name], global_config_dict[server_name]
+    for _ in ("server type", "implementation"):
+        path.append(str(next(iter(block))))
+        block = block[path[-1]]
+    return ".".join(path)
+
+
+def server_config_of(global_config_dict: Mapping[str, Any], server_name: str) -> Mapping[str, Any]:
+    """The innermost block (``host``, ``port``, …) of a server instance; raises `ConfigError` with the nearest name."""
+    try:
+        block = global_config_dict[server_name]
+        for _ in ("server type", "implementation"):
+            block = block[next(iter(block))]
+    except (KeyError, StopIteration, TypeError, IndexError):
+        known = [str(key) for key in global_config_dict]
+        raise ConfigError(
+            f"server '{server_name}' is not configured{nearest(server_name, known)}", key=server_name
+        ) from None
+    return block  # type: ignore[no-any-return]
+
+
+class ServerClient(BaseModel):
+    """Calls other servers of the stack by instance name."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    head_server_config: BaseServerConfig | None = None
+    global_config_dict: Any = Field(default_factory=dict, repr=False)
+    """The configuration this process may see, as OmegaConf or plain mappings."""
+
+    _replica_urls: dict[str, tuple[str, ...]] = PrivateAttr(default_factory=dict)
+    _chooser: Chooser = PrivateAttr(default_factory=Chooser)
+    _credentials: Mapping[str, str] | None = PrivateAttr(default=None)
+
+    @classmethod
+    def load_head_server_config(cls) -> BaseServerConfig:
+        from nemo_gym.global_config import get_global_config_dict
+
+        head = get_global_config_dict().get("head_server") or {}
+        return BaseServerConfig(host=head.get("host", "127.0.0.1"), port=head.get("port", 0))
+
+    @classmethod
+    def load_from_global_config(cls, head_server_config: BaseServerConfig | None = None) -> Self:
+        """A client over this process's configuration (a launch's, or the one NeMo Gym's variables name)."""
+        launch = current_launch()
+        if launch is not None:
+            client = cls(head_server_config=head_server_config, global_config_dict=launch.config)
+            if launch.url is not None:
+                client._replica_urls[launch.instance] = (launch.url,)
+            if launch.credentials is not None:
+                client.use_credentials(launch.credentials.outgoing)
+            return client
+        from nemo_gym.global_config import get_global_config_dict
+
+        return cls(head_server_config=head_server_config, global_config_dict=get_global_config_dict())
+
+    def use_credentials(self, outgoing: Mapping[str, str]) -> None:
+        """Attach these credentials (by target instance) to every request."""
+        self._credentials = outgoing
+
+    def _build_server_base_url(self, server_config_dict: Mapping[str, Any]) -> str:
+        if url := server_config_dict.get("url"):
+            return str(url).rstrip("/")
+        return f"http://{url_host(str(server_config_dict['host']))}:{server_config_dict['port']}"
+
+    def replica_urls(self, server_name: str) -> tuple[str, ...]:
+        """Where ``server_name`` listens, without trailing slashes: one URL per replica, at least one."""
+        urls = self._replica_urls.get(server_name)
+        if urls is None:
+            block = server_config_of(self.global_config_dict, server_name)
+            several = block.get("urls") or ()
+            urls = tuple(str(url).rstrip("/") for url in several) or (self._build_server_base_url(block),)
+            self._replica_urls[server_name] = urls
+        return urls
+
+    def base_url(self, server_name: str) -> str:
+        """Where the current rollout's replica of ``server_name`` listens, without a trailing slash."""
+        urls = self.replica_urls(server_name)
+        return urls[self._replicas_for(server_name, urls)[0]]
+
+    def _replicas_for(self, server_name: str, urls: tuple[str, ...]) -> list[int]:
+        """The one replica that was chosen for what is being done now, or all in the order to be tried."""
+        if len(urls) == 1:
+            return [0]
+        chosen = current_replicas().get(server_name)
+        if chosen is not None and chosen < len(urls):
+            return [chosen]
+        return self._chooser.order(urls, current_rollout_id())
+
+    def choose_replica(self, server_name: str) -> int:
+        """The replica for something new: reachable as far as known, and the least busy with requests of this
+        client."""
+        urls = self.replica_urls(server_name)
+        return self._chooser.order(urls)[0] if len(urls) > 1 else 0
+
+    async def request(self, server_name: str, url_path: str, method: str, **options: Any) -> ClientResponse:
+        """Send a request to ``url_path`` of a server; options as in `request`. Where no replica was chosen, one that
+        cannot be connected to is another's turn."""
+        headers = dict(options.pop("headers", None) or {})
+        if self._credentials and (credential := self._credentials.get(server_name)):
+            headers.setdefault(CREDENTIAL_HEADER, credential)
+        headers = {**_attached.get({}).get(server_name, {}), **headers}
+        if (rollout_id := current_rollout_id()) is not None:
+            headers.setdefault(ROLLOUT_ID_HEADER, rollout_id)
+        urls = self.replica_urls(server_name)
+        if (replicas := current_replicas()) and REPLICAS_HEADER not in headers:
+            headers[REPLICAS_HEADER] = encode_replicas(replicas)
+        *others, last = self._replicas_for(server_name, urls)
+        for number in others:
+            try:
+                few = {**options, "max_tries": TRIES_OF_ONE_REPLICA}
+                return await self._request_of(method, urls[number], url_path, headers, few)
+            except ServerUnreachableError as error:
+                if error.details.get("started") != "no":
+                    raise
+        return await self._request_of(method, urls[last], url_path, headers, options)
+
+    async def _request_of(
+        self, method: str, url: str, url_path: str, headers: dict[str, str], options: dict[str, Any]
+    ) -> ClientResponse:
+        with self._chooser.busy(url):
+            try:
+                # Credentials are for this address; a redirection is an answer like any other.
+                return await request(method, url + url_path, headers=headers, **{**options, "allow_redirects": False})
+            except ServerUnreachableError as error:
+                if error.details.get("started") == "no":
+                    self._chooser.unreachable(url)
+                raise
+
+    async def get(self, server_name: str, url_path: str, **options: Any) -> ClientResponse:
+        return await self.request(server_name, url_path, "GET", **options)
+
+    async def post(self, server_name: str, url_path: str, **options: Any) -> ClientResponse:
+        return await self.request(server_name, url_path, "POST", **options)
+
+    def poll_for_status(self, server_name: str) -> ServerStatus:
+        """Whether the server answers at all; blocks for at most five seconds."""
+        import http.client
+
+        parts = urlsplit(self.base_url(server_name))
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.hostname or "127.0.0.1", parts.port, timeout=5)
+        try:
+            connection.request("GET", "/")
+            connection.getresponse().read()
+        except TimeoutError:
+            return "timeout"
+        except ConnectionError:
+            return "connection_error"
+        except (OSError, http.client.HTTPException):
+            return "unknown_error"
+        finally:
+            connection.close()
+        return "success"
+
+
+def url_host(host: str) -> str:
+    """``host`` as it stands in a URL: a wildcard address becomes loopback, an IPv6 address gets brackets."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if address.is_unspecified:
+        return "127.0.0.1" if address.version == 4 else "[::1]"
+    return f"[{host}]" if address.version == 6 else host
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def get_server_url(server_name: str) -> str:
+    """Where a server of this process's stack listens."""
+    return ServerClient.load_from_global_config().base_url(server_name)

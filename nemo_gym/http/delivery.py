@@ -1,0 +1,98 @@
+"""Whether a client can have read an answer, from how its connection ended.
+
+Handing the last byte to the kernel does not say that anybody reads it. A client that closes its connection with bytes
+unread makes its kernel reset it, and that is seen here; so is a connection that ended while the answer was still being
+written, or with bytes on their way that the client's kernel never took. What cannot be seen is a client whose library
+had already taken the bytes from the kernel: that counts as delivered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nemo_gym.gateway.retries.hints import Connection
+
+
+class AnswerWatch:
+    """One answer on one connection."""
+
+    def __init__(self, unwritten: Callable[[], int] | None = None) -> None:
+        """``unwritten``: bytes on the connection that the kernel has not taken yet; nothing where its end will not be
+        seen here either."""
+        self._undelivered: Callable[[], None] | None = None
+        self._when_lost: Callable[[], None] | None = None
+        self._lost = False
+        self._unwritten = unwritten
+        self.watched = unwritten is not None
+        """Whether the end of the connection will be seen here."""
+
+    @property
+    def left(self) -> bool:
+        """Whether nothing of what was written is here any more: it is the kernel's, which outlives this process, or
+        the connection is gone."""
+        return self._lost or self._unwritten is None or self._unwritten() == 0
+
+    def when_lost(self, call: Callable[[], None] | None) -> None:
+        """``call`` when the connection ends, at once if it has ended; nothing takes it back."""
+        self._when_lost = call
+        if self._lost and call is not None:
+            call()
+
+    def all_sent(self, undelivered: Callable[[], None]) -> bool:
+        """The last byte was handed over. Returns ``False`` if the connection was gone by then; else ``undelivered`` is
+        called should it be reset before its client uses it again."""
+        if not self._lost:
+            self._undelivered = undelivered
+        return not self._lost
+
+    def _read(self) -> None:
+        """The whole answer has been read."""
+        self._undelivered = None  # which refers to the call, which refers to this
+
+    def _end(self, reset: bool) -> None:
+        self._lost = True
+        (when_lost, self._when_lost), (undelivered, self._undelivered) = (
+            (self._when_lost, None),
+            (self._undelivered, None),
+        )
+        if when_lost is not None:
+            when_lost()
+        if reset and undelivered is not None:
+            undelivered()
+
+
+class Deliveries:
+    """The answers being watched in this process, one per connection."""
+
+    def __init__(self) -> None:
+        self._watches: dict[Connection, AnswerWatch] = {}
+        self._open: dict[Connection, Callable[[], int]] = {}
+
+    def began(self, connection: Connection | None, unwritten: Callable[[], int]) -> None:
+        """A connection is open whose end will be told; ``unwritten`` as in `AnswerWatch`."""
+        if connection is not None:
+            self._open[connection] = unwritten
+
+    def watch(self, connection: Connection | None) -> AnswerWatch:
+        """Watch the answer to a request that came on ``connection``, an ASGI scope's ``client``. A request on a
+        connection says that what was sent on it before has been read."""
+        watch = AnswerWatch(self._open.get(connection) if connection is not None else None)
+        if connection is not None:
+            if (before := self._watches.get(connection)) is not None:
+                before._read()
+            self._watches[connection] = watch
+        return watch
+
+    def ended(self, connection: Connection | None, *, reset: bool) -> None:
+        """A connection is closed."""
+        if connection is not None:
+            self._open.pop(connection, None)
+        if connection is not None and (watch := self._watches.pop(connection, None)) is not None:
+            watch._end(reset)
+
+    def __len__(self) -> int:
+        return len(self._watches)
+
+
+DELIVERIES = Deliveries()
+"""Of the one web server of this process, if it was started with `nemo_gym.http.protocol.WatchedHttpProtocol`."""

@@ -1,0 +1,83 @@
+"""Log lines of server processes: one JSON object per line on stderr, which is the server's log file.
+
+Every line carries the server's instance and run, and whatever is bound in the context (``rollout_id``, ``stage``).
+Lines of other libraries take the same form. Known secrets never reach the file.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Collection
+from typing import Any
+
+import structlog
+
+from nemo_gym._util.secrets import redact_tokens, scrub, secret_values
+from nemo_gym.http.launch import ServerLaunch
+
+
+def configure_server_logging(launch: ServerLaunch) -> None:
+    """Set up structlog and the standard library's logging for this process."""
+    secrets = secret_values(launch.config)
+    if launch.credentials is not None:
+        secrets |= {launch.credentials.audience_key.hex(), *launch.credentials.outgoing.values()}
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+    ]
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        _ScrubbingFormatter(
+            secrets,
+            foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder()],
+            processors=[
+                _Identity(launch.instance, launch.run_id),
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.processors.JSONRenderer(default=str),
+            ],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
+
+
+def configure_plain_logging() -> None:
+    """For a server that is started by hand: readable lines, and tracebacks without the values in them. They may be
+    credentials, and writing them out keeps a server from its work for seconds."""
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="%H:%M:%S"),
+            structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
+        ]
+    )
+
+
+class _Identity:
+    def __init__(self, server: str, run_id: str) -> None:
+        self.server, self.run_id = server, run_id
+
+    def __call__(self, logger: Any, name: str, event: Any) -> Any:
+        event.setdefault("server", self.server)
+        event.setdefault("run_id", self.run_id)
+        return event
+
+
+class _ScrubbingFormatter(structlog.stdlib.ProcessorFormatter):
+    def __init__(self, secrets: Collection[str], **options: Any) -> None:
+        super().__init__(**options)
+        self._secrets = secrets
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact_tokens(scrub(super().format(record), self._secrets))

@@ -1,0 +1,96 @@
+"""Calls a plugin's hook as FastAPI would: the body validated as the hook annotates it, the request where it asks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio.to_thread
+import orjson
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from nemo_gym.contract.errors import ConfigError, InvalidBodyError
+
+
+class PluginCall:
+    """A hook such as ``verify(self, [request,] body)``, looked at once and called many times.
+
+    Raises `ConfigError` for a parameter that is neither a request, a response, a model nor plain data.
+    """
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+        self._name = getattr(hook, "__qualname__", repr(hook))
+        self._request: str | None = None
+        self._response: str | None = None
+        self._body: tuple[str, type[BaseModel] | None] | None = None
+        try:
+            parameters = inspect.signature(hook, eval_str=True).parameters.values()
+        except NameError as error:
+            raise ConfigError(
+                f"{self._name} annotates a parameter with a name that cannot be resolved: {error}; import it outside"
+                " of TYPE_CHECKING"
+            ) from error
+        for parameter in parameters:
+            self._assign(parameter)
+
+    def _assign(self, parameter: inspect.Parameter) -> None:
+        kind = parameter.annotation
+        if inspect.isclass(kind) and issubclass(kind, Request):
+            self._request = parameter.name
+        elif inspect.isclass(kind) and issubclass(kind, Response):
+            self._response = parameter.name
+        elif self._body is None and inspect.isclass(kind) and issubclass(kind, BaseModel):
+            self._body = (parameter.name, kind)
+        elif self._body is None and (kind in (dict, Any, inspect.Parameter.empty) or str(kind).startswith("dict[")):
+            self._body = (parameter.name, None)
+        elif parameter.default is inspect.Parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
+            raise ConfigError(
+                f"{self._name}: parameter '{parameter.name}' is annotated {kind!r}; a hook takes a Request and one"
+                " body"
+            )
+
+    async def __call__(self, request: Request, body: dict[str, Any], *, response: Response | None = None) -> Any:
+        """The hook's result. Raises `InvalidBodyError` naming the wrong fields, never their values."""
+        arguments: dict[str, Any] = {}
+        if self._request is not None:
+            arguments[self._request] = request
+        if self._response is not None:
+            arguments[self._response] = response or Response()
+        if self._body is not None:
+            name, model = self._body
+            arguments[name] = body if model is None else self._validated(model, body)
+        if inspect.iscoroutinefunction(self._hook):
+            return await self._hook(**arguments)
+        result = await anyio.to_thread.run_sync(lambda: self._hook(**arguments))
+        return await result if isinstance(result, Awaitable) else result
+
+    def _validated(self, model: type[BaseModel], body: dict[str, Any]) -> BaseModel:
+        try:
+            return model.model_validate(body)
+        except ValidationError as error:
+            # Without the input: the body may hold private fields of the row, and the caller may be an agent.
+            errors = [
+                {"loc": list(item["loc"]), "msg": item["msg"], "type": item["type"]}
+                for item in error.errors(include_input=False, include_url=False, include_context=False)
+            ]
+            first = errors[0]
+            where = ".".join(map(str, first["loc"]))
+            more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+            raise InvalidBodyError(f"{self._name}: field '{where}': {first['msg']}{more}", errors=errors) from None
+
+
+def plain(result: Any, *, exclude: set[str] | None = None) -> dict[str, Any]:
+    """A hook's result as plain JSON data."""
+    if isinstance(result, BaseModel):
+        return result.model_dump(mode="json", exclude=exclude)
+    if isinstance(result, Response):
+        result = orjson.loads(bytes(result.body))
+    if result is None:
+        return {}
+    if not isinstance(result, dict):
+        raise TypeError(f"a hook returned {type(result).__name__}; it must return a model or a dict")
+    return {key: value for key, value in result.items() if not exclude or key not in exclude}

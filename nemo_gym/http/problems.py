@@ -1,0 +1,208 @@
+"""Errors on the wire: RFC 9457 problem bodies, which say what is wrong and never what is private.
+
+A server may word the errors of some of its routes otherwise (`shape_errors`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+import structlog
+from fastapi import FastAPI
+from fastapi.exception_handlers import http_exception_handler
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nemo_gym.contract.errors import InvalidBodyError, NemoGymError, not_json
+from nemo_gym.http.body_values import check_values
+from nemo_gym.http.disconnect import CLIENT_CLOSED_REQUEST
+
+PROBLEM_TYPE = "application/problem+json"
+_LEVELS_AROUND = 50
+"""Of nesting, kept free of the 254 that can be written."""
+log = structlog.get_logger(__name__)
+
+
+class JsonResponse(Response):
+    """Plain data as JSON, encoded once."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        try:
+            return orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+        except TypeError as error:
+            raise not_json(error) from error
+
+
+ErrorShape = Callable[[Scope, NemoGymError], Response | None]
+"""Answers an error in another form than a problem; ``None`` leaves it a problem."""
+
+
+class EncodedBodyError(NemoGymError):
+    """A body came compressed: nothing here inflates what somebody else has made small."""
+
+    code = "content_encoding"
+    status = 415
+
+
+class InternalError(NemoGymError):
+    """An error that nobody expected."""
+
+    code = "internal"
+
+
+def shape_errors(app: FastAPI, shape: ErrorShape) -> None:
+    """Have every error that leaves ``app`` worded by ``shape``, the framework's own and unexpected ones included."""
+    app.state.nemo_gym_error_shape = shape
+
+
+def problem_response(error: NemoGymError, scope: Scope | None = None) -> Response:
+    """The answer to the request ``scope`` that ended with ``error``."""
+    app = scope.get("app") if scope is not None else None
+    shape: ErrorShape | None = getattr(app.state, "nemo_gym_error_shape", None) if app is not None else None
+    if scope is not None and shape is not None and (shaped := shape(scope, error)) is not None:
+        return shaped
+    body = error.as_problem()
+    headers = {}
+    if (retry_after := error.details.get("retry_after_s")) is not None:
+        headers["Retry-After"] = str(math.ceil(retry_after))  # whole seconds, says RFC 9110
+    return Response(orjson.dumps(body, default=str), error.status, headers, PROBLEM_TYPE)
+
+
+async def send_problem(scope: Scope, receive: Receive, send: Send, error: NemoGymError) -> None:
+    await problem_response(error, scope)(scope, receive, send)
+
+
+async def parse_json_object(
+    request: Request, loads: Callable[[bytes], Any] = orjson.loads, *, max_values: int | None = None
+) -> dict[str, Any]:
+    """The request's body as a JSON object; raises `InvalidBodyError`, `EncodedBodyError` for one that is compressed,
+    and `TooManyValuesError` where there is a bound. ``loads`` returns and raises as orjson's."""
+    refuse_encoded(request)
+    body = await request.body()
+    if max_values is not None:
+        await check_values(body, max_values)
+    return json_object(body, request.scope["path"], loads)
+
+
+def refuse_encoded(request: Request) -> None:
+    """Raise `EncodedBodyError` for a compressed body."""
+    for encoding in request.headers.getlist("content-encoding"):
+        if encoding.strip().lower() not in ("identity", ""):
+            raise EncodedBodyError(f"the body of {request.url.path} is encoded as {encoding[:40]!r}; send it as it is")
+
+
+def json_object(body: bytes, path: str, loads: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:
+    """See `parse_json_object`."""
+    try:
+        value = loads(body) if body else {}
+    except orjson.JSONDecodeError as error:
+        raise InvalidBodyError(f"the body of {path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidBodyError(f"the body of {path} must be a JSON object, not {type(value).__name__}")
+    if loads is orjson.loads:
+        _require_shallow(value, path)
+    return value
+
+
+def _require_shallow(value: dict[str, Any], path: str) -> None:
+    """Raise `InvalidBodyError` for a value that could be read but not be passed on: writing has a lower limit than
+    reading, and what holds the value counts too. Writing it costs a third of reading it."""
+    within: Any = value
+    for _ in range(_LEVELS_AROUND):
+        within = [within]
+    try:
+        orjson.dumps(within)
+    except TypeError as error:
+        raise InvalidBodyError(f"the body of {path}: {not_json(error)}") from None
+
+
+def install_problem_handlers(app: FastAPI) -> None:
+    """Answer this suite's errors as problems."""
+
+    async def known(request: Request, error: Exception) -> Response:
+        assert isinstance(error, NemoGymError)
+        return refused(request, error)
+
+    async def framework(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return await refused_by_framework(request, error)
+
+    async def left(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)  # nobody's fault here, and nobody hears it
+
+    app.add_exception_handler(NemoGymError, known)
+    app.add_exception_handler(HTTPException, framework)
+    app.add_exception_handler(ClientDisconnect, left)
+
+
+def refused(request: Request, error: NemoGymError) -> Response:
+    """The answer to a request that ended with one of this suite's errors; logged."""
+    log.info("request refused", route=request.scope["path"], code=error.code, status=error.status)
+    return problem_response(error, request.scope)
+
+
+async def refused_by_framework(request: Request, error: HTTPException) -> Response:
+    """The answer to a request that ended with an error of the framework: no such route, another method; or with one
+    that a plugin raised by hand."""
+    shape: ErrorShape | None = getattr(request.scope["app"].state, "nemo_gym_error_shape", None)
+    if shape is not None:
+        said = error.detail if isinstance(error.detail, str) else orjson.dumps(error.detail, default=str).decode()
+        shaped = shape(request.scope, http_error(error.status_code, f"{said} ({request.scope['path']})"))
+        if shaped is not None:
+            shaped.headers.update(error.headers or {})
+            return shaped
+    return await http_exception_handler(request, error)
+
+
+def http_error(status: int, message: str) -> NemoGymError:
+    """An error of which nothing but its status is known."""
+    return _error_class(status)(message)
+
+
+@functools.lru_cache(maxsize=64)
+def _error_class(http_status: int) -> type[NemoGymError]:
+    return type("HttpError", (NemoGymError,), {"status": http_status, "code": f"http_{http_status}"})
+
+
+def unexpected(scope: Scope, error: Exception) -> Response:
+    """The answer to a request that ended with an error which nobody expected, while it is being handled: its traceback
+    is logged."""
+    log.exception("route failed", route=scope["path"])
+    said = f"{type(error).__name__} in {scope['path']}; the server's log has the traceback"
+    return problem_response(InternalError(said), scope)
+
+
+class UnknownErrorMiddleware:
+    """Answers any other error with a problem that names its type only: the message may quote private fields, and the
+    caller may be an agent. The traceback goes to this server's log.
+
+    The error ends here. Raised on, it would make the web server close a connection that its client believes alive, and
+    the next request on it, perhaps one that must not be repeated, would be lost.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched)
+        except Exception as error:
+            if started or scope["type"] != "http":
+                raise
+            # The boundary of plugin code.
+            await unexpected(scope, error)(scope, receive, send)

@@ -1,0 +1,127 @@
+"""The web server's HTTP protocol: replies in one write, word of how each connection ended, and an end for requests
+that stand still."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import sys
+import termios
+from functools import partial
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from nemo_gym.http.delivery import DELIVERIES
+from nemo_gym.http.joined_writes import JoinedWrites
+
+PROGRESS_BYTES = 1024
+"""Of a body, within the timeout: fewer are a trickle that keeps a connection busy."""
+_RECHECK_S = 0.25
+_TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+class WatchedHttpProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP protocol, telling `DELIVERIES` how connections end: ``uvicorn.Config(app, http=...)``.
+
+    It ends a connection whose request stands still for ``slow_request_timeout_s``; uvicorn waits for ever. Time in
+    which this server did not read, because its application does not, is not counted.
+    """
+
+    def __init__(self, *args: Any, slow_request_timeout_s: float = 60.0, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._timeout_s = slow_request_timeout_s
+        self._watching: asyncio.TimerHandle | None = None
+        self._is_receiving = True
+        """A request's end has not come yet, nor perhaps its beginning."""
+        self._progress_at = 0.0
+        self._progress_bytes = 0
+        self._is_late = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.transport = JoinedWrites(transport, self.loop)  # type: ignore[assignment]
+        DELIVERIES.began(self.client, partial(_unwritten, transport))
+        self._progress()
+        self._watching = self.loop.call_later(self._timeout_s, self._watch)
+
+    def eof_received(self) -> None:
+        # What is written from here on goes nowhere, and nobody is told.
+        DELIVERIES.ended(self.client, reset=_untaken(self.transport) > 0)
+        super().eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        DELIVERIES.ended(self.client, reset=exc is not None or _untaken(self.transport) > 0)
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_receiving = True
+        self._progress()
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._progress()
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._progress_bytes += len(body)
+        if self._progress_bytes >= PROGRESS_BYTES:
+            self._progress()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._is_receiving = False
+
+    def _progress(self) -> None:
+        self._progress_at = self.loop.time()
+        self._progress_bytes = 0
+        self._is_late = False
+
+    def _watch(self) -> None:
+        cycle = self.cycle
+        if self._is_receiving:
+            if self.flow.read_paused or (cycle is not None and cycle.waiting_for_100_continue):
+                self._progress()  # it is this server that is waited for
+        elif self.timeout_keep_alive_task is None and (cycle is None or cycle.response_complete):
+            # Something came that is not the beginning of a request, and ended the idle connection's own timer.
+            self._is_receiving = True
+            self._progress()
+        left_s = self._progress_at + self._timeout_s - self.loop.time()
+        if not self._is_receiving:
+            left_s = self._timeout_s
+        elif left_s <= 0 and not self._is_late:
+            # Perhaps this process did nothing for so long, and what was sent meanwhile is about to be read.
+            self._is_late, left_s = True, _RECHECK_S
+        elif left_s <= 0:
+            self._end()
+            return
+        self._watching = self.loop.call_later(left_s, self._watch)
+
+    def _end(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()  # nor does it read what it was told before
+            return
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            self.transport.write(_TIMED_OUT)
+        self.transport.close()
+
+
+def _unwritten(transport: asyncio.Transport) -> int:
+    """Bytes that may not be the kernel's yet. Below TLS lies a buffer that nobody can ask for its size: there, nothing
+    has left before the other end's kernel has taken what it was sent."""
+    size = transport.get_write_buffer_size()
+    return size if transport.get_extra_info("sslcontext") is None else size + _untaken(transport)
+
+
+def _untaken(transport: asyncio.BaseTransport | None) -> int:
+    """Bytes that were written and that the other end's kernel has not acknowledged. A client that leaves before they
+    come ends its connection in order: the reset comes behind its end, and nobody reads that far."""
+    sock = transport.get_extra_info("socket") if transport is not None else None
+    try:
+        waiting = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0" * 4) if sock is not None else b"\0" * 4
+    except (OSError, ValueError):  # no socket of the kernel's any more
+        return 0
+    return int.from_bytes(waiting, sys.byteorder)

@@ -1,0 +1,281 @@
+"""The base of every server: its configuration, its FastAPI application, and how it is run."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, ClassVar, Self, cast, get_args
+
+import structlog
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Scope
+
+from nemo_gym._util.suggest import validation_problems
+from nemo_gym.config_types import BaseRunServerInstanceConfig
+from nemo_gym.contract.credentials import Role, ServerCredentials
+from nemo_gym.contract.errors import ConfigError, NemoGymError
+from nemo_gym.http.application import Application
+from nemo_gym.http.body_limit import BodyLimitMiddleware
+from nemo_gym.http.client import ServerClient, close_global_aiohttp_client, server_config_of, server_path
+from nemo_gym.http.direct import DirectRoutesMiddleware
+from nemo_gym.http.launch import ServerLaunch, current_launch
+from nemo_gym.http.logs import configure_plain_logging
+from nemo_gym.http.middleware import CredentialMiddleware, RolloutMiddleware
+from nemo_gym.http.problems import JsonResponse, UnknownErrorMiddleware, install_problem_handlers
+from nemo_gym.http.sessions import CookieCodec, SessionGuard, SessionMiddleware
+
+CONFIG_PATH_ENV = "NEMO_GYM_CONFIG_PATH"
+"""The instance's name, for a server that is started by hand or by NeMo Gym's own tools."""
+_NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False}
+"""FastAPI's own, which would tell of private fields in errors, and looks for its providers with every request.
+Versions that have none take no notice."""
+
+
+class BaseServer(BaseModel):
+    """Anything with a server configuration."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    config: BaseRunServerInstanceConfig
+
+    @classmethod
+    def config_class(cls) -> type[BaseRunServerInstanceConfig]:
+        return cast("type[BaseRunServerInstanceConfig]", cls.model_fields["config"].annotation)
+
+    @classmethod
+    def load_config_from_global_config(cls) -> BaseRunServerInstanceConfig:
+        """This process's instance block, validated; raises `ConfigError` naming every wrong key."""
+        launch = current_launch()
+        if launch is not None:
+            instance, global_config = launch.instance, launch.config
+        else:
+            from nemo_gym.global_config import get_global_config_dict
+
+            instance = os.environ.get(CONFIG_PATH_ENV, "")
+            if not instance:
+                raise ConfigError(
+                    f"{cls.__name__} does not know which instance it is; start it with ng_run, or set"
+                    f" {CONFIG_PATH_ENV}",
+                    key=CONFIG_PATH_ENV,
+                )
+            global_config = get_global_config_dict()
+        return cls.config_from(instance, global_config)
+
+    @classmethod
+    def config_from(cls, instance: str, global_config: Any) -> BaseRunServerInstanceConfig:
+        block: Any = server_config_of(global_config, instance)
+        if not isinstance(block, dict):
+            from omegaconf import DictConfig, OmegaConf
+
+            block = OmegaConf.to_container(block, resolve=True) if isinstance(block, DictConfig) else dict(block)
+        # A key that is null is a key that is not there, unless null is one of its values.
+        known = cls.config_class().model_fields
+        nullable = {name for name, field in known.items() if type(None) in get_args(field.annotation)}
+        given = {key: value for key, value in block.items() if value is not None or key in nullable}
+        try:
+            return cls.config_class().model_validate({"host": "127.0.0.1", "port": 0, **given, "name": instance})
+        except ValidationError as error:
+            where = server_path(global_config, instance)
+            raise ConfigError(validation_problems(error, known, where=where), key=where) from None
+
+
+class SimpleServer(BaseServer):
+    """A server with one FastAPI application. Subclasses add routes in ``setup_webserver`` after calling super, or
+    build an application of their own there: what every server has stands around it either way (``application``)."""
+
+    server_client: ServerClient
+
+    ROLE: ClassVar[Role] = Role.OPERATOR
+    """As what this server calls others."""
+    HEALTH_PATHS: ClassVar[tuple[str, ...]] = ("/", "/health")
+
+    _credentials: ServerCredentials | None = PrivateAttr(default=None)
+    _launch: ServerLaunch | None = PrivateAttr(default=None)
+    _startup_error: NemoGymError | None = PrivateAttr(default=None)
+    _local_key: bytes = PrivateAttr(default_factory=lambda: secrets.token_bytes(32))
+    _contract: Application | None = PrivateAttr(default=None)
+    _plugin_app: FastAPI | None = PrivateAttr(default=None)
+
+    def contract_app(self) -> Application:
+        """The application with what every server of this type has; its routes are fixed."""
+        return self.base_app()
+
+    def setup_webserver(self) -> FastAPI:
+        """NeMo Gym's hook: the application to be served."""
+        return self.contract_app()
+
+    def application(self) -> FastAPI:
+        """What is served: the application of ``setup_webserver``, with what every server has around it.
+
+        An application that a plugin built itself gets the requests that none of the contract's routes answer, behind
+        the same checks.
+        """
+        app = self.setup_webserver()
+        if app is self._contract:
+            return app
+        contract = self._contract or self.contract_app()
+        contract.answer_the_rest_with(app)
+        self._plugin_app = app
+        return contract
+
+    def secure(self, credentials: ServerCredentials, launch: ServerLaunch | None = None) -> None:
+        """Demand credentials from now on. Called before ``setup_webserver``."""
+        self._credentials = credentials
+        self._launch = launch
+        if isinstance(self.server_client, ServerClient):
+            own = {credentials.instance: credentials.for_self(self.ROLE)}
+            self.server_client.use_credentials({**credentials.outgoing, **own})
+
+    @property
+    def secured(self) -> bool:
+        return self._credentials is not None
+
+    def own_credential(self) -> str | None:
+        """With which this process calls its own routes; ``None`` on an unsecured server."""
+        return self._credentials.for_self(self.ROLE) if self._credentials is not None else None
+
+    def derive_key(self, purpose: str) -> bytes:
+        """This server's key for ``purpose``: the same after a restart under one stack, random without credentials."""
+        if self._credentials is not None:
+            return self._credentials.derive(purpose)
+        import hashlib
+        import hmac
+
+        return hmac.digest(self._local_key, purpose.encode(), hashlib.sha256)
+
+    def get_session_middleware_key(self) -> str:
+        """The session cookie's name."""
+        return f"{type(self).__name__}___{self.config.name}"
+
+    def base_app(
+        self,
+        *,
+        session_guard: SessionGuard | None = None,
+        authenticates_itself: Callable[[Scope], bool] | None = None,
+        limit_bodies: bool = True,
+    ) -> Application:
+        """An application with what every server has: health, readiness, credentials, problems, session cookies and a
+        bound on bodies, except where the routes have bounds of their own (``limit_bodies``)."""
+        app = Application(
+            title=self.config.name,
+            lifespan=self._lifespan,
+            openapi_url=None,
+            docs_url=None,
+            redoc_url=None,
+            telemetry=_NO_TELEMETRY,
+        )
+        self._contract = app
+        install_problem_handlers(app)
+        codec = CookieCodec(self.derive_key("session-cookie"))
+        # Added from the inside out. A plugin built by hand, in its own tests, sees its errors raised.
+        app.add_middleware(DirectRoutesMiddleware, application=app)
+        if self.secured or self._launch is not None:
+            app.add_middleware(UnknownErrorMiddleware)
+        if limit_bodies:
+            app.add_middleware(BodyLimitMiddleware, max_bytes=self.config.max_body_bytes)
+        app.add_middleware(
+            SessionMiddleware, cookie_name=self.get_session_middleware_key(), codec=codec, guard=session_guard
+        )
+        app.state.nemo_gym_session_middleware_installed = True
+        app.add_middleware(
+            CredentialMiddleware, credentials=self._credentials, authenticates_itself=authenticates_itself
+        )
+        app.add_middleware(RolloutMiddleware)
+        for path in self.HEALTH_PATHS:
+            app.router.routes.append(Route(path, _health, methods=["GET"]))
+        app.router.routes.append(Route("/ready", self._ready_route, methods=["GET"]))
+        return app
+
+    def setup_session_middleware(self, app: FastAPI) -> None:
+        """Kept for NeMo Gym plugins that build their own application and are served without this suite, in their own
+        tests; the sessions of `base_app` are around it otherwise."""
+        if getattr(app.state, "nemo_gym_session_middleware_installed", False):
+            return
+        app.state.nemo_gym_session_middleware_installed = True
+        codec = CookieCodec(self.derive_key("session-cookie"))
+        app.add_middleware(SessionMiddleware, cookie_name=self.get_session_middleware_key(), codec=codec)
+
+    async def startup(self) -> None:
+        """Runs in the server's event loop before the first request. Override for background work."""
+
+    async def stopping(self) -> None:
+        """Runs when the server is told to stop, before it waits for open requests: end those that would go on."""
+
+    async def shutdown(self) -> None:
+        """Runs in the server's event loop after the last request. Override to release what ``startup`` took."""
+
+    def facts(self) -> dict[str, Any]:
+        """What callers may know about this server; shown by ``/ready``."""
+        return {}
+
+    async def ready(self) -> dict[str, Any] | None:
+        """``None`` when the server can do its work; otherwise plain data that says why not."""
+        return None
+
+    @asynccontextmanager
+    async def _lifespan(self, app: FastAPI) -> AsyncIterator[Mapping[str, Any]]:
+        try:
+            await self.startup()
+        except NemoGymError as error:
+            self._startup_error = error
+            raise
+        try:
+            if self._plugin_app is None:
+                yield {}
+            else:
+                async with self._plugin_app.router.lifespan_context(self._plugin_app) as state:
+                    yield state or {}
+        finally:
+            await self.shutdown()
+            await close_global_aiohttp_client()
+
+    async def _ready_route(self, request: Request) -> Response:
+        missing = await self.ready()
+        if missing is None:
+            return JsonResponse({"status": "ready", **self.facts()})
+        return JsonResponse({"status": "not_ready", **self.facts(), **missing}, status_code=503)
+
+    @classmethod
+    def from_launch(cls, launch: ServerLaunch | None = None) -> Self:
+        """The server this process was started to be."""
+        config = cls.config_from(launch.instance, launch.config) if launch else cls.load_config_from_global_config()
+        server = cls(config=config, server_client=ServerClient.load_from_global_config())
+        if launch is not None and launch.credentials is not None:
+            server.secure(launch.credentials, launch)
+        elif launch is not None:
+            server._launch = launch
+        return server
+
+    @classmethod
+    def run_webserver(cls) -> FastAPI | None:
+        """Serve until told to stop. This is a plugin's ``if __name__ == "__main__"``."""
+        from nemo_gym.http.webserver import serve
+
+        if not structlog.is_configured():
+            configure_plain_logging()
+        launch = current_launch()
+        server = cls.from_launch(launch)
+        try:
+            serve(
+                server.application(),
+                server.config,
+                launch,
+                slow_request_timeout_s=server.config.slow_request_timeout_s,
+                on_stop=server.stopping,
+            )
+        except SystemExit:
+            if server._startup_error is not None:
+                # The web server only knows that there was one; whoever started this process shows what it says.
+                raise server._startup_error from None
+            raise
+        return None
+
+
+async def _health(request: Request) -> Response:
+    return JsonResponse({"status": "ok"})

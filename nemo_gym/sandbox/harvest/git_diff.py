@@ -1,0 +1,391 @@
+"""A patch of everything that differs between a work tree in a box and the same tree in the box's pristine image.
+
+The box is only read, as a tar stream made by its provider. The pristine side comes from a fresh *harvest box* of the
+same image, and so does the git that writes the patch: in a repository of its own, from blobs, with no work tree, no
+configuration but ours and the pristine ignore rules. The agent's ``.git``, ``.gitattributes``, ``.gitignore``, hooks,
+PATH and nested repositories have no say; a commit, a stash or a deleted ``.git`` changes nothing.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from nemo_gym.contract.errors import SandboxArchiveError, SandboxError, SandboxLostError
+from nemo_gym.contract.session import Artifact, GitDiffHarvest
+from nemo_gym.sandbox import labels as label_names
+from nemo_gym.sandbox.archive import END_OF_ARCHIVE, ArchiveError, pack_bytes
+from nemo_gym.sandbox.base import (
+    ExecOutcome,
+    NetworkPolicy,
+    SandboxExecResult,
+    SandboxHandle,
+    SandboxProvider,
+    SandboxRole,
+    SandboxSpec,
+)
+from nemo_gym.sandbox.facade import AsyncSandbox, keep_renewed
+from nemo_gym.sandbox.harvest.tree import SYMLINK, Entry, Tree, TreeTooLargeError, read_tree
+
+HARVEST_LEASE_S = 120.0
+"""How long a harvest box outlives its owner when that is killed."""
+GIT_TIMEOUT_S = 300.0
+MAX_TREE_BYTES = 4 * 1024**3
+"""Cap of one work tree's stream, without the directories that the pristine repository ignores."""
+MAX_TREE_FILES = 400_000
+MAX_LIST_BYTES = 64 * 1024 * 1024
+MAX_NAMED_PATHS = 200
+"""Paths named in an artifact's facts."""
+MAX_EXCLUDES = 400
+BYPRODUCT_DIRECTORIES = (
+    "__pycache__",
+    ".pytest_cache",
+    ".mypy_cache",
+    ".ruff_cache",
+    ".hypothesis",
+    ".tox",
+    ".nox",
+    ".ipynb_checkpoints",
+)
+"""Left by running programs; harvested only where the repository tracks such a directory."""
+BYPRODUCT_SUFFIXES = (b".pyc", b".pyo")
+
+_UPLOAD = "/var/tmp/ng-harvest"
+_REPOSITORY = "/var/tmp/ng-harvest.git"
+_ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": "/nonexistent",
+    "LC_ALL": "C",
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_CONFIG_SYSTEM": "/dev/null",
+    "GIT_CONFIG_GLOBAL": "/dev/null",
+    "GIT_ATTR_NOSYSTEM": "1",
+    "GIT_OPTIONAL_LOCKS": "0",
+    "GIT_TERMINAL_PROMPT": "0",
+    "GIT_NO_REPLACE_OBJECTS": "1",
+}
+_OPTIONS = "-c core.hooksPath=/dev/null -c core.fsmonitor=false -c core.untrackedCache=false -c core.quotePath=true"
+
+# Sections end with a "/", which is no path below the work tree. Without a repository nothing is tracked or ignored.
+_DESCRIBE = f"""
+command -v git >/dev/null || exit 97
+export GIT_DIR="$1/.git" GIT_WORK_TREE="$1"
+if git {_OPTIONS} rev-parse --git-dir >/dev/null 2>&1; then
+  if [ -n "$2" ]; then git {_OPTIONS} merge-base --is-ancestor "$2" HEAD || exit 98; fi
+  printf '%s\\0' "$(git {_OPTIONS} rev-parse --show-object-format 2>/dev/null || echo sha1)" \\
+    "$(git {_OPTIONS} rev-parse --git-path info/exclude)" /
+  git {_OPTIONS} ls-files -z && printf '/\\0' &&
+  git {_OPTIONS} ls-files -z --others --ignored --exclude-standard --directory
+else
+  [ -z "$2" ] || exit 98
+  printf '%s\\0' sha1 '' / /
+fi
+"""
+_INIT = f"""
+set -e
+format=; [ "$1" = sha1 ] || format="--object-format=$1"
+git init --quiet --bare $format {_REPOSITORY}
+printf '* -text -eol -crlf -ident -filter -working-tree-encoding !diff !merge\\n' > {_REPOSITORY}/info/attributes
+if [ -n "$2" ] && [ -f "$2" ]; then cat "$2" > {_REPOSITORY}/info/exclude; fi
+"""
+_CHECK_IGNORE = f"""
+mkdir -p {_UPLOAD}/ignore && cd {_UPLOAD}/ignore
+GIT_DIR={_REPOSITORY} GIT_WORK_TREE={_UPLOAD}/ignore git {_OPTIONS} check-ignore -z --stdin --no-index
+"""
+_DIFF = f"""
+set -e
+export GIT_DIR={_REPOSITORY}
+cd "$1" && git hash-object -w --no-filters --stdin-paths < {_UPLOAD}/pristine-paths > /dev/null
+cd {_UPLOAD} && git hash-object -w --no-filters --stdin-paths < blob-paths > /dev/null
+tree() {{ rm -f "$GIT_DIR/index"; git update-index -z --index-info < "$1"; git write-tree; }}
+old=$(tree old-index); new=$(tree new-index)
+git {_OPTIONS} -c core.bigFileThreshold=32m diff-tree -r -p --binary --full-index --no-renames --no-ext-diff \\
+  --no-textconv --no-color --src-prefix=a/ --dst-prefix=b/ "$old" "$new"
+"""
+
+
+class _BoxContentsError(Exception):
+    """What was found in the agent's box cannot become a patch; ``truncated`` when it is only too much."""
+
+    def __init__(self, message: str, *, truncated: bool = False, size: int = 0) -> None:
+        super().__init__(message)
+        self.truncated = truncated
+        self.size = size
+
+
+@dataclass
+class _Contents:
+    """Contents of changed files by blob id, on disk beyond a few MiB."""
+
+    spool: IO[bytes]
+    places: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def add(self, oid: str, content: bytes) -> None:
+        if oid not in self.places:
+            self.places[oid] = (self.spool.seek(0, 2), len(content))
+            self.spool.write(content)
+
+    def get(self, oid: str) -> bytes:
+        offset, length = self.places[oid]
+        self.spool.seek(offset)
+        return self.spool.read(length)
+
+
+@dataclass(frozen=True)
+class _Pristine:
+    """The image's own side."""
+
+    tree: Tree
+    tracked: frozenset[bytes]
+    exclude: tuple[str, ...]
+    contents: Mapping[bytes, bytes]
+    """Link targets, and every ``.gitignore``, by path."""
+    by_oid: Mapping[str, bytes]
+
+
+async def harvest_git_diff(
+    provider: SandboxProvider,
+    handle: SandboxHandle,
+    spec: SandboxSpec,
+    item: GitDiffHarvest,
+    labels: Mapping[str, str],
+) -> Artifact:
+    """The patch that turns the pristine ``item.path`` into the box's.
+
+    Files that the pristine repository's rules ignore and by-products of running programs are not in it, tracked ones
+    excepted. Symbolic links are content, never followed. ``facts`` name the changed paths and what was left out.
+
+    Raises:
+        SandboxError: the provider failed, a box was lost, the image has no git, or its repository does not descend
+            from ``item.base_commit``.
+    """
+    async with AsyncSandbox(provider, _harvest_spec(spec, labels)) as box:
+        async with keep_renewed(provider, box.handle, HARVEST_LEASE_S):
+            try:
+                return await _Harvester(provider, box.handle, item).run(handle)
+            except _BoxContentsError as error:
+                return Artifact.of(
+                    item.name, "git_diff", b"", error=str(error), truncated=error.truncated, size=error.size
+                )
+
+
+def _harvest_spec(spec: SandboxSpec, labels: Mapping[str, str]) -> SandboxSpec:
+    return SandboxSpec(
+        image=spec.image,
+        ttl_s=HARVEST_LEASE_S,
+        ready_timeout_s=spec.ready_timeout_s,
+        resources=spec.resources,
+        provider_options=spec.provider_options,
+        network=NetworkPolicy.NONE,
+        metadata={**labels, label_names.MANAGED: "true", label_names.ROLE: SandboxRole.HARVEST},
+    )
+
+
+class _Harvester:
+    def __init__(self, provider: SandboxProvider, box: SandboxHandle, item: GitDiffHarvest) -> None:
+        self._provider = provider
+        self._box = box
+        self._item = item
+        self._path = posixpath.normpath(item.path)
+        self._algorithm = "sha1"
+
+    async def run(self, handle: SandboxHandle) -> Artifact:
+        pristine = await self._describe_pristine()
+        with tempfile.SpooledTemporaryFile(max_size=8 * 1024 * 1024) as spool:
+            contents = _Contents(spool)
+            work = await self._read_work_tree(handle, pristine, contents)
+            changed = sorted(
+                path
+                for path in pristine.tree.entries.keys() | work.entries.keys()
+                if pristine.tree.entries.get(path) != work.entries.get(path)
+            )
+            ignored = await self._ignored([path for path in changed if path not in pristine.tracked], pristine)
+            changed = [path for path in changed if path not in ignored]
+            facts = _facts(changed, ignored, work)
+            if not changed:
+                return Artifact.of(self._item.name, "git_diff", b"", facts=facts)
+            patch = await self._diff(changed, pristine, work, contents)
+        return Artifact.of(self._item.name, "git_diff", patch, facts=facts)
+
+    # ------------------------------------------------------------------------------------------- the pristine side
+
+    async def _describe_pristine(self) -> _Pristine:
+        """Failures here are ours: nothing of the agent's has been touched yet."""
+        result = await self._sh(_DESCRIBE, self._path, self._item.base_commit or "")
+        if not result.ok or result.stdout_truncated:
+            reason = {97: "it has no git", 98: f"its {self._path} is no repository at {self._item.base_commit}"}
+            why = reason.get(result.return_code or 0, f"git said {(result.stderr or '').strip()[-500:]!r}")
+            raise SandboxError(f"the image cannot be harvested from: {why}", path=self._path)
+        names = result.stdout_bytes.split(b"\0")
+        first, second = names.index(b"/"), names.index(b"/", names.index(b"/") + 1)
+        self._algorithm, exclude_file = (name.decode("utf-8", "surrogateescape") for name in names[:first])
+        tracked = frozenset(names[first + 1 : second])
+        exclude = _excludes(tracked, [name for name in names[second + 1 :] if name.endswith(b"/")])
+        contents: dict[bytes, bytes] = {}
+
+        def on_content(path: bytes, entry: Entry, content: bytes) -> None:
+            if entry.mode == SYMLINK or path.rpartition(b"/")[2] == b".gitignore":
+                contents[path] = content
+
+        stream = self._provider.get_archive(self._box, self._path, exclude=exclude)
+        try:
+            tree = await read_tree(
+                stream,
+                algorithm=self._algorithm,
+                max_bytes=MAX_TREE_BYTES,
+                max_files=MAX_TREE_FILES,
+                on_content=on_content,
+                max_content_bytes=1024 * 1024,
+            )
+        except (SandboxArchiveError, ArchiveError, TreeTooLargeError) as error:
+            raise SandboxError(f"the image's own {self._path} cannot be read: {error}", path=self._path) from error
+        init = await self._sh(_INIT, self._algorithm, exclude_file)
+        if not init.ok:
+            raise SandboxError(f"the harvest box cannot make a repository: {(init.stderr or '').strip()[-500:]}")
+        by_oid = {entry.oid: path for path, entry in tree.entries.items() if entry.mode != SYMLINK}
+        return _Pristine(tree, tracked, exclude, contents, by_oid)
+
+    # -------------------------------------------------------------------------------------------- the agent's side
+
+    async def _read_work_tree(self, handle: SandboxHandle, pristine: _Pristine, contents: _Contents) -> Tree:
+        def on_content(path: bytes, entry: Entry, content: bytes) -> None:
+            if pristine.tree.entries.get(path) != entry:
+                contents.add(entry.oid, content)
+
+        stream = self._provider.get_archive(handle, self._path, exclude=pristine.exclude)
+        try:
+            return await read_tree(
+                stream,
+                algorithm=self._algorithm,
+                max_bytes=MAX_TREE_BYTES,
+                max_files=MAX_TREE_FILES,
+                on_content=on_content,
+                max_content_bytes=self._item.max_bytes,
+            )
+        except TreeTooLargeError as error:
+            raise _BoxContentsError(str(error), truncated=True) from error
+        except (SandboxArchiveError, ArchiveError) as error:
+            raise _BoxContentsError(f"'{self._path}' cannot be read from the box: {error}") from error
+
+    async def _ignored(self, paths: list[bytes], pristine: _Pristine) -> set[bytes]:
+        """Those of ``paths`` that the pristine rules ignore, and by-products."""
+        byproducts = {path for path in paths if path.endswith(BYPRODUCT_SUFFIXES)}
+        rest = [path for path in paths if path not in byproducts]
+        if not rest:
+            return byproducts
+        rules = [
+            (f"ignore/{path.decode('utf-8', 'surrogateescape')}", content)
+            for path, content in sorted(pristine.contents.items())
+            if pristine.tree.entries[path].mode != SYMLINK
+        ]
+        if rules:
+            await self._upload(rules)
+        # The prefix keeps a name like ":(x)" from being read as pathspec magic.
+        result = await self._sh(_CHECK_IGNORE, stdin=b"".join(b"./" + path + b"\0" for path in rest))
+        if result.return_code not in (0, 1) or result.stdout_truncated:
+            raise _BoxContentsError(f"the changed paths cannot be judged: {(result.stderr or '').strip()[-500:]}")
+        return byproducts | {path.removeprefix(b"./") for path in result.stdout_bytes.split(b"\0") if path}
+
+    async def _diff(self, changed: list[bytes], pristine: _Pristine, work: Tree, contents: _Contents) -> bytes:
+        old = {path: pristine.tree.entries[path] for path in changed if path in pristine.tree.entries}
+        new = {path: work.entries[path] for path in changed if path in work.entries}
+        from_pristine = {entry.oid: path for path, entry in old.items() if entry.mode != SYMLINK}
+        blobs = {entry.oid: pristine.contents[path] for path, entry in old.items() if entry.mode == SYMLINK}
+        for path, entry in new.items():
+            if entry.oid in contents.places:
+                blobs[entry.oid] = b""  # its content is read when its turn comes
+            elif entry.oid in pristine.by_oid:
+                from_pristine[entry.oid] = pristine.by_oid[entry.oid]
+            elif entry.oid not in blobs:
+                raise _BoxContentsError(
+                    f"'{path.decode('utf-8', 'replace')}' is larger than the cap of {self._item.max_bytes} bytes",
+                    truncated=True,
+                )
+        oids = sorted(blobs)
+        files: list[tuple[str, bytes]] = [
+            ("pristine-paths", b"".join(_quoted(path) + b"\n" for path in sorted(set(from_pristine.values())))),
+            ("blob-paths", b"".join(b"blob-%d\n" % number for number in range(len(oids)))),
+            ("old-index", _index_info(old)),
+            ("new-index", _index_info(new)),
+        ]
+        await self._provider.put_archive(self._box, _UPLOAD, _archive(files, oids, blobs, contents))
+        result = await self._sh(_DIFF, self._path, max_output_bytes=self._item.max_bytes + 1)
+        size = len(result.stdout_bytes)
+        if result.stdout_truncated or size > self._item.max_bytes:
+            cap = self._item.max_bytes
+            raise _BoxContentsError(f"the patch is larger than the cap of {cap} bytes", truncated=True, size=size)
+        if not result.ok:
+            said = (result.stderr or "").strip()[-500:]
+            raise _BoxContentsError(f"no patch can be made of the changes: {result.outcome}, {said!r}")
+        return result.stdout_bytes
+
+    # --------------------------------------------------------------------------------------------- the harvest box
+
+    async def _upload(self, files: list[tuple[str, bytes]]) -> None:
+        await self._provider.put_archive(self._box, _UPLOAD, _archive(files, [], {}, None))
+
+    async def _sh(
+        self, script: str, *arguments: str, stdin: bytes | None = None, max_output_bytes: int = MAX_LIST_BYTES
+    ) -> SandboxExecResult:
+        result = await self._provider.exec(
+            self._box,
+            ["/bin/sh", "-c", script, "sh", *arguments],
+            cwd="/",
+            env=_ENVIRONMENT,
+            timeout_s=GIT_TIMEOUT_S,
+            stdin=stdin,
+            max_output_bytes=max_output_bytes,
+        )
+        if result.outcome is ExecOutcome.LOST:
+            raise SandboxLostError(f"harvest box {self._box.sandbox_id} was lost", retryable=True)
+        return result
+
+
+def _excludes(tracked: frozenset[bytes], ignored: list[bytes]) -> tuple[str, ...]:
+    """What need not leave a box at all: every ``.git``, by-products, and directories that the repository ignores."""
+    components = {part.decode("utf-8", "surrogateescape") for path in tracked for part in path.split(b"/")[:-1]}
+    names = [".git", *(name for name in BYPRODUCT_DIRECTORIES if name not in components)]
+    directories = sorted(name.rstrip(b"/").decode("utf-8", "surrogateescape") for name in ignored)
+    return (*(f"**/{name}" for name in names), *directories[:MAX_EXCLUDES])
+
+
+def _index_info(entries: Mapping[bytes, Entry]) -> bytes:
+    return b"".join(f"{entry.mode} {entry.oid}\t".encode() + path + b"\0" for path, entry in sorted(entries.items()))
+
+
+def _quoted(path: bytes) -> bytes:
+    """A path as git reads it from a line: in quotes and escaped when it could be misread bare."""
+    if path.startswith(b'"') or b"\n" in path or b"\\" in path:
+        body = b"".join(b"\\%03o" % byte if byte < 32 or byte in b'"\\' else bytes([byte]) for byte in path)
+        return b'"' + body + b'"'
+    return path
+
+
+async def _archive(
+    files: list[tuple[str, bytes]], oids: list[str], blobs: Mapping[str, bytes], contents: _Contents | None
+) -> AsyncIterator[bytes]:
+    end = len(END_OF_ARCHIVE)
+    for name, data in files:
+        yield pack_bytes(name, data)[:-end]
+    for number, oid in enumerate(oids):
+        data = contents.get(oid) if contents is not None and oid in contents.places else blobs[oid]
+        yield pack_bytes(f"blob-{number}", data)[:-end]
+    yield END_OF_ARCHIVE
+
+
+def _facts(changed: list[bytes], ignored: set[bytes], work: Tree) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "paths": [path.decode("utf-8", "replace") for path in changed[:MAX_NAMED_PATHS]],
+        "path_count": len(changed),
+    }
+    if not work.is_directory:
+        facts["work_tree"] = "not a directory"
+    if ignored:
+        facts["ignored_count"] = len(ignored)
+        facts["ignored"] = sorted(path.decode("utf-8", "replace") for path in ignored)[:20]
+    if work.skipped_count:
+        facts["skipped_count"], facts["skipped"] = work.skipped_count, work.skipped
+    return facts

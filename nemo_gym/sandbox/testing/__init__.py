@@ -1,1 +1,0 @@
-"""Doubles of sandbox backends, for tests of whoever builds on them."""

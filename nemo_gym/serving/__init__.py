@@ -1,1 +1,0 @@
-"""What every server of the suite shares: start, client, middleware, session cookies."""

@@ -1,0 +1,239 @@
+"""The stack file: what runs, where, and the key to talk to it; and small questions to servers over HTTP.
+
+``<run_dir>/stack.json`` is readable by its owner only, since whoever holds the root key may call every server. It is
+replaced whole at each change, so a reader never sees half of one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import ssl
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_gym._util.suggest import nearest
+from nemo_gym.config.compose import run_directory_root
+from nemo_gym.contract.errors import ConfigError
+
+STACK_FILE = "stack.json"
+
+
+@dataclass(frozen=True)
+class ServerEntry:
+    """One server of a stack."""
+
+    instance: str
+    server_type: str
+    implementation: str
+    url: str
+    pid: int | None
+    log: str
+    restarts: int = 0
+
+
+@dataclass(frozen=True)
+class StackEntry:
+    """A stack: the process that supervises it, and its servers."""
+
+    run_id: str
+    run_dir: str
+    pid: int
+    started_ticks: int
+    """The supervisor's start time as the kernel counts it; tells it from a later process with its pid."""
+    root_key: str = field(repr=False)
+    chosen: dict[str, str] = field(default_factory=dict)
+    servers: tuple[ServerEntry, ...] = ()
+    config: dict[str, Any] = field(default_factory=dict, repr=False)
+    """What the pipeline needs to know of the servers: addresses and references, without any secret."""
+
+    @property
+    def is_running(self) -> bool:
+        return start_ticks(self.pid) == self.started_ticks
+
+    def server(self, instance: str) -> ServerEntry:
+        """The server of that name; raises `ConfigError` with the nearest one."""
+        for server in self.servers:
+            if server.instance == instance:
+                return server
+        names = [server.instance for server in self.servers]
+        raise ConfigError(
+            f"run '{self.run_id}' has no server '{instance}'{nearest(instance, names)}; it has: {', '.join(names)}",
+            key="agent_name",
+        )
+
+
+def write_stack(stack: StackEntry) -> Path:
+    """Write the stack file, atomically and with mode 0600, and make it findable by run id."""
+    path = Path(stack.run_dir) / STACK_FILE
+    temporary = path.with_name(f".{STACK_FILE}.{os.getpid()}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(fd, "w", encoding="utf-8") as stream:
+        json.dump(asdict(stack), stream, indent=1)
+    temporary.replace(path)
+    link = run_directory_root() / stack.run_id
+    if link.resolve() != Path(stack.run_dir).resolve():
+        link.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            if link.is_symlink():
+                link.unlink()
+        with contextlib.suppress(FileExistsError):
+            link.symlink_to(Path(stack.run_dir).resolve())
+    return path
+
+
+def remove_stack(run_dir: Path, run_id: str) -> None:
+    """Forget a stack that has stopped (its logs stay)."""
+    (run_dir / STACK_FILE).unlink(missing_ok=True)
+    link = run_directory_root() / run_id
+    if link.is_symlink():
+        link.unlink(missing_ok=True)
+
+
+def read_stack(run_dir: Path) -> StackEntry:
+    """The stack of a run directory; raises `ConfigError` when there is none."""
+    path = run_dir / STACK_FILE
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        servers = tuple(ServerEntry(**server) for server in raw.pop("servers"))
+        return StackEntry(servers=servers, **raw)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"no stack runs in {run_dir}: {STACK_FILE} is not there; start one with ng_run run_dir={run_dir}, or see"
+            " ng_status",
+            key="run_dir",
+        ) from None
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", key="run_dir", file=str(path)) from error
+
+
+def running_stacks() -> list[StackEntry]:
+    """Every stack of this user that runs on this machine, newest first."""
+    found: dict[str, StackEntry] = {}
+    root = run_directory_root()
+    for folder in root.iterdir() if root.is_dir() else ():
+        with contextlib.suppress(ConfigError):
+            stack = read_stack(folder)
+            if stack.is_running:
+                found[stack.run_id] = stack
+    return sorted(found.values(), key=lambda stack: stack.started_ticks, reverse=True)
+
+
+def find_stack(run_dir: str | None = None, run_id: str | None = None) -> StackEntry:
+    """The stack that is meant: of a run directory, of a run id, or the only one that runs. Raises `ConfigError`."""
+    if run_dir is not None:
+        stack = read_stack(Path(run_dir).expanduser())
+        if not stack.is_running:
+            raise ConfigError(
+                f"the stack of {run_dir} no longer runs (its supervisor {stack.pid} has ended); start it again with"
+                " ng_run",
+                key="run_dir",
+            )
+        return stack
+    stacks = running_stacks()
+    if run_id is not None:
+        for stack in stacks:
+            if stack.run_id == run_id:
+                return stack
+        names = [stack.run_id for stack in stacks]
+        raise ConfigError(
+            f"no stack '{run_id}' runs{nearest(run_id, names)}; running: {', '.join(names) or 'none'}", key="run_id"
+        )
+    if not stacks:
+        raise ConfigError("no stack runs: start one with ng_run, or give run_dir=", key="run_dir")
+    if len(stacks) > 1:
+        listed = ", ".join(f"run_id={stack.run_id}" for stack in stacks)
+        raise ConfigError(f"{len(stacks)} stacks run; say which: {listed}", key="run_id")
+    return stacks[0]
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks after boot; ``None`` when there is no such process (zombies count as
+    none)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+def pss_mib(pids: Iterable[int]) -> float:
+    """The memory of these processes, shared pages counted in proportion, in MiB. Processes of others count as 0."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss:"):
+                    total += int(line.split()[1])
+    return total / 1024
+
+
+async def http_status(url: str, path: str, timeout_s: float) -> int | None:
+    """The status of a GET; ``None`` when there is no HTTP answer within ``timeout_s``."""
+    answer = await http_answer(url, path, timeout_s)
+    return answer[0] or None if answer is not None else None
+
+
+async def http_answer(url: str, path: str, timeout_s: float) -> tuple[int, bytes] | None:
+    """Status and body of a GET; ``None`` when there is no HTTP answer within ``timeout_s``. Where somebody is there
+    and TLS fails, the status is 0 and the body a problem that says how. Needs no HTTP library, so that asking is cheap
+    for a parent that has none loaded."""
+    scheme, _, place = url.partition("://")
+    host, _, port = place.rpartition(":")
+    writer: asyncio.StreamWriter | None = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            secure = True if scheme == "https" else None
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=secure)
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+            await writer.drain()
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            return int(head.split(None, 2)[1]), body
+    except ssl.SSLError as error:
+        return 0, json.dumps({"detail": f"no TLS with it: {error}"}).encode()
+    except (OSError, TimeoutError, ValueError, IndexError):
+        return None
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def why_not_ready(answer: tuple[int, bytes] | None) -> str | None:
+    """Why a server is not ready, in its own words."""
+    if answer is None or answer[0] == 200:
+        return None
+    try:
+        said = json.loads(answer[1])
+    except ValueError:
+        said = None
+    if not isinstance(said, dict):
+        return f"/ready answers {answer[0]}"
+    parts = [str(said[key]) for key in ("detail", "reason") if said.get(key)]
+    if isinstance(engines := said.get("engines"), dict):
+        parts += [f"{name}: {state}" for name, state in engines.items()]
+    return "; ".join(parts) or f"/ready answers {answer[0]}"
+
+
+def health_word(status: int | None) -> str:
+    """``ok``, ``silent`` (no answer) or the HTTP status."""
+    if status is None:
+        return "silent"
+    return "ok" if status == 200 else f"HTTP {status}"
+
+
+async def health_of(stack: StackEntry, timeout_s: float = 2.0) -> dict[str, str]:
+    """Health of every server of a stack, asked at once."""
+    statuses: list[int | None] = await asyncio.gather(
+        *(http_status(server.url, "/health", timeout_s) for server in stack.servers)
+    )
+    return {server.instance: health_word(status) for server, status in zip(stack.servers, statuses, strict=True)}
+
+
+def public_listing(stack: StackEntry) -> list[dict[str, Any]]:
+    """The servers without any key: for tables and ``--json``."""
+    return [asdict(server) for server in stack.servers]

@@ -1,0 +1,221 @@
+"""The nursery: a small warm process from which server processes are forked.
+
+``ng_run`` starts it first of all. While the configuration is composed it imports what every server needs and freezes
+it, so that a server starts in a fraction of a second and shares that memory. It is single-threaded, holds no secret,
+and inherits no secret environment variable. It is also the guardian: when its parent goes away, however it does, it
+stops every server, and servers die when it dies.
+
+The two talk over a socket of datagrams: JSON with file descriptors beside it. Requests: ``fork``. Events: ``warm``,
+``forked``, ``exited``.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+PRELOAD = (
+    "orjson",
+    "omegaconf",
+    "structlog",
+    "aiohttp",
+    "fastapi",
+    "uvicorn",
+    "uvicorn.lifespan.on",
+    "uvicorn.loops.uvloop",
+    "uvicorn.protocols.http.httptools_impl",
+    "openai.types.responses",
+    "openai.types.chat",
+    "nemo_gym.global_config",
+    "nemo_gym.openai_utils",
+    "nemo_gym.server_utils",
+    "nemo_gym.base_resources_server",
+    "nemo_gym.base_responses_api_agent",
+    "nemo_gym.base_responses_api_model",
+    "nemo_gym.stack.child",
+)
+MAX_MESSAGE_BYTES = 128 * 1024
+MAX_FDS = 8
+ORPHAN_GRACE_S = 10.0
+"""How long servers may take to stop when the parent is gone, before they are killed."""
+
+_CODE = "import sys; from nemo_gym.stack.nursery import main; main(int(sys.argv[1]))"
+
+
+def send(channel: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+    """One datagram. Raises `OSError` when the other side is gone."""
+    data = json.dumps(message).encode()
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    socket.send_fds(channel, [data], list(fds))
+
+
+def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """One datagram, or ``None`` when the other side is gone."""
+    try:
+        data, fds, _, _ = socket.recv_fds(channel, MAX_MESSAGE_BYTES, MAX_FDS)
+    except ConnectionError:
+        return None
+    return (json.loads(data), fds) if data else None
+
+
+def spawn(environment: dict[str, str]) -> tuple[int, socket.socket]:
+    """Start a nursery in a session of its own (a terminal's Ctrl-C does not reach it). Returns its pid and channel."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    os.set_inheritable(theirs.fileno(), True)
+    argv = [sys.executable, "-P", "-c", _CODE, str(theirs.fileno())]
+    pid = os.posix_spawn(
+        sys.executable,
+        argv,
+        environment,
+        file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
+        setsid=True,
+        # A parent started with ignored signals (nohup, background jobs) must not pass that on.
+        setsigdef=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD],
+    )
+    theirs.close()
+    return pid, ours
+
+
+def main(channel_fd: int) -> NoReturn:
+    """The nursery process."""
+    channel = socket.socket(fileno=channel_fd)
+    os.set_inheritable(channel_fd, False)
+    # Imports make no garbage worth looking for; collecting once at the end is a good part of the start-up time.
+    gc.disable()
+    try:
+        for module in PRELOAD:
+            importlib.import_module(module)
+    except Exception as error:  # whatever an import raises: the parent must hear of it, or it would wait for ever
+        send(channel, {"event": "broken", "error": f"{type(error).__name__}: {error}"})
+        raise
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    try:
+        send(channel, {"event": "warm"})
+        _Nursery(channel).serve()
+    except OSError:
+        pass  # the parent has gone: `serve` has stopped what there was
+    os._exit(0)
+
+
+class _Nursery:
+    def __init__(self, channel: socket.socket) -> None:
+        self.channel = channel
+        self.children: dict[int, int] = {}
+        """pid → the parent's number for the server."""
+        self.wake_read, self.wake_write = socket.socketpair()
+        self.wake_read.setblocking(False)
+        self.wake_write.setblocking(False)
+
+    def serve(self) -> None:
+        signal.set_wakeup_fd(self.wake_write.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        selector = selectors.DefaultSelector()
+        selector.register(self.channel, selectors.EVENT_READ)
+        selector.register(self.wake_read, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is self.wake_read:
+                    self._drain_wakeups()
+                    self._reap()
+                else:
+                    request = receive(self.channel)
+                    if request is None:
+                        self._stop_all()
+                        return
+                    self._fork(*request)
+
+    def _drain_wakeups(self) -> None:
+        try:
+            while self.wake_read.recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+
+    def _fork(self, request: dict[str, Any], fds: list[int]) -> None:
+        request["parent_pid"] = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become_server(request, fds)
+        for fd in fds:
+            os.close(fd)
+        # Also set by the child; whoever comes first. Without it a kill of the group could miss.
+        _set_group(pid)
+        self.children[pid] = request["id"]
+        send(self.channel, {"event": "forked", "id": request["id"], "pid": pid})
+
+    def _become_server(self, request: dict[str, Any], fds: list[int]) -> NoReturn:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self.channel.close()
+        self.wake_read.close()
+        self.wake_write.close()
+        _set_group(0)
+        from nemo_gym.stack import child
+
+        child.start(request, fds)
+
+    def _reap(self) -> None:
+        while self.children:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            number = self.children.pop(pid, None)
+            if number is None:
+                continue
+            _kill_group(pid, signal.SIGKILL)  # what a dead server left behind belongs to nobody
+            code = os.waitstatus_to_exitcode(status)
+            send(self.channel, {"event": "exited", "id": number, "pid": pid, "code": code})
+
+    def _stop_all(self) -> None:
+        """The parent is gone: stop, wait, kill."""
+        for pid in self.children:
+            _kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + ORPHAN_GRACE_S
+        while self.children and time.monotonic() < deadline:
+            try:
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid:
+                self.children.pop(pid, None)
+                _kill_group(pid, signal.SIGKILL)
+            else:
+                time.sleep(0.02)
+        for pid in self.children:
+            _kill_group(pid, signal.SIGKILL)
+
+
+def _set_group(pid: int) -> None:
+    try:
+        os.setpgid(pid, pid)
+    except OSError:
+        pass  # it has its own group already, or has ended
+
+
+def _kill(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def _kill_group(pid: int, number: int) -> None:
+    try:
+        os.killpg(pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass

@@ -1,0 +1,133 @@
+"""Listening sockets, bound by the parent before any server starts: a port is taken or the run does not begin.
+
+The parent keeps its copy of each socket, so that a server that is restarted finds the same port, and requests that
+arrive meanwhile wait in the kernel's queue.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_gym.config.keys import HOST, HOSTS
+from nemo_gym.config.servers import ServerBlock
+from nemo_gym.config.visibility import Address
+from nemo_gym.contract.errors import ConfigError
+
+DEFAULT_HOST = "127.0.0.1"
+LISTEN_BACKLOG = 4096
+LOOPBACK_HOSTS = ("127.", "::1", "localhost")
+
+
+@dataclass(frozen=True)
+class Listener:
+    """One server's socket and where it listens."""
+
+    instance: str
+    socket: socket.socket
+    address: Address
+
+
+def bind_listeners(
+    servers: Iterable[ServerBlock], default_host: str = DEFAULT_HOST, places: Mapping[str, Address] | None = None
+) -> dict[str, Listener]:
+    """A listening socket per server, on its configured port or a free one; in a composition on several hosts, for the
+    servers of ``places`` alone, there. When one cannot be bound, all are closed again and `ConfigError` names the
+    instance, the port, who has it, and the fix."""
+    listeners: dict[str, Listener] = {}
+    if places is not None:
+        servers = [server for server in servers if server.instance in places]
+    # Configured ports first, so that a free one never happens to be another server's.
+    ordered = sorted(servers, key=lambda server: not server.values.get("port"))
+    try:
+        for server in ordered:
+            if places is None:
+                address, setting = _configured(server, default_host), ".".join((*server.path, "port"))
+            else:
+                address, setting = places[server.instance], f"{HOSTS}.machines.<this host>.servers.{server.instance}"
+            listeners[server.instance] = _bind(server, address, setting, listeners)
+    except BaseException:
+        close_listeners(listeners.values())
+        raise
+    return listeners
+
+
+def close_listeners(listeners: Iterable[Listener]) -> None:
+    for listener in listeners:
+        listener.socket.close()
+
+
+def _configured(server: ServerBlock, default_host: str) -> Address:
+    host = str(server.values.get("host") or default_host)
+    port = int(server.values.get("port") or 0)
+    if not host.startswith(LOOPBACK_HOSTS):
+        raise ConfigError(
+            f"{server.where}.host: '{host}' can be reached from other machines, and servers speak plain HTTP; use"
+            f" 127.0.0.1, and a TLS proxy in front where others must call, or a '{HOSTS}' block that names a private"
+            " network",
+            key=".".join((*server.path, "host")),
+        )
+    return Address(host, port)
+
+
+def _bind(server: ServerBlock, address: Address, setting: str, others: dict[str, Listener]) -> Listener:
+    host, port = address.host, address.port
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"{server.where}.host: '{host}' is no address of this machine: {error.strerror}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+        listener.listen(LISTEN_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise _not_bound(server, address, setting, error, others) from error
+    listener.setblocking(False)
+    return Listener(server.instance, listener, Address(host, listener.getsockname()[1], address.scheme))
+
+
+def _not_bound(
+    server: ServerBlock, address: Address, setting: str, error: OSError, others: dict[str, Listener]
+) -> ConfigError:
+    host, port = address.host, address.port
+    in_hosts = setting.startswith(f"{HOSTS}.")
+    fix = f"choose another with {setting}=<port>" + ("" if in_hosts else ", or 0 for a free one")
+    if error.errno == errno.EADDRINUSE:
+        same = next((name for name, other in others.items() if other.address.port == port), None)
+        holder = f"server '{same}' of this run" if same else _holder(port)
+        problem = f"port {port} on {host} is in use by {holder}"
+    elif error.errno == errno.EADDRNOTAVAIL and in_hosts:
+        problem = f"{host} is no address of this machine"
+        fix = f"say with {HOST}= which of {HOSTS}.machines this one is, or correct that one's address"
+    elif error.errno == errno.EACCES:
+        problem = f"port {port} needs more rights than this user has"
+    else:
+        problem = f"{host}:{port} cannot be bound: {os.strerror(error.errno or 0)}"
+    return ConfigError(f"{server.where}: {problem}; {fix}", key=setting, instance=server.instance, port=port)
+
+
+def _holder(port: int) -> str:
+    """Who listens on a port, as far as this user may see."""
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            lines = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            fields = line.split()
+            if fields[3] == "0A" and int(fields[1].rsplit(":", 1)[1], 16) == port:
+                inodes.add(f"socket:[{fields[9]}]")
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(str(fd.readlink()) in inodes for fd in (process / "fd").iterdir()):
+                return f"process {process.name} ({(process / 'comm').read_text().strip()})"
+        except OSError:
+            continue
+    return "another process"

@@ -1,0 +1,403 @@
+"""Starts the servers of a composition, restarts those that crash, and stops them in order.
+
+The supervisor lives in ``ng_run``. It binds every socket first, hands each server its launch over a descriptor, and
+hears through the nursery when one ends. A server that crashes is started again on the same socket after a pause that
+doubles; one that crashes too often, or is wrong from the start, ends the stack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_gym._util.command_directory import COMMAND_DIRECTORY_VARIABLE
+from nemo_gym._util.secrets import scrub, secret_values
+from nemo_gym.config.compose import Composition
+from nemo_gym.config.hosts import Hosts
+from nemo_gym.config.keys import AGENT_TYPE, ENVIRONMENT_TYPE, MODEL_TYPE
+from nemo_gym.config.plugin_keys import entrypoint
+from nemo_gym.config.roots import EXTRA_ROOTS_VARIABLE
+from nemo_gym.config.visibility import Address, call_targets, endpoints, pipeline_view, server_view
+from nemo_gym.contract.credentials import Role, StackKeys
+from nemo_gym.contract.errors import ConfigError, ServerError
+from nemo_gym.http.launch import ServerLaunch, write_launch
+from nemo_gym.stack import nursery
+from nemo_gym.stack.endpoints import ServerEntry, StackEntry, http_answer, start_ticks, why_not_ready, write_stack
+from nemo_gym.stack.ports import Listener, close_listeners
+from nemo_gym.stack.process import Server, Settings
+
+ROLES = {AGENT_TYPE: Role.AGENT, ENVIRONMENT_TYPE: Role.ENVIRONMENT, MODEL_TYPE: Role.MODEL}
+STOP_ORDER = (AGENT_TYPE, ENVIRONMENT_TYPE, MODEL_TYPE)
+"""Agents first: they close boxes and sessions through the others."""
+
+FIRST_BACKOFF_S = 0.25
+MAX_BACKOFF_S = 15.0
+HEALTHY_AFTER_S = 60.0
+"""A server that was ready for so long has its crashes forgotten."""
+TAIL_LINES = 20
+FIRST_WORD_AFTER_S, NEXT_WORD_AFTER_S = 3.0, 30.0
+"""When somebody who waits for the servers is told what is missing."""
+
+
+class Supervisor:
+    """Owns the servers of one stack. Use within one event loop: `start`, `wait_ready`, then `failure`, then `stop`."""
+
+    def __init__(
+        self,
+        composition: Composition,
+        listeners: Mapping[str, Listener],
+        interpreters: Mapping[str, str | None],
+        *,
+        run_id: str,
+        run_dir: Path,
+        keys: StackKeys,
+        hosts: Hosts | None = None,
+        nursery_process: tuple[int, socket.socket],
+        say: Callable[[str], None],
+    ) -> None:
+        self.composition = composition
+        self.run_id, self.run_dir, self.keys = run_id, run_dir, keys
+        self.settings = Settings.of(composition.values)
+        self._say = say
+        self._nursery_pid, self._channel = nursery_process
+        self._secrets = secret_values(composition.values) | {keys.to_hex()}
+        self._hosts = hosts
+        self._replicas = hosts.replicas if hosts is not None else {}
+        self._addresses: dict[str, Address] = {name: places[0] for name, places in self._replicas.items()}
+        self._addresses |= {name: listener.address for name, listener in listeners.items()}
+        self._stopping = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.failure: asyncio.Future[ServerError | ConfigError] = asyncio.get_running_loop().create_future()
+        """Resolves when the stack cannot go on."""
+        logs = run_dir / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        self.servers = {
+            block.instance: Server(
+                number=number,
+                block=block,
+                listener=listeners[block.instance],
+                app=entrypoint(block, composition.roots),
+                python=interpreters.get(block.instance),
+                log=logs / f"{block.instance}.log",
+            )
+            for number, block in enumerate(composition.servers.values())
+            if block.instance in listeners
+        }
+        self._by_number = {server.number: server for server in self.servers.values()}
+
+    # -- starting ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Ask for every server. Returns at once; see `wait_ready`."""
+        self._channel.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._channel, self._on_events)
+        for server in self.servers.values():
+            server.ended.set()
+            self._launch(server)
+
+    async def wait_ready(self) -> None:
+        """Until every server answers ``/ready``. Raises what `failure` holds, or `ServerError` naming the servers
+        that were not ready in time."""
+        waiting: asyncio.Future[Any] = asyncio.ensure_future(self._all_ready())
+        either: set[asyncio.Future[Any]] = {waiting, self.failure}
+        try:
+            done, _ = await asyncio.wait(
+                either, timeout=self.settings.startup_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            waiting.cancel()
+        if waiting in done:
+            self.write_stack()
+            return
+        if self.failure in done:
+            raise self.failure.result()
+        late = [server for server in self.servers.values() if not server.was_ready.is_set()]
+        raise ServerError(
+            f"not ready after {self.settings.startup_timeout_s:g} s: {', '.join(map(_late, late))};"
+            f" see {late[0].log}, or give them longer with startup_timeout_s=\n{self.tail(late[0])}"
+        )
+
+    async def _all_ready(self) -> None:
+        for server in self.servers.values():
+            await server.was_ready.wait()
+
+    def _launch(self, server: Server) -> None:
+        instance, block = server.instance, server.block
+        targets = call_targets(self.composition, instance)
+        launch = ServerLaunch(
+            instance=instance,
+            config=server_view(self.composition, instance, self._addresses, self._replicas),
+            credentials=self.keys.for_server(instance, ROLES[block.server_type], targets),
+            run_id=self.run_id,
+            state_dir=str(self._state_dir(instance)),
+            endpoints=endpoints(self.composition, instance, self._addresses, self._replicas),
+            **self._outside(server),
+        )
+        ready_read, ready_write = os.pipe()
+        launch_fd = write_launch(launch)
+        log_fd = os.open(server.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        fds = [launch_fd, server.listener.socket.fileno(), ready_write, log_fd]
+        request = {
+            "op": "fork",
+            "id": server.number,
+            "app": str(server.app),
+            "roots": [str(root) for root in self.composition.roots],
+            "python": server.python,
+            "environment": self._environment(),
+        }
+        server.ready_at, server.error = None, None
+        server.ended.clear()
+        try:
+            nursery.send(self._channel, request, fds)
+        except OSError as error:
+            os.close(ready_read)
+            self._fail(ServerError(f"the process that forks servers is gone: {error}"))
+            return
+        finally:
+            for fd in (launch_fd, ready_write, log_fd):
+                os.close(fd)
+        self._spawn(self._watch_start(server, ready_read))
+
+    def _outside(self, server: Server) -> dict[str, Any]:
+        """What a server is told of how other hosts reach it."""
+        if self._hosts is None:
+            return {}
+        tls = self._hosts.tls
+        files = {"certificate_file": str(tls.certificate_file), "key_file": str(tls.key_file)} if tls else {}
+        return {"url": server.listener.address.url, **files}
+
+    def _state_dir(self, instance: str) -> Path:
+        folder = self.run_dir / "state" / instance
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return folder
+
+    def _environment(self) -> dict[str, str]:
+        """Variables that the configuration passes on by name (``pass_env: [HF_TOKEN]``); set in the process, so they
+        are not in the block of variables that other users of the machine may read. And the roots, and the user's
+        working directory: a server works in its plugin's folder, and still finds files as the command line does."""
+        names = self.composition.values.get("pass_env") or []
+        passed = {str(name): os.environ[str(name)] for name in names if str(name) in os.environ}
+        return {
+            **passed,
+            EXTRA_ROOTS_VARIABLE: os.pathsep.join(map(str, self.composition.roots)),
+            COMMAND_DIRECTORY_VARIABLE: str(Path.cwd()),
+        }
+
+    async def _watch_start(self, server: Server, ready_fd: int) -> None:
+        """Read the ready pipe to its end: ``ready``, ``error {…}`` or nothing when the process dies."""
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader()
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(ready_fd, "rb", buffering=0)
+        )
+        try:
+            line = (await reader.readline()).decode(errors="replace").strip()
+        finally:
+            transport.close()
+        if line.startswith("error "):
+            told = json.loads(line.removeprefix("error "))
+            server.error = scrub(told["message"], self._secrets)
+            server.is_permanent = told["code"] == ConfigError.code
+        elif line == "ready":
+            await self._until_ready(server)
+
+    async def _until_ready(self, server: Server) -> None:
+        pause = 0.01
+        loop = asyncio.get_running_loop()
+        tell_at = loop.time() + FIRST_WORD_AFTER_S
+        while not server.ended.is_set() and not self._stopping:
+            answer = await http_answer(server.listener.address.url, "/ready", timeout_s=5.0)
+            server.not_ready = why_not_ready(answer)
+            if loop.time() > tell_at and server.not_ready is not None:
+                self._say(f"waiting for server '{server.instance}': {server.not_ready}")
+                tell_at = loop.time() + NEXT_WORD_AFTER_S
+            if answer is not None and answer[0] == 200:
+                server.ready_at = asyncio.get_running_loop().time()
+                server.was_ready.set()
+                if server.restarts:
+                    self.write_stack()
+                    self._say(f"server '{server.instance}' is ready again (pid {server.pid})")
+                return
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 1.0)
+
+    # -- watching ----------------------------------------------------------------------------------------------------
+
+    def _on_events(self) -> None:
+        while True:
+            try:
+                received = nursery.receive(self._channel)
+            except BlockingIOError:
+                return
+            if received is None:
+                asyncio.get_running_loop().remove_reader(self._channel)
+                for server in self.servers.values():
+                    server.ended.set()
+                self._fail(ServerError("the process that forks servers has ended, and the servers with it"))
+                return
+            self._on_event(received[0])
+
+    def _on_event(self, event: dict[str, Any]) -> None:
+        if event["event"] == "broken":
+            self._fail(ServerError(f"the server processes cannot import what they need: {event['error']}"))
+        elif event["event"] == "forked":
+            server = self._by_number[event["id"]]
+            server.pid = event["pid"]
+            if self._stopping:
+                self._signal(server, signal.SIGTERM)
+        elif event["event"] == "exited":
+            server = self._by_number[event["id"]]
+            server.pid = None
+            server.ended.set()
+            if not self._stopping:
+                self._spawn(self._after_exit(server, event["code"]))
+
+    async def _after_exit(self, server: Server, code: int) -> None:
+        # The pipe's last words may still be on their way.
+        await asyncio.sleep(0.02)
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        why = f": {server.error}" if server.error else ""
+        what = f"server '{server.instance}' ended with {how}{why}"
+        if not server.was_ready.is_set() or server.is_permanent:
+            problem = ConfigError if server.is_permanent else ServerError
+            shown = "" if server.is_permanent else f"\n{self.tail(server)}"
+            self._fail(problem(f"{what}; see {server.log}{shown}", instance=server.instance))
+            return
+        now = asyncio.get_running_loop().time()
+        if server.ready_at is not None and now - server.ready_at > HEALTHY_AFTER_S:
+            server.crashes = 0
+        server.crashes += 1
+        if server.crashes > self.settings.max_restarts:
+            self._fail(
+                ServerError(
+                    f"{what}, after {self.settings.max_restarts} restarts (max_restarts=); see {server.log}\n"
+                    f"{self.tail(server)}",
+                    instance=server.instance,
+                )
+            )
+            return
+        pause = min(FIRST_BACKOFF_S * 2 ** (server.crashes - 1), MAX_BACKOFF_S)
+        self._say(
+            f"{what}; restart {server.crashes} of {self.settings.max_restarts} in {pause:g} s\n{self.tail(server)}"
+        )
+        await asyncio.sleep(pause)
+        if self._stopping:
+            return
+        server.restarts += 1
+        self._launch(server)
+
+    def tail(self, server: Server, lines: int = TAIL_LINES) -> str:
+        """The last lines of a server's log, secrets removed."""
+        try:
+            with server.log.open("rb") as stream:
+                stream.seek(max(0, server.log.stat().st_size - 16 * 1024))
+                text = stream.read().decode(errors="replace")
+        except OSError:
+            return ""
+        return scrub("\n".join(f"  | {line}" for line in text.splitlines()[-lines:]), self._secrets)
+
+    # -- stopping ----------------------------------------------------------------------------------------------------
+
+    async def stop(self) -> None:
+        """SIGTERM in order (agents, environments, models), SIGKILL for what is left after ``shutdown_timeout_s``,
+        then the nursery. Idempotent."""
+        self._stopping = True
+        for task in self._tasks:
+            task.cancel()
+        try:
+            async with asyncio.timeout(self.settings.shutdown_timeout_s):
+                for server_type in STOP_ORDER:
+                    group = [server for server in self.servers.values() if server.block.server_type == server_type]
+                    for server in group:
+                        self._signal(server, signal.SIGTERM)
+                    await asyncio.gather(*(server.ended.wait() for server in group))
+        except TimeoutError:
+            late = [server.instance for server in self.servers.values() if not server.ended.is_set()]
+            self._say(f"killing what did not stop in {self.settings.shutdown_timeout_s:g} s: {', '.join(late)}")
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL everything that is left, at once."""
+        self._stopping = True
+        for server in self.servers.values():
+            if not server.ended.is_set() and server.pid is not None:
+                _kill_group(server.pid)
+        asyncio.get_running_loop().remove_reader(self._channel)
+        self._channel.close()
+        stop_nursery(self._nursery_pid)
+        close_listeners(server.listener for server in self.servers.values())
+
+    def _signal(self, server: Server, number: signal.Signals) -> None:
+        if server.pid is not None and not server.ended.is_set():
+            try:
+                os.kill(server.pid, number)
+            except ProcessLookupError:
+                pass  # its exit is on the way to us
+
+    def _fail(self, error: ServerError | ConfigError) -> None:
+        if not self.failure.done() and not self._stopping:
+            self.failure.set_result(error)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- telling others ----------------------------------------------------------------------------------------------
+
+    def stack(self) -> StackEntry:
+        """This stack as others see it."""
+        ticks = start_ticks(os.getpid())
+        assert ticks is not None
+        return StackEntry(
+            run_id=self.run_id,
+            run_dir=str(self.run_dir),
+            pid=os.getpid(),
+            started_ticks=ticks,
+            root_key=self.keys.to_hex(),
+            chosen=dict(self.composition.chosen),
+            config=pipeline_view(self.composition, self._addresses, self._replicas),
+            servers=tuple(
+                ServerEntry(
+                    instance=server.instance,
+                    server_type=server.block.server_type,
+                    implementation=server.block.implementation,
+                    url=server.listener.address.url,
+                    pid=server.pid,
+                    log=str(server.log),
+                    restarts=server.restarts,
+                )
+                for server in self.servers.values()
+            ),
+        )
+
+    def write_stack(self) -> None:
+        write_stack(self.stack())
+
+
+def _kill_group(pid: int) -> None:
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+def stop_nursery(pid: int) -> None:
+    """End the nursery, which has no server any more, and reap it."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    except (ProcessLookupError, ChildProcessError):
+        pass
+
+
+def _late(server: Server) -> str:
+    return f"{server.instance} ({server.not_ready})" if server.not_ready else server.instance

@@ -1,0 +1,178 @@
+"""Interpreters for plugins whose requirements this one does not meet.
+
+A plugin says what it needs in ``requirements.txt`` (or ``pyproject.toml``). When all of it is installed here, the
+server runs in this interpreter. Otherwise it gets a virtual environment of its own: made once, found again by the
+content of its requirements, and layered over this one, so that only what is missing or differs is installed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from nemo_gym.config.compose import cache_directory
+from nemo_gym.contract.errors import ConfigError, ServerError
+
+OWN_NAMES = frozenset({"nemo-gym", "nemo-gym-suite"})
+"""Distributions that this suite stands for, whatever version is asked for."""
+_COMPLETE = ".complete"
+_EDITABLE_OWN = re.compile(r"^-e\s+(nemo[-_.]gym[^@]*@|\.\./\.\.|.*nemo[-_.]gym)", re.IGNORECASE)
+_INSTALLER_OPTIONS = ("--extra-index-url", "--index-url", "--no-index", "--find-links", "-i ", "-f ", "--trusted-host")
+"""Lines that ask for nothing to be installed."""
+_INSTALL_TIMEOUT_S = 1800.0
+
+
+def requirement_lines(plugin: Path) -> list[str]:
+    """The plugin's requirements, one per line, without comments and without this suite itself."""
+    lines: list[str] = []
+    requirements = plugin / "requirements.txt"
+    if requirements.is_file():
+        lines = list(_file_lines(requirements))
+    elif (plugin / "pyproject.toml").is_file():
+        import tomllib
+
+        try:
+            project = tomllib.loads((plugin / "pyproject.toml").read_text(encoding="utf-8")).get("project", {})
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{plugin / 'pyproject.toml'}: {error}", file=str(plugin / "pyproject.toml")) from error
+        lines = [str(line) for line in project.get("dependencies", [])]
+    return [line for line in lines if not _is_own(line)]
+
+
+def _file_lines(path: Path) -> Iterator[str]:
+    for raw in path.read_text(encoding="utf-8").replace("\\\n", " ").splitlines():
+        line = re.sub(r"(^|\s)#.*$", "", raw).strip()
+        included = re.match(r"^(?:-r|--requirement)[\s=]+(.+)$", line)
+        if included:
+            yield from _file_lines(path.parent / included[1])
+        elif line:
+            yield line
+
+
+def _is_own(line: str) -> bool:
+    if _EDITABLE_OWN.match(line):
+        return True
+    name = re.match(r"^[A-Za-z0-9][A-Za-z0-9._-]*", line)
+    return name is not None and re.sub(r"[-_.]+", "-", name[0]).lower() in OWN_NAMES
+
+
+def unmet(lines: list[str]) -> list[str]:
+    """Those requirements that this interpreter does not meet. What cannot be judged from here counts as unmet."""
+    return [line for line in lines if not _is_met(line, set())]
+
+
+def _is_met(line: str, seen: set[str]) -> bool:
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    if line in seen:
+        return True
+    seen.add(line)
+    try:
+        requirement = Requirement(line)
+    except InvalidRequirement:
+        return line.startswith(_INSTALLER_OPTIONS)
+    if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        return True
+    try:
+        installed = distribution(requirement.name)
+    except PackageNotFoundError:
+        return False
+    if not requirement.specifier.contains(installed.version, prereleases=True):
+        return False
+    for extra in requirement.extras:
+        for needed in installed.requires or []:
+            marker = Requirement(needed).marker
+            if (
+                marker is not None
+                and marker.evaluate({"extra": extra})
+                and not marker.evaluate({"extra": ""})
+                and not _is_met(needed.split(";")[0].strip(), seen)
+            ):
+                return False
+    return True
+
+
+def environment_key(lines: list[str], constraints: list[str]) -> str:
+    """Names an environment by what is in it: requirements, this interpreter, and where this suite is installed."""
+    parts = [*sorted(lines), "--", *sorted(constraints), sys.version, sys.prefix]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
+
+
+def interpreter_for(plugin: Path) -> str | None:
+    """The Python executable that a plugin needs; ``None`` for this one. Makes the environment when there is none yet.
+
+    Raises `ConfigError` when a requirement cannot be installed (with the installer's last lines)."""
+    lines = requirement_lines(plugin)
+    if not unmet(lines):
+        return None
+    overrides = plugin / "overrides.txt"
+    constraints = list(_file_lines(overrides)) if overrides.is_file() else []
+    home = cache_directory() / "venvs"
+    home.mkdir(parents=True, exist_ok=True)
+    folder = home / f"{plugin.name}-{environment_key(lines, constraints)}"
+    with (home / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / _COMPLETE).is_file():
+            # Half an environment of an interrupted run is worth nothing.
+            shutil.rmtree(folder, ignore_errors=True)
+            try:
+                _make(folder, plugin, lines, constraints)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            (folder / _COMPLETE).touch()
+    return str(folder / "bin" / "python")
+
+
+def _make(folder: Path, plugin: Path, lines: list[str], constraints: list[str]) -> None:
+    # Our pip serves, seen through the layer below; bringing one of its own takes seconds.
+    bare = ["--without-pip"] if find_spec("pip") else []
+    _run([sys.executable, "-m", "venv", *bare, str(folder)], plugin)
+    python = folder / "bin" / "python"
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
+    # A venv of a venv would see the base interpreter's packages, not ours: this file layers it over ours.
+    inherited = "".join(f"import site; site.addsitedir({path!r})\n" for path in _site_packages())
+    (packages / "zz_nemo_gym_parent.pth").write_text(inherited, encoding="utf-8")
+    wanted = folder / "requirements.txt"
+    wanted.write_text("\n".join([*lines, *constraints]) + "\n", encoding="utf-8")
+    _run([str(python), "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "-r", str(wanted)], plugin)
+
+
+def _site_packages() -> list[str]:
+    return [path for path in site.getsitepackages() if Path(path).is_dir()]
+
+
+def _run(command: list[str], plugin: Path) -> None:
+    try:
+        done = subprocess.run(
+            command,
+            cwd=plugin,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_INSTALL_TIMEOUT_S,
+            env={**os.environ, "PIP_REQUIRE_VIRTUALENV": "0", "PYTHONNOUSERSITE": "1"},
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ServerError(f"installing the requirements of {plugin} took over {_INSTALL_TIMEOUT_S:.0f} s") from error
+    if done.returncode != 0:
+        tail = "\n".join(done.stdout.strip().splitlines()[-8:])
+        raise ConfigError(
+            f"the requirements of {plugin} cannot be installed; correct its requirements.txt, or check the package"
+            f" index:\n{tail}",
+            file=str(plugin / "requirements.txt"),
+        )

@@ -1,0 +1,1 @@
+"""How records reach the disk."""

@@ -1,0 +1,106 @@
+"""Which calls of an engine's log a run of sampled tokens is made of."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from nemo_gym_testing.gateway.tiny.log import EngineCall
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The first ``count`` tokens of a call, which stand at ``start`` of a trajectory's tokens."""
+
+    call: EngineCall
+    start: int
+    count: int
+
+    @property
+    def broken(self) -> bool:
+        """Whether the call did not bring its answer to an end."""
+        return not self.call.answered
+
+
+class Covering:
+    """Finds each call's place once: a call that is used up covers nothing else."""
+
+    def __init__(self, calls: Iterable[EngineCall]) -> None:
+        self._by_length: dict[int, list[EngineCall]] = {}
+        for call in calls:
+            if call.token_ids:
+                self._by_length.setdefault(len(call.prompt_ids), []).append(call)
+        self.used: set[str] = set()
+        """Keys of the calls that have a place."""
+
+    def cover(self, tokens: array[int], start: int, end: int) -> tuple[list[Piece], str | None]:
+        """The calls that ``tokens[start:end]`` consist of, which count as used from now on; or what is wrong."""
+        found = self._search(tokens, start, end, self.used)
+        if found is not None:
+            self.used.update(piece.call.key for piece in found)
+            return found, None
+        if self._search(tokens, start, end, set()) is not None:
+            return [], "sampled tokens that another place holds already"
+        candidates = self._behind(tokens, start, set())
+        if not candidates:
+            return [], "no engine was asked with the tokens before it as its prompt"
+        longest = max((_agreeing(call, tokens, start, end) for call in candidates), default=0)
+        return [], f"the engine sampled something else behind this prompt, from token {start + longest} on"
+
+    def _search(self, tokens: array[int], start: int, end: int, used: set[str]) -> list[Piece] | None:
+        if start == end:
+            return []
+        # Whole answers first: most runs are one of them.
+        for call in sorted(self._behind(tokens, start, used), key=lambda call: not call.answered):
+            count = len(call.token_ids)
+            agreeing = _agreeing(call, tokens, start, end)
+            if agreeing == count and _may_end(call, count):
+                rest = self._search(tokens, start + count, end, used | {call.key})
+                if rest is not None:
+                    return [Piece(call, start, count), *rest]
+            if call.answered:
+                continue
+            given = min(agreeing, count if call.sent is None else call.sent)
+            for kept in range(given, 0, -1):
+                if start + kept == end:
+                    if _may_end(call, kept):
+                        return [Piece(call, start, kept)]
+                    continue
+                if start + kept in self._by_length:
+                    rest = self._search(tokens, start + kept, end, used | {call.key})
+                    if rest is not None:
+                        return [Piece(call, start, kept), *rest]
+        return None
+
+    def _behind(self, tokens: array[int], start: int, used: set[str]) -> list[EngineCall]:
+        calls = [call for call in self._by_length.get(start, ()) if call.key not in used]
+        return [call for call in calls if call.prompt_ids == tokens[:start]] if calls else []
+
+
+def spans(mask: bytes, offset: int) -> Iterator[tuple[int, int]]:
+    """``(start, end)`` of each run of ones, counted from ``offset``."""
+    start: int | None = None
+    for at, one in enumerate([*mask, 0]):
+        if one and start is None:
+            start = at
+        elif not one and start is not None:
+            yield offset + start, offset + at
+            start = None
+
+
+def _agreeing(call: EngineCall, tokens: array[int], start: int, end: int) -> int:
+    """How many of the call's tokens stand at ``start``."""
+    count = min(len(call.token_ids), end - start)
+    if tokens[start : start + count] == call.token_ids[:count]:
+        return count
+    return next(at for at in range(count) if tokens[start + at] != call.token_ids[at])
+
+
+def _may_end(call: EngineCall, count: int) -> bool:
+    """Whether an answer may end with the first ``count`` tokens of this call: the caller was told that it is whole,
+    or could tell by itself."""
+    if call.answered:
+        return count == len(call.token_ids)
+    whole = count == len(call.token_ids) and (call.sent is None or call.sent >= count)
+    return (whole and call.finish is not None) or count == call.max_tokens

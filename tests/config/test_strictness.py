@@ -1,0 +1,137 @@
+"""What is refused, and that each refusal names the key, the file and the fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nemo_gym.config.check import check_everything
+from nemo_gym.config.compose import Composition, compose
+from nemo_gym.contract.errors import ConfigError
+
+from .conftest import write
+
+GROUPS = ("agent=solver", "environment=mathy", "model=echo")
+
+
+def checked(root: Path, *words: str) -> Composition:
+    repository = Path(__file__).parents[2]
+    composition = compose([*GROUPS, *words], roots=[root, repository])
+    check_everything(composition)
+    return composition
+
+
+def test_whole_composition_passes(root: Path) -> None:
+    assert set(checked(root).servers) == {"policy_model", "mathy", "solver"}
+
+
+def test_unknown_top_level_key_of_a_file_is_refused(root: Path) -> None:
+    write(root / "main.yaml", "num_repeat: 3\n")
+    with pytest.raises(ConfigError, match=r"main\.yaml: unknown key 'num_repeat' \(did you mean 'num_repeats'\?\)"):
+        checked(root, "+config_paths=[main.yaml]")
+    checked(root, "+config_paths=[main.yaml]", "error_on_unknown_keys=false")
+
+
+def test_top_level_variable_that_is_used_is_accepted(root: Path) -> None:
+    write(
+        root / "main.yaml",
+        "my_url: http://x/v1\npolicy_model: {responses_api_models: {echo: {base_url: '${my_url}'}}}\n",
+    )
+    assert checked(root, "+config_paths=[main.yaml]").servers["policy_model"].values["base_url"] == "http://x/v1"
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("solver.responses_api_agents.solver.max_step=1", r"unknown key 'max_step' \(did you mean 'max_steps'\?\)"),
+        ("mathy.resources_servers.mathy.strictnes=1", r"unknown key 'strictnes' \(did you mean 'strictness'\?\)"),
+        ("policy_model.responses_api_models.echo.api_kye=1", r"did you mean 'api_key'\?"),
+        ("mathy.resources_servers.mathy.port=ten", "port must be a whole number from 0"),
+        ("mathy.resources_servers.mathy.port=70000", "port must be a whole number from 0"),
+        ("mathy.resources_servers.mathy.num_workers=4", "only 1 is served"),
+        ("mathy.resources_servers.mathy.entrypoint=nope.py", r"entrypoint 'nope\.py' does not exist"),
+        ("max_restarts=many", "max_restarts must be a number"),
+        ("input=rows.jsonl", r"add output="),
+        ("topology=agent_in_envv", r"unknown topology 'agent_in_envv' \(did you mean 'agent_in_env'\?\)"),
+    ],
+)
+def test_wrong_setting_is_refused_with_the_fix(root: Path, word: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        checked(root, word)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "x: {resource_servers: {mathy: {entrypoint: app.py}}}\n",
+            r"x\.resource_servers is no server type \(did you mean 'resources_servers'",
+        ),
+        ("x: {resources_servers: {}}\n", r"x\.resources_servers must hold one implementation"),
+        ("x: {resources_servers: {mathy: app.py}}\n", r"x\.resources_servers\.mathy must be a block of keys"),
+        ("x: {resources_servers: {mathy: {}}, port: 3}\n", "x holds 'port' beside resources_servers"),
+        ("x: {entrypoint: app.py}\n", "x has an 'entrypoint' but neither server type"),
+        ("x: {mathy: {entrypoint: app.py}}\n", "x lacks the server type above its implementation"),
+    ],
+)
+def test_almost_server_is_refused_unless_allowed(root: Path, text: str, message: str) -> None:
+    write(root / "main.yaml", text)
+    with pytest.raises(ConfigError, match=message):
+        checked(root, "+config_paths=[main.yaml]")
+    compose(["+config_paths=[main.yaml]", "error_on_almost_servers=false"], roots=[root])
+
+
+def test_reference_to_nobody_is_refused_with_the_nearest_name(root: Path) -> None:
+    with pytest.raises(ConfigError, match=r"resources_server: no server instance 'mathi' \(did you mean 'mathy'\?\)"):
+        checked(root, "solver.responses_api_agents.solver.resources_server.name=mathi")
+
+
+def test_reference_to_another_type_is_refused(root: Path) -> None:
+    with pytest.raises(ConfigError, match="'policy_model' is one of responses_api_models, not of resources_servers"):
+        checked(root, "solver.responses_api_agents.solver.resources_server.name=policy_model")
+
+
+def test_one_name_for_two_servers_names_both_files(root: Path) -> None:
+    write(root / "main.yaml", "mathy: {resources_servers: {other: {entrypoint: app.py}}}\n")
+    with pytest.raises(ConfigError, match=r"'mathy' is defined more than once: .*mathy\.yaml\) and .*main\.yaml\)"):
+        checked(root, "+config_paths=[main.yaml]")
+
+
+def test_unknown_implementation_is_refused_with_the_nearest_name(root: Path) -> None:
+    write(root / "main.yaml", "x: {resources_servers: {mathyy: {entrypoint: app.py}}}\n")
+    with pytest.raises(
+        ConfigError, match=r"no implementation 'mathyy' of resources_servers \(did you mean 'mathy'\?\)"
+    ):
+        checked(root, "+config_paths=[main.yaml]")
+
+
+def test_every_unset_value_is_reported_at_once(root: Path) -> None:
+    write(
+        root / "main.yaml",
+        "_a: ???\n_b: {c: [1, '???']}\n_d: '${_a}'\n_e: '${nope}'\n_f: '${oc.env:NO_SUCH_VARIABLE}'\n",
+    )
+    with pytest.raises(ConfigError) as error:
+        checked(root, "+config_paths=[main.yaml]")
+    assert error.value.details["keys"] == ["_a", "_b.c.1", "_d", "_e", "_f"]
+    assert "_a (" in error.value.message and "main.yaml" in error.value.message
+    assert "environment variable NO_SUCH_VARIABLE, which is not set" in error.value.message
+
+
+def test_nothing_to_run_is_an_error(root: Path) -> None:
+    with pytest.raises(ConfigError, match="no file defines a server"):
+        check_everything(compose([], roots=[root]))
+
+
+def test_plugin_that_takes_any_key_is_not_checked(root: Path) -> None:
+    app = root / "resources_servers/mathy/app.py"
+    app.write_text(
+        app.read_text().replace("    strictness", "    model_config = ConfigDict(extra='allow')\n    strictness")
+    )
+    checked(root, "mathy.resources_servers.mathy.whatever=1")
+
+
+def test_aliases_of_fields_are_known(root: Path) -> None:
+    app = root / "resources_servers/mathy/app.py"
+    app.write_text(app.read_text().replace("strictness: int = 1", "strictness: int = Field(1, alias='strict')"))
+    checked(root, "mathy.resources_servers.mathy.strict=2")

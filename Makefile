@@ -26,10 +26,11 @@ clis: setup      ## the agent CLIs that the tests drive, in their pinned version
 rollouts: system ## five tasks × two samples with mini-swe-agent, graded, as a table (MODEL_URL= MODEL_NAME= SANDBOX= OUTPUT= ARGS=)
 	@SANDBOX=$(SANDBOX) scripts/rollouts $(ARGS)
 
-lint: setup      ## ruff and mypy
+lint: setup      ## ruff, mypy and the direction of imports
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
+	@.venv/bin/lint-imports --no-cache >.venv/imports.log || { cat .venv/imports.log; exit 1; }
 
 test: CLIS ?= claude-code codex
 test: engine clis lint ## lint, types and the test suite, with real bubblewrap and a real Docker Engine

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nemo_gym.base_resources_server import BaseResourcesServerConfig, SimpleResourcesServer
-    from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
-    from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig, SimpleResponsesAPIModel
+    from nemo_gym.agent.server import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
     from nemo_gym.contract.errors import NemoGymError
     from nemo_gym.contract.session import (
         ActRequest,
@@ -25,12 +23,14 @@ if TYPE_CHECKING:
         Topology,
     )
     from nemo_gym.contract.verdict import FailureKind, Finding, Verdict
+    from nemo_gym.environment.server import BaseResourcesServerConfig, SimpleResourcesServer
+    from nemo_gym.gateway.model_server import BaseResponsesAPIModelConfig, SimpleResponsesAPIModel
     from nemo_gym.server_utils import ServerClient
 
 _MODULES: dict[str, tuple[str, ...]] = {
-    "nemo_gym.base_resources_server": ("BaseResourcesServerConfig", "SimpleResourcesServer"),
-    "nemo_gym.base_responses_api_agent": ("BaseResponsesAPIAgentConfig", "SimpleResponsesAPIAgent"),
-    "nemo_gym.base_responses_api_model": ("BaseResponsesAPIModelConfig", "SimpleResponsesAPIModel"),
+    "nemo_gym.environment.server": ("BaseResourcesServerConfig", "SimpleResourcesServer"),
+    "nemo_gym.agent.server": ("BaseResponsesAPIAgentConfig", "SimpleResponsesAPIAgent"),
+    "nemo_gym.gateway.model_server": ("BaseResponsesAPIModelConfig", "SimpleResponsesAPIModel"),
     "nemo_gym.contract.errors": ("NemoGymError",),
     "nemo_gym.server_utils": ("ServerClient",),
     "nemo_gym.contract.session": (

@@ -80,7 +80,7 @@ def get_global_config_dict() -> DictConfig:
 
 
 def _load() -> DictConfig:
-    from nemo_gym.http.launch import current_launch
+    from nemo_gym.config.launch import current_launch
 
     launch = current_launch()
     if launch is not None:

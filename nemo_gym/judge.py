@@ -1,74 +1,11 @@
-"""Calls to a judge model, whose failure is never a reward."""
+"""NeMo Gym's name of `nemo_gym.environment.judge`: the same module, so that whoever patches one patches both."""
 
-from __future__ import annotations
+import sys
+from typing import TYPE_CHECKING
 
-import functools
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from nemo_gym.environment import judge
 
-from pydantic import BaseModel
+if TYPE_CHECKING:
+    from nemo_gym.environment.judge import *  # noqa: F403
 
-from nemo_gym.http.client import ServerClient, get_response_json, raise_for_status
-
-T = TypeVar("T")
-ReplyT = TypeVar("ReplyT", bound=BaseModel)
-
-JUDGE_FAILED = "judge_failed"
-
-
-class JudgeError(Exception):
-    """A judge could not be asked, or its reply could not be read. The sample has no verdict."""
-
-
-async def reraise_judge_errors(call: Awaitable[T]) -> T:
-    """The result of ``call``; anything it raises becomes a `JudgeError` that names it."""
-    try:
-        return await call
-    except JudgeError:
-        raise
-    except Exception as error:
-        # The boundary of a judge's client code: whatever failed, the sample was not judged.
-        raise JudgeError(f"{type(error).__name__}: {error}") from error
-
-
-async def call_judge(
-    server_client: ServerClient, *, server_name: str, url_path: str, json: Any, response_model: type[ReplyT]
-) -> ReplyT:
-    """Ask the model server ``server_name``, and return its reply as ``response_model``; raises `JudgeError`."""
-
-    async def ask() -> ReplyT:
-        response = await server_client.post(server_name=server_name, url_path=url_path, json=json)
-        await raise_for_status(response)
-        return response_model.model_validate(await get_response_json(response))
-
-    return await reraise_judge_errors(ask())
-
-
-def judge_failsafe(verify: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """``verify``, whose `JudgeError` becomes an invalid verdict: no reward, ``mask_sample``, the failure's class."""
-
-    @functools.wraps(verify)
-    async def guarded(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return await verify(*args, **kwargs)
-        except JudgeError as error:
-            from nemo_gym.http.problems import JsonResponse
-
-            body = next((arg for arg in (*kwargs.values(), *args) if isinstance(arg, BaseModel)), None)
-            request = body.model_dump(mode="json") if body is not None else {}
-            return JsonResponse({**request, **judge_failure_fields(error)})
-
-    return guarded
-
-
-def judge_failure_fields(error: JudgeError) -> dict[str, Any]:
-    """The invalid verdict of a sample that could not be judged, as fields of its result row."""
-    return {
-        "valid": False,
-        "reward": None,
-        "mask_sample": True,
-        "failure_kind": "verifier_failed",
-        "failure_reason": f"the judge failed: {error}",
-        "findings": [],
-        "_ng_failure_class": JUDGE_FAILED,
-    }
+sys.modules[__name__] = judge

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from nemo_gym.http.openai_client import (
+    RATE_LIMIT_ERROR_CODES,
+    RETRY_ERROR_CODES,
+    NeMoGymAsyncOpenAI,
+)
 from nemo_gym.openai_types.chat import (
     NeMoGymChatCompletion,
     NeMoGymChatCompletionAssistantMessageForTrainingParam,
@@ -34,11 +39,6 @@ from nemo_gym.openai_types.chat import (
     NeMoGymChoice,
     NeMoGymFunction,
     NeMoGymFunctionDefinition,
-)
-from nemo_gym.openai_types.client import (
-    RATE_LIMIT_ERROR_CODES,
-    RETRY_ERROR_CODES,
-    NeMoGymAsyncOpenAI,
 )
 from nemo_gym.openai_types.items import (
     RESPONSES_TO_TRAIN,

@@ -22,9 +22,9 @@ from nemo_gym.http.client import (
     raise_for_status,
     request,
 )
+from nemo_gym.http.correlation import apply_rollout_prefix, rollout_path_prefix
 from nemo_gym.http.server import BaseServer, SimpleServer
 from nemo_gym.http.sessions import SESSION_ID_KEY
-from nemo_gym.rollout_correlation import apply_rollout_prefix, rollout_path_prefix
 
 if TYPE_CHECKING:
     from nemo_gym.global_config import get_first_server_config_dict, get_global_config_dict

@@ -26,9 +26,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, too
 
 from campaigns.bench.report import Bar, Samples, argument_parser, print_report
-from nemo_gym.broker.lifecycle.backend import BROKER_LABEL
+from nemo_gym.broker.backend import BROKER_LABEL
 from nemo_gym.contract.credentials import Role
-from nemo_gym.sandbox.base import ExecOutput, ExecRequest, SandboxHandle, SandboxProvider, SandboxSpec
+from nemo_gym.contract.sandbox import SandboxSpec
+from nemo_gym.sandbox.base import ExecOutput, ExecRequest, SandboxHandle, SandboxProvider
 from nemo_gym.sandbox.facade import AsyncSandbox
 from nemo_gym.sandbox.registry import create_provider
 from resources_servers.sandbox.tests.api import Api, LentBox, calling
@@ -307,7 +308,7 @@ async def reclaim(here: Bench) -> tuple[dict[str, Any], list[Bar]]:
 
 HOLDER = """
 import asyncio, json, sys
-from nemo_gym.sandbox.base import SandboxSpec
+from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.sandbox.registry import create_provider
 config, count, lease_s = json.loads(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 

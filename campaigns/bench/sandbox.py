@@ -26,8 +26,9 @@ if __name__ == "__main__":  # run by its path, this file's folder is on the path
 
 from campaigns.bench.bare_boxes import BareDocker, BareLocal
 from campaigns.bench.report import Bar, Samples, argument_parser, print_report
+from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.sandbox.archive import pack_bytes
-from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider, SandboxSpec
+from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider
 from nemo_gym.sandbox.registry import create_provider
 
 OPERATIONS = ("create", "exec", "tar_in", "tar_out", "destroy")

@@ -1,4 +1,4 @@
-"""Errors for unknown names that say which name was probably meant."""
+"""Which known name was probably meant, and what a configuration class refused."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import difflib
 from collections.abc import Collection, Iterable
 
 from pydantic import ValidationError
-
-from nemo_gym.contract.errors import ConfigError
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -32,11 +30,3 @@ def validation_problems(error: ValidationError, known: Collection[str] = (), *, 
         else:
             problems.append(f"{path}: {item['msg']}")
     return "; ".join(problems)
-
-
-def reject_unknown_keys(given: Iterable[str], known: Collection[str], *, where: str) -> None:
-    """Raise `ConfigError` naming every key of ``given`` that is not ``known``, with suggestions."""
-    unknown = [key for key in given if key not in known]
-    if unknown:
-        listed = ", ".join(f"'{key}'{nearest(key, known)}" for key in unknown)
-        raise ConfigError(f"{where}: unknown key {listed}; known keys are {', '.join(sorted(known))}", keys=unknown)

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nemo_gym.contract.credentials import ROW_REF_HEADER
 from nemo_gym.contract.errors import InvalidBodyError
-from nemo_gym.environment.rows import SESSION_KEY
+from nemo_gym.contract.rows import SESSION_KEY
 from nemo_gym.http.client import attach_headers
 from nemo_gym.http.problems import json_object, send_problem
 

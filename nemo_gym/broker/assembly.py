@@ -10,27 +10,27 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from nemo_gym.broker.access import Access
+from nemo_gym.broker.admission import Admission
+from nemo_gym.broker.backend import Backend
+from nemo_gym.broker.boxes import Boxes
 from nemo_gym.broker.config import BrokerConfig
-from nemo_gym.broker.execs.manager import Execs
-from nemo_gym.broker.execs.spool import SpoolSpace
-from nemo_gym.broker.leases.access import Access
-from nemo_gym.broker.leases.admission import Admission
-from nemo_gym.broker.leases.permissions import Permissions
-from nemo_gym.broker.leases.sealing import Sealer
-from nemo_gym.broker.leases.tokens import TokenSigner
-from nemo_gym.broker.lifecycle.backend import Backend
-from nemo_gym.broker.lifecycle.boxes import Boxes
-from nemo_gym.broker.lifecycle.creation import Creations
-from nemo_gym.broker.lifecycle.images import Images
-from nemo_gym.broker.lifecycle.reconcile import Reconciler
-from nemo_gym.broker.lifecycle.upkeep import Upkeep
-from nemo_gym.broker.lifecycle.warm import WarmPools
+from nemo_gym.broker.creation import Creations
+from nemo_gym.broker.exec_manager import Execs
+from nemo_gym.broker.images import Images
 from nemo_gym.broker.metrics import Metrics
+from nemo_gym.broker.permissions import Permissions
+from nemo_gym.broker.reconcile import Reconciler
 from nemo_gym.broker.registry.database import Durability, open_engine
 from nemo_gym.broker.registry.execs import ExecStore
 from nemo_gym.broker.registry.store import BoxStore, ImageStore
 from nemo_gym.broker.registry.writer import GroupCommitWriter
+from nemo_gym.broker.sealing import Sealer
 from nemo_gym.broker.service import BrokerService
+from nemo_gym.broker.spool import SpoolSpace
+from nemo_gym.broker.tokens import TokenSigner
+from nemo_gym.broker.upkeep import Upkeep
+from nemo_gym.broker.warm import WarmPools
 from nemo_gym.contract.credentials import ServerCredentials
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.sandbox.base import SandboxProvider

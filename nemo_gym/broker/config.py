@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 from nemo_gym.config_types import BaseRunServerInstanceConfig, CommandPath
+from nemo_gym.contract.sandbox import DEFAULT_TTL_S
 from nemo_gym.contract.session import IDENTIFIER
-from nemo_gym.sandbox.base import DEFAULT_TTL_S
 from nemo_gym.sandbox.wire.boxes import BoxSpec
 from nemo_gym.sandbox.wire.fields import MAX_STDIN_BYTES, MAX_TTL_S
 

@@ -10,9 +10,9 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from nemo_gym.broker.execs.spool import SpoolSpace
-    from nemo_gym.broker.lifecycle.boxes import Boxes
-    from nemo_gym.broker.lifecycle.reconcile import Reconciler
+    from nemo_gym.broker.boxes import Boxes
+    from nemo_gym.broker.reconcile import Reconciler
+    from nemo_gym.broker.spool import SpoolSpace
 
 _SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from nemo_gym.broker.access import Access
+from nemo_gym.broker.backend import Backend
+from nemo_gym.broker.boxes import Boxes
 from nemo_gym.broker.config import BrokerConfig
-from nemo_gym.broker.execs.manager import Execs
-from nemo_gym.broker.leases.access import Access
-from nemo_gym.broker.leases.permissions import Permissions
-from nemo_gym.broker.lifecycle.backend import Backend
-from nemo_gym.broker.lifecycle.boxes import Boxes
-from nemo_gym.broker.lifecycle.creation import Creations
-from nemo_gym.broker.lifecycle.images import Images
-from nemo_gym.broker.lifecycle.upkeep import Upkeep
-from nemo_gym.broker.lifecycle.warm import WarmPools
+from nemo_gym.broker.creation import Creations
+from nemo_gym.broker.exec_manager import Execs
+from nemo_gym.broker.images import Images
 from nemo_gym.broker.metrics import Metrics
+from nemo_gym.broker.permissions import Permissions
 from nemo_gym.broker.registry.writer import GroupCommitWriter
+from nemo_gym.broker.upkeep import Upkeep
+from nemo_gym.broker.warm import WarmPools
 from nemo_gym.contract.errors import NemoGymError
 
 log = structlog.get_logger(__name__)

@@ -31,10 +31,9 @@ def collect_command(argv: Sequence[str]) -> int:
     ).parse_args(argv)
     import uvloop
 
-    from nemo_gym._util.suggest import reject_unknown_keys
     from nemo_gym.config.overrides import Mode, parse_overrides
     from nemo_gym.config.run import RUN_KEYS
-    from nemo_gym.contract.errors import ConfigError
+    from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
     from nemo_gym.stack.endpoints import find_stack
 
     values: dict[str, Any] = {}

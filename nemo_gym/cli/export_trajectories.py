@@ -56,7 +56,7 @@ def export(argv: Sequence[str]) -> int:
 
 
 def _files(words: Sequence[str]) -> tuple[Path, Path]:
-    from nemo_gym._util.suggest import reject_unknown_keys
+    from nemo_gym.contract.errors import reject_unknown_keys
 
     given = dict(word.lstrip("+").partition("=")[::2] for word in words)
     reject_unknown_keys(given, KEYS, where="the command line")

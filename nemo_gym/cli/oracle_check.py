@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_gym.contract.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nemo_gym.config.compose import Composition
+    from nemo_gym.config.composition import Composition
 
 MARKER = "verified.yaml"
 """In the environment's folder: what its last oracle campaign that passed was."""

@@ -12,7 +12,7 @@ from nemo_gym.cli import command
 from nemo_gym.contract.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nemo_gym.config.compose import Composition
+    from nemo_gym.config.composition import Composition
     from nemo_gym.contract.session import Topology
     from nemo_gym.rollouts.results import RunFiles
     from nemo_gym.rollouts.reverify import Reverification

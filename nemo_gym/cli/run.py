@@ -13,7 +13,7 @@ from nemo_gym.cli import command
 if TYPE_CHECKING:
     import socket
 
-    from nemo_gym.config.compose import Composition
+    from nemo_gym.config.composition import Composition
     from nemo_gym.config.run import RolloutRunConfig
     from nemo_gym.contract.session import Topology
     from nemo_gym.rollouts.collection import RunOutlook
@@ -74,7 +74,7 @@ def with_stack(
 
 def _dry_run(composition: Composition, topology: Topology | None) -> int:
     """Everything that can be checked without starting a server, and nothing else."""
-    from nemo_gym.config.sandbox_check import check_sandbox
+    from nemo_gym.cli.sandbox_check import check_sandbox
 
     check_sandbox(composition, topology)
     say(
@@ -109,7 +109,7 @@ def _compose(words: Sequence[str]) -> tuple[Composition, Topology | None]:
 def check_rollout_run(composition: Composition) -> tuple[RolloutRunConfig, RunOutlook]:
     """The composition's run, checked as far as that goes before any server starts."""
     from nemo_gym.config.run import RolloutRunConfig
-    from nemo_gym.environment.rows import NO_PROMPT
+    from nemo_gym.contract.rows import NO_PROMPT
     from nemo_gym.rollouts.collection import check_run
     from nemo_gym.rollouts.rows import refuse_rows
 
@@ -172,7 +172,7 @@ class _Run:
         assert current is not None
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal, current)
-        from nemo_gym.config.sandbox_check import check_sandbox
+        from nemo_gym.cli.sandbox_check import check_sandbox
         from nemo_gym.stack.stack import running_stack
         from nemo_gym.stack.supervisor import stop_nursery
 

@@ -22,7 +22,7 @@ def status(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     import asyncio
 
-    from nemo_gym._util.suggest import reject_unknown_keys
+    from nemo_gym.contract.errors import reject_unknown_keys
     from nemo_gym.stack.endpoints import find_stack, health_of, pss_mib, public_listing, running_stacks
 
     given = dict(word.lstrip("+").partition("=")[::2] for word in arguments.settings)

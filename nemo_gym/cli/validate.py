@@ -10,7 +10,7 @@ from nemo_gym.cli import command
 from nemo_gym.contract.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nemo_gym.config.compose import Composition
+    from nemo_gym.config.composition import Composition
 
 NAME = "ng_validate"
 
@@ -71,9 +71,9 @@ def validate(argv: Sequence[str]) -> int:
 def inspect(words: Sequence[str]) -> tuple[Composition, dict[str, Any]]:
     """Compose ``words`` and check everything that can be checked without starting a server."""
     from nemo_gym.cli.oracle_check import marker_of
+    from nemo_gym.cli.sandbox_check import check_sandbox
     from nemo_gym.config.check import check_everything, notices
     from nemo_gym.config.compose import compose
-    from nemo_gym.config.sandbox_check import check_sandbox
 
     composition = compose(words)
     topology = check_everything(composition)

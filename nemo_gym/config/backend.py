@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_gym._util.suggest import nearest
-from nemo_gym.config.compose import Composition
+from nemo_gym.config.composition import Composition
 from nemo_gym.config.servers import ServerBlock, references
 from nemo_gym.contract.errors import ConfigError
 
 
 def boxes_at(composition: Composition, server: ServerBlock) -> str:
     """The instance on whose host the boxes of ``server`` are: its broker, or itself."""
-    from nemo_gym.sandbox.config import resolve_provider_config
+    from nemo_gym.config.sandbox_blocks import resolve_provider_config
 
     configured = resolve_provider_config(server.values["sandbox_provider"], composition.values)
     behind = next(references(configured), None)
@@ -29,7 +29,7 @@ def backend_of(
     Raises:
         ConfigError: the block is wrong, or leads to a server that is no broker; ``where`` names it.
     """
-    from nemo_gym.sandbox.config import resolve_provider_config
+    from nemo_gym.config.sandbox_blocks import resolve_provider_config
 
     configured = resolve_provider_config(sandbox_provider, composition.values)
     behind = next(references(configured), None)

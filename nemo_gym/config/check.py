@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nemo_gym.config import compatibility
-from nemo_gym.config.compose import Composition
+from nemo_gym.config.composition import Composition
 from nemo_gym.config.hosts import Hosts
 from nemo_gym.config.keys import UNREAD_NEMO_GYM_KEYS
 from nemo_gym.config.plugin_keys import check_server_keys, entrypoint

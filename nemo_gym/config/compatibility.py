@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_gym._util.suggest import nearest
-from nemo_gym.config.compose import SANDBOX, Composition
+from nemo_gym.config.composition import SANDBOX, Composition
 from nemo_gym.config.keys import AGENT_TYPE, COMPOSITION, DEFAULT_MODEL, MODEL_TYPE, TOPOLOGY
 from nemo_gym.config.plugin_keys import class_constant
 from nemo_gym.config.servers import ServerBlock, references
@@ -161,8 +161,7 @@ def _topologies(server: ServerBlock, name: str, roots: Sequence[Path]) -> tuple[
 def sandbox_provider(composition: Composition, server: ServerBlock) -> str | None:
     """The provider's name that a server's ``sandbox_provider`` leads to; ``None`` without one. Raises `ConfigError`
     for a block that does not exist, names no single provider, or names one that is not installed."""
-    from nemo_gym.sandbox.config import resolve_provider_config
-    from nemo_gym.sandbox.registry import list_providers
+    from nemo_gym.config.sandbox_blocks import list_providers, resolve_provider_config
 
     named = server.values.get("sandbox_provider")
     if named is None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from nemo_gym._util.directories import INSTALL_ROOT
+from nemo_gym.config import compatibility
 from nemo_gym.config import servers as server_blocks
+from nemo_gym.config.composition import SANDBOX, Composition
 from nemo_gym.config.directives import apply_directives
 from nemo_gym.config.files import include_paths, load_files, read_yaml
 from nemo_gym.config.groups import (
@@ -34,49 +36,11 @@ from nemo_gym.config.keys import (
 from nemo_gym.config.layers import Layer, Merged, leaves
 from nemo_gym.config.overrides import COMMAND_LINE, Mode, Override, apply_overrides, parse_overrides
 from nemo_gym.config.resolve import MISSING, resolve
-from nemo_gym.config.roots import INSTALL_ROOT, plugin_roots
+from nemo_gym.config.roots import plugin_roots
 from nemo_gym.config.servers import ServerBlock
 from nemo_gym.config.strict import check_top_level, known_keys
 from nemo_gym.contract.errors import ConfigError
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-
-@dataclass(frozen=True)
-class Composition:
-    """A complete configuration: what runs, and where each value came from."""
-
-    values: dict[str, Any] = field(repr=False)
-    """Resolved plain data. Holds secrets: show it through `nemo_gym._util.secrets.redact` only."""
-    unresolved: dict[str, Any] = field(repr=False)
-    """The same before interpolation, for knowing who uses what."""
-    servers: dict[str, ServerBlock]
-    chosen: dict[str, str]
-    """``agent``, ``environment``, ``model``: instance names; ``sandbox``: the block's name; ``topology``."""
-    roots: tuple[Path, ...]
-    sources: Merged = field(repr=False)
-
-    @property
-    def config(self) -> DictConfig:
-        """The values as OmegaConf, the type that NeMo Gym's code expects."""
-        from omegaconf import DictConfig, OmegaConf
-
-        config = OmegaConf.create(self.values)
-        assert isinstance(config, DictConfig)
-        return config
-
-    @property
-    def has_run(self) -> bool:
-        """Whether rollouts are asked for."""
-        run = self.run_values()
-        return "input" in run or "input_jsonl_fpath" in run
-
-    def run_values(self) -> dict[str, Any]:
-        """The keys that configure a rollout run."""
-        from nemo_gym.config.run import RUN_KEYS
-
-        return {key: value for key, value in self.values.items() if key in RUN_KEYS and value is not None}
+from nemo_gym.contract.session import Topology
 
 
 def compose(words: Sequence[str], *, roots: Sequence[Path] | None = None) -> Composition:
@@ -137,8 +101,6 @@ def compose(words: Sequence[str], *, roots: Sequence[Path] | None = None) -> Com
     return Composition(values, unresolved, blocks, chosen, tuple(search), merged)
 
 
-SANDBOX: Final = "sandbox"
-"""The block that ``sandbox=<name>`` chooses."""
 _BROKER: Final = {
     SANDBOX: {"remote": {"server": {"type": ENVIRONMENT_TYPE, "name": "sandbox_broker"}}},
     "sandbox_broker": {
@@ -160,9 +122,6 @@ def _lends_its_world(
 ) -> bool:
     """Whether the environment has to own a box that the agent works in from outside (topology B), and the chosen
     sandbox cannot lend any: then a broker of this run's own stands before it."""
-    from nemo_gym.config import compatibility
-    from nemo_gym.contract.session import Topology
-
     agent, environment = blocks.get(chosen.get("agent", "")), blocks.get(chosen.get("environment", ""))
     block = merged.values.get(SANDBOX)
     if agent is None or environment is None or HOSTS in merged.values:

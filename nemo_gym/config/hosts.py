@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, IPvAnyAddress, IPvAnyNetwork, ValidationError, field_validator
 
 from nemo_gym._util.suggest import nearest, validation_problems
-from nemo_gym.config.compose import Composition
+from nemo_gym.config.composition import Composition
 from nemo_gym.config.keys import HOST, HOSTS
 from nemo_gym.config.visibility import Address
 from nemo_gym.contract.credentials import ROOT_KEY_BYTES, StackKeys

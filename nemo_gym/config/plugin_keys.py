@@ -8,6 +8,7 @@ here.
 from __future__ import annotations
 
 import ast
+import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -157,6 +158,9 @@ def _find(name: str, path: Path, roots: Sequence[Path]) -> _Class:
         for alias in statement.names:
             if (alias.asname or alias.name) == name:
                 return _find(alias.name, _module_file(statement, path, roots), roots)
+            if alias.name == "*":
+                with contextlib.suppress(_UnknownSource):
+                    return _find(name, _module_file(statement, path, roots), roots)
     raise _UnknownSource(name)
 
 

@@ -10,12 +10,12 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from nemo_gym._util.directories import INSTALL_ROOT
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.keys import SERVER_TYPES
 from nemo_gym.contract.errors import ConfigError
 
 EXTRA_ROOTS_VARIABLE = "NEMO_GYM_EXTRA_ROOTS"
-INSTALL_ROOT = Path(__file__).resolve().parents[2]
 
 
 def plugin_roots() -> list[Path]:

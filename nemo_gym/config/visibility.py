@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym._util.secrets import is_secret_name, without_password
-from nemo_gym.config.compose import Composition
+from nemo_gym.config.composition import Composition
 from nemo_gym.config.keys import COMPOSITION, ENVIRONMENT_TYPE, HOSTS, MODEL_TYPE
 from nemo_gym.config.layers import leaves
 from nemo_gym.config.resolve import interpolated_keys

@@ -23,7 +23,10 @@ Each carries what a scheduler needs to act: ``code`` (a stable word for programs
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Any, ClassVar
+
+from nemo_gym._util.suggest import nearest
 
 
 class NemoGymError(Exception):
@@ -179,3 +182,11 @@ class ServerError(NemoGymError):
 
     code = "server"
     status = 502
+
+
+def reject_unknown_keys(given: Iterable[str], known: Collection[str], *, where: str) -> None:
+    """Raise `ConfigError` naming every key of ``given`` that is not ``known``, with suggestions."""
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        listed = ", ".join(f"'{key}'{nearest(key, known)}" for key in unknown)
+        raise ConfigError(f"{where}: unknown key {listed}; known keys are {', '.join(sorted(known))}", keys=unknown)

@@ -16,9 +16,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from nemo_gym.contract.allowed_hosts import AllowedHosts
 from nemo_gym.contract.errors import ConfigError, ModelError
 from nemo_gym.contract.model_limits import REQUEST_TIMEOUT_S
-from nemo_gym.sandbox.base import Mount, NetworkPolicy, SandboxResources, SandboxSpec
+from nemo_gym.contract.sandbox import Mount, NetworkPolicy, SandboxResources, SandboxSpec
 
 DESCRIPTOR_VERSION: Literal[1] = 1
 MAX_DESCRIPTOR_BYTES = 16 * 1024
@@ -238,8 +239,6 @@ class Egress(_Contract):
 
     @model_validator(mode="after")
     def _list_fits_policy(self) -> Self:
-        from nemo_gym.sandbox.egress import AllowedHosts
-
         if (self.policy is EgressPolicy.ALLOWLIST) is not bool(self.allow):
             raise ValueError(
                 f"egress.allow goes with egress.policy 'allowlist' and with no other; policy is '{self.policy}' and"

@@ -9,15 +9,15 @@ import structlog
 from starlette.requests import Request
 
 from nemo_gym.contract.errors import InvalidBodyError, NemoGymError
+from nemo_gym.contract.rows import PARAMS_KEY, RESPONSE_KEY
 from nemo_gym.contract.session import Artifact, RolloutIdentity
 from nemo_gym.contract.verdict import FailureKind, Verdict
 from nemo_gym.environment.grading import failed_verdict, reply_fields, verdict_fields
-from nemo_gym.environment.rows import PARAMS_KEY, RESPONSE_KEY
+from nemo_gym.environment.judge import JudgeError, judge_failure_fields
 from nemo_gym.http.plugin_call import PluginCall, plain
-from nemo_gym.judge import JudgeError, judge_failure_fields
 
 if TYPE_CHECKING:
-    from nemo_gym.base_resources_server import SimpleResourcesServer
+    from nemo_gym.environment.hooks import EnvironmentHooks
 
 log = structlog.get_logger(__name__)
 
@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 class Grader:
     """One environment's ``grade`` or ``verify``."""
 
-    def __init__(self, server: SimpleResourcesServer) -> None:
+    def __init__(self, server: EnvironmentHooks) -> None:
         self._server = server
         self._hook: PluginCall | None = None
 

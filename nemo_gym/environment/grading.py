@@ -10,9 +10,9 @@ from typing import Any
 import orjson
 
 from nemo_gym.contract.errors import NemoGymError
+from nemo_gym.contract.rows import PARAMS_KEY, RESPONSE_KEY
 from nemo_gym.contract.session import Artifact
 from nemo_gym.contract.verdict import FailureKind, Verdict
-from nemo_gym.environment.rows import PARAMS_KEY, RESPONSE_KEY
 
 NG_FAILURE_CLASS_KEY = "_ng_failure_class"
 

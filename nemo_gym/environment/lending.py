@@ -16,14 +16,14 @@ from nemo_gym.environment.attempts import AttemptKey, AttemptStore
 from nemo_gym.http.problems import JsonResponse
 
 if TYPE_CHECKING:
-    from nemo_gym.base_resources_server import SimpleResourcesServer
+    from nemo_gym.environment.hooks import EnvironmentHooks
     from nemo_gym.environment.owned_boxes import OwnedBoxes
 
 log = structlog.get_logger(__name__)
 
 
 class Lending:
-    """Boxes of one environment, where it makes any (`SimpleResourcesServer.owned_boxes`).
+    """Boxes of one environment, where it makes any (`EnvironmentHooks.owned_boxes`).
 
     Args:
         ask: the attempt that a request is about, its control token checked.
@@ -31,7 +31,7 @@ class Lending:
 
     def __init__(
         self,
-        server: SimpleResourcesServer,
+        server: EnvironmentHooks,
         attempts: AttemptStore,
         ask: Callable[[Request], Awaitable[RolloutIdentity]],
     ) -> None:

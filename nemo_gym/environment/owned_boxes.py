@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from nemo_gym.contract.errors import ContractError, SandboxError
+from nemo_gym.contract.sandbox import SandboxRole, SandboxSpec
 from nemo_gym.contract.session import (
     Artifact,
     BoxNeeds,
@@ -26,7 +27,7 @@ from nemo_gym.contract.session import (
 )
 from nemo_gym.environment.attempts import AttemptKey
 from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider, SandboxRole, SandboxSpec
+from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider
 from nemo_gym.sandbox.capabilities import Connectable, SupportsFencing, require
 from nemo_gym.sandbox.facade import keep_renewed
 from nemo_gym.sandbox.harvest import harvest_all

@@ -32,6 +32,16 @@ from nemo_gym.contract.credentials import (
     issue_control_token,
 )
 from nemo_gym.contract.errors import ConfigError, ContractError, InvalidBodyError, NemoGymError, RowError
+from nemo_gym.contract.rows import (
+    NO_PROMPT,
+    PARAMS_KEY,
+    RESPONSE_KEY,
+    SESSION_KEY,
+    RowAccess,
+    has_prompt,
+    public_verdict,
+    row_digest,
+)
 from nemo_gym.contract.session import (
     AgentOutcome,
     Artifact,
@@ -44,34 +54,21 @@ from nemo_gym.contract.session import (
 from nemo_gym.environment.attempts import AttemptKey, AttemptStore, Seed, StoredVerdict
 from nemo_gym.environment.grader import Grader
 from nemo_gym.environment.grading import work_digest
+from nemo_gym.environment.hooks import ALLOWED_TOOLS_SESSION_KEY, MCP_PATH
 from nemo_gym.environment.lending import Lending
-from nemo_gym.environment.rows import (
-    NO_PROMPT,
-    PARAMS_KEY,
-    RESPONSE_KEY,
-    SESSION_KEY,
-    RowAccess,
-    RowStore,
-    StoredRow,
-    has_prompt,
-    public_verdict,
-    row_digest,
-)
+from nemo_gym.environment.rows import RowStore, StoredRow
 from nemo_gym.http.middleware import caller_of, require_role
 from nemo_gym.http.plugin_call import PluginCall, plain
 from nemo_gym.http.problems import JsonResponse, parse_json_object
 from nemo_gym.http.sessions import LazySession
 
 if TYPE_CHECKING:
-    from nemo_gym.base_resources_server import SimpleResourcesServer
+    from nemo_gym.environment.hooks import EnvironmentHooks
     from nemo_gym.environment.mcp.endpoint import McpEndpoint
 
 ATTEMPT_SESSION_KEY = "_ng_attempt"
 ROW_REF_SESSION_KEY = "_ng_row_ref"
 CONTROL_SUBJECT = "environment"
-MCP_PATH = "/mcp"
-ALLOWED_TOOLS_SESSION_KEY = "_ng_mcp_tools"
-"""In a session: the names of the tools it may call over MCP, where not all."""
 BASE_ROUTES = frozenset(
     {
         "/seed_session",
@@ -126,7 +123,7 @@ class _Asked:
 class EnvironmentRoutes:
     """One environment's routes and the state of its attempts."""
 
-    def __init__(self, server: SimpleResourcesServer, attempts: AttemptStore) -> None:
+    def __init__(self, server: EnvironmentHooks, attempts: AttemptStore) -> None:
         self._server = server
         self.attempts = attempts
         self.rows = RowStore(attempts)

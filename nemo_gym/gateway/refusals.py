@@ -16,8 +16,8 @@ from starlette.types import Scope
 from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.dialects.errors import anthropic_error, openai_error
+from nemo_gym.http.openai_client import SHOULD_RETRY_HEADER
 from nemo_gym.http.problems import http_error
-from nemo_gym.openai_types.client import SHOULD_RETRY_HEADER
 
 _RATE_LIMITED = 429
 _RETRIED_BY_STATUS = frozenset({408, 409, _RATE_LIMITED})

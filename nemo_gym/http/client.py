@@ -21,13 +21,13 @@ from aiohttp import ClientResponse
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from nemo_gym._util.suggest import nearest
+from nemo_gym.config.launch import current_launch
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.contract.credentials import CREDENTIAL_HEADER
 from nemo_gym.contract.errors import ConfigError, ServerError, not_json
-from nemo_gym.http.launch import current_launch
+from nemo_gym.http.correlation import ROLLOUT_ID_HEADER, current_rollout_id
 from nemo_gym.http.replicas import REPLICAS_HEADER, Chooser, current_replicas, encode_replicas
 from nemo_gym.http.watched_socket import watched_socket
-from nemo_gym.rollout_correlation import ROLLOUT_ID_HEADER, current_rollout_id
 
 MAX_NUM_TRIES = 6
 TRIES_OF_ONE_REPLICA = 2

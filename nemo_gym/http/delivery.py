@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nemo_gym.gateway.retries.hints import Connection
+Connection = tuple[str, int]
+"""Address and port of the client's end, as in an ASGI scope's ``client``."""
 
 
 class AnswerWatch:

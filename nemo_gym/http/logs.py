@@ -14,7 +14,7 @@ from typing import Any
 import structlog
 
 from nemo_gym._util.secrets import redact_tokens, scrub, secret_values
-from nemo_gym.http.launch import ServerLaunch
+from nemo_gym.config.launch import ServerLaunch
 
 
 def configure_server_logging(launch: ServerLaunch) -> None:

@@ -10,15 +10,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Caller, Role, ServerCredentials
 from nemo_gym.contract.errors import NemoGymError
-from nemo_gym.http.problems import send_problem
-from nemo_gym.http.replicas import REPLICAS_HEADER, decode_replicas, replica_context
-from nemo_gym.rollout_correlation import (
+from nemo_gym.http.correlation import (
     ROLLOUT_ID_HEADER,
     ROLLOUT_ID_PATTERN,
     ROLLOUT_PATH_PREFIX,
     TOKEN_CAPTURE_PATH_SEGMENT,
     rollout_context,
 )
+from nemo_gym.http.problems import send_problem
+from nemo_gym.http.replicas import REPLICAS_HEADER, decode_replicas, replica_context
 
 OPEN_ROUTES = frozenset({"/", "/health", "/ready"})
 """Served to anybody: they say that a server lives, and nothing else."""

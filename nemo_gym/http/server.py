@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from nemo_gym._util.suggest import validation_problems
+from nemo_gym.config.launch import ServerLaunch, current_launch
 from nemo_gym.config_types import BaseRunServerInstanceConfig
 from nemo_gym.contract.credentials import Role, ServerCredentials
 from nemo_gym.contract.errors import ConfigError, NemoGymError
@@ -24,7 +25,6 @@ from nemo_gym.http.application import Application
 from nemo_gym.http.body_limit import BodyLimitMiddleware
 from nemo_gym.http.client import ServerClient, close_global_aiohttp_client, server_config_of, server_path
 from nemo_gym.http.direct import DirectRoutesMiddleware
-from nemo_gym.http.launch import ServerLaunch, current_launch
 from nemo_gym.http.logs import configure_plain_logging
 from nemo_gym.http.middleware import CredentialMiddleware, RolloutMiddleware
 from nemo_gym.http.problems import JsonResponse, UnknownErrorMiddleware, install_problem_handlers

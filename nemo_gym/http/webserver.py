@@ -15,10 +15,10 @@ import structlog
 import uvicorn
 from fastapi import FastAPI
 
+from nemo_gym.config.launch import ServerLaunch, announce_ready, die_with_parent
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.http.client import is_loopback
-from nemo_gym.http.launch import ServerLaunch, announce_ready, die_with_parent
 from nemo_gym.http.protocol import WatchedHttpProtocol
 
 SERVER_KEEPALIVE_S = 75

@@ -11,7 +11,7 @@ import orjson
 
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.environment.rows import NO_PROMPT
+from nemo_gym.contract.rows import NO_PROMPT
 from nemo_gym.http.client import ServerClient
 from nemo_gym.rollouts.attempt import Route, route_of
 from nemo_gym.rollouts.failures import PeerError

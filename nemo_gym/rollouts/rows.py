@@ -28,7 +28,7 @@ from nemo_gym.contract.identity import (
     rollout_id_of,
     task_id_of,
 )
-from nemo_gym.environment.rows import PARAMS_KEY, has_prompt
+from nemo_gym.contract.rows import PARAMS_KEY, has_prompt
 from nemo_gym.rollouts.interfaces import JobSpec
 from nemo_gym.rollouts.results import RecordedRun
 from nemo_gym.rollouts.store.sqlite import store_error

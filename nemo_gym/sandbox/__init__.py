@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nemo_gym.config.sandbox_blocks import list_providers, resolve_provider_config, resolve_provider_metadata
     from nemo_gym.contract.errors import (
         SandboxArchiveError,
         SandboxCapabilityError,
@@ -16,34 +17,23 @@ if TYPE_CHECKING:
         SandboxError,
         SandboxLostError,
     )
+    from nemo_gym.contract.sandbox import Door, Mount, NetworkPolicy, SandboxResources, SandboxRole, SandboxSpec
     from nemo_gym.sandbox.base import (
-        Door,
         ExecEnd,
         ExecOutcome,
         ExecOutput,
         ExecProcess,
         ExecRequest,
-        Mount,
-        NetworkPolicy,
+        SandboxCapabilities,
         SandboxExecResult,
         SandboxHandle,
         SandboxInfo,
         SandboxProvider,
-        SandboxResources,
-        SandboxRole,
-        SandboxSpec,
         SandboxStatus,
     )
-    from nemo_gym.sandbox.capabilities import (
-        Connectable,
-        SandboxCapabilities,
-        SupportsEndpoint,
-        SupportsLoopbackDoor,
-        SupportsSnapshot,
-    )
-    from nemo_gym.sandbox.config import resolve_provider_config, resolve_provider_metadata
+    from nemo_gym.sandbox.capabilities import Connectable, SupportsEndpoint, SupportsLoopbackDoor, SupportsSnapshot
     from nemo_gym.sandbox.facade import AsyncSandbox, keep_renewed
-    from nemo_gym.sandbox.registry import create_provider, get_provider_class, list_providers, register_provider
+    from nemo_gym.sandbox.registry import create_provider, get_provider_class, register_provider
     from nemo_gym.sandbox.sync import Sandbox
     from nemo_gym.sandbox.utils import cpu_cap_env, rewrite_image
 
@@ -86,7 +76,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "SupportsLoopbackDoor",
         "SupportsSnapshot",
     ),
-    "nemo_gym.sandbox.config": ("resolve_provider_config", "resolve_provider_metadata"),
+    "nemo_gym.config.sandbox_blocks": ("resolve_provider_config", "resolve_provider_metadata"),
     "nemo_gym.sandbox.facade": ("AsyncSandbox", "keep_renewed"),
     "nemo_gym.sandbox.registry": ("create_provider", "get_provider_class", "list_providers", "register_provider"),
     "nemo_gym.sandbox.sync": ("Sandbox",),

@@ -16,20 +16,15 @@ What every provider owes its callers, and what ``nemo_gym.sandbox.conformance`` 
 from __future__ import annotations
 
 import builtins
-import dataclasses
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.errors import SandboxCapabilityError
+from nemo_gym.contract.sandbox import NetworkPolicy, SandboxResources, SandboxSpec, default_limits
 
-if TYPE_CHECKING:
-    from nemo_gym.sandbox.capabilities import SandboxCapabilities
-
-DEFAULT_TTL_S = 3600.0
-DEFAULT_READY_TIMEOUT_S = 120.0
 DEFAULT_MAX_OUTPUT_BYTES = 16 * 1024 * 1024
 
 
@@ -41,171 +36,6 @@ class SandboxStatus(StrEnum):
     STOPPED = "stopped"
     ERROR = "error"
     UNKNOWN = "unknown"
-
-
-class NetworkPolicy(StrEnum):
-    """What processes in a box may reach by themselves. Doors are on loopback and exist under every policy."""
-
-    NONE = "none"
-    """Loopback only: no route, no DNS."""
-    OPEN = "open"
-    """Whatever the host reaches. For building images, never for a graded run."""
-
-
-class SandboxRole(StrEnum):
-    """What a box is for; written on it as a label, so that whoever holds only labels can reap."""
-
-    WORK = "work"
-    EVAL = "eval"
-    HARVEST = "harvest"
-    BUILD = "build"
-
-
-LIMITS = ("cpu", "memory_mib", "disk_gib", "pids")
-"""Resources that a box can have a limit of."""
-
-
-@dataclass(frozen=True)
-class SandboxResources:
-    """Limits of one box. ``None`` leaves a limit to the provider, which has `default_limits`; one that is given and
-    cannot be enforced is refused."""
-
-    cpu: float | None = None
-    """CPU cores, fractions allowed."""
-    memory_mib: int | None = None
-    """Memory of all processes and in-memory files together, in MiB; passing it kills a process (out of memory)."""
-    disk_gib: float | None = None
-    """Bytes the box may write, in GiB; passing it fails the write, or ends the box where that can only be watched."""
-    gpu: int | None = None
-    gpu_type: str | None = None
-    pids: int | None = None
-    """Processes and threads alive at once."""
-    unlimited: tuple[str, ...] = ()
-    """Those of `LIMITS` that the box shall not have, not by default either."""
-
-    def __post_init__(self) -> None:
-        from nemo_gym._util.suggest import nearest
-
-        if isinstance(self.unlimited, str):
-            raise ConfigError(f"resources: unlimited must be a list of names, not '{self.unlimited}'")
-        object.__setattr__(self, "unlimited", tuple(self.unlimited))
-        for name in self.unlimited:
-            if name not in LIMITS:
-                raise ConfigError(
-                    f"resources: unlimited holds '{name}'{nearest(str(name), LIMITS)}; known are {', '.join(LIMITS)}"
-                )
-            if getattr(self, name) is not None:
-                raise ConfigError(f"resources: {name} is {getattr(self, name)} and unlimited; remove one of them")
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> SandboxResources:
-        """Build from configuration; an unknown key raises `ConfigError` with the nearest right name."""
-        from nemo_gym._util.suggest import reject_unknown_keys
-
-        reject_unknown_keys(values, [f.name for f in dataclasses.fields(cls)], where="resources")
-        return cls(**values)
-
-    def filled(self, defaults: SandboxResources) -> SandboxResources:
-        """These limits, and those of ``defaults`` for what is left open here."""
-        open_here = [name for name in LIMITS if getattr(self, name) is None and name not in self.unlimited]
-        return dataclasses.replace(
-            self,
-            unlimited=(*self.unlimited, *(name for name in defaults.unlimited if name in open_here)),
-            **{name: getattr(defaults, name) for name in open_here},
-        )
-
-
-DEFAULT_MEMORY_MIB = 8 * 1024
-DEFAULT_DISK_GIB = 16.0
-DEFAULT_PIDS = 2048
-
-
-def default_limits(host_memory_mib: int | None) -> SandboxResources:
-    """Limits of boxes for which neither spec nor configuration says anything: enough for the agents and tests that
-    this suite is for, and not enough for one box to take a machine from its neighbours. Cores are not limited: the
-    kernel shares them out evenly, and a quota would make tests time out on idle machines.
-
-    Args:
-        host_memory_mib: memory of the machine that boxes run on; ``None`` where nobody knows.
-    """
-    memory_mib = DEFAULT_MEMORY_MIB if host_memory_mib is None else min(DEFAULT_MEMORY_MIB, host_memory_mib * 3 // 4)
-    return SandboxResources(memory_mib=memory_mib, disk_gib=DEFAULT_DISK_GIB, pids=DEFAULT_PIDS)
-
-
-@dataclass(frozen=True)
-class Door:
-    """A listener on the box's loopback that reaches one target outside, and only the routes it allows.
-
-    The listener belongs to whoever owns the box's host. It dials ``target``, adds ``headers`` (which never enter the
-    box) and forwards only requests that match ``allow``. One of kind ``proxy`` has no target: it is a forward proxy to
-    the hosts of ``allow`` (see `nemo_gym.sandbox.egress`).
-    """
-
-    name: str
-    """What is behind it: ``model``, or an MCP server's name."""
-    port: int
-    """The TCP port on the box's 127.0.0.1."""
-    target: str
-    """Base URL outside the box; the request's path is appended to it."""
-    allow: tuple[str, ...]
-    """``METHOD /path`` patterns; ``*`` stands for one path segment, a final ``/**`` for any rest. Of a proxy: names,
-    ``*.name`` or networks, with ``:port`` where it is not 80 and 443."""
-    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Headers set on every forwarded request, over what the box sent. Credentials belong here."""
-    counted: tuple[str, ...] = ()
-    """Patterns as in ``allow``: routes whose answers are counted (a model's answers). Where there are any, the door's
-    statistics judge by them alone whether the target serves."""
-    kind: Literal["routes", "proxy"] = "routes"
-    max_answers: int | None = None
-    """Answers of ``counted`` routes that it forwards; whoever asks for another gets 403. ``None``: any number."""
-
-
-@dataclass(frozen=True)
-class Mount:
-    """A host directory or file that a box sees read-only (for example the shared cache of agent CLIs)."""
-
-    source: str
-    target: str
-
-
-@dataclass(frozen=True)
-class SandboxSpec:
-    """Everything needed to create one box. Immutable and plain, apart from door headers free of secrets."""
-
-    image: str | None = None
-    """The provider's name for a root filesystem; ``None`` is the provider's default image."""
-    ttl_s: float | None = None
-    """Seconds the box lives without a renewal; ``None`` is `DEFAULT_TTL_S`."""
-    ready_timeout_s: float | None = None
-    """Seconds ``create`` may take; ``None`` is `DEFAULT_READY_TIMEOUT_S`."""
-    workdir: str | None = None
-    """Directory commands start in by default."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Environment of every process in the box. Nothing of the host's environment is inherited."""
-    files: Mapping[str, str] = field(default_factory=dict)
-    """Absolute path in the box → text, written before ``create`` returns."""
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    """Labels of the box; see `nemo_gym.sandbox.labels` for the names this suite writes and reaps by."""
-    resources: SandboxResources = field(default_factory=SandboxResources)
-    entrypoint: Sequence[str] | None = None
-    """Replaces the image's own entry point; ``None`` keeps the box idle, waiting for execs."""
-    provider_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options only one provider understands; unknown ones are refused by it."""
-    ports: Sequence[int] = ()
-    """Ports of the box that `SupportsEndpoint.endpoint` will be asked for."""
-    network: NetworkPolicy = NetworkPolicy.NONE
-    doors: Sequence[Door] = ()
-    mounts: Sequence[Mount] = ()
-    user: str | None = None
-    """User commands run as by default; ``None`` is the image's."""
-    requires: Sequence[str] = ()
-    """Names of capabilities the box must have beyond what the other fields imply."""
-    idempotency_key: str | None = None
-    """Two creates with one key give one box, where the backend allows it."""
-
-    def replace(self, **changes: Any) -> SandboxSpec:
-        """A copy with the given fields changed."""
-        return dataclasses.replace(self, **changes)
 
 
 @dataclass(frozen=True)
@@ -324,6 +154,76 @@ class SandboxInfo:
     """Unix seconds when the lease ends; ``None`` when the backend does not say."""
     created_at: float | None = None
     termination_reason: str | None = None
+
+
+_LIMIT_CAPABILITIES: Mapping[str, str] = {
+    "cpu": "cpu_limit",
+    "memory_mib": "memory_limit",
+    "disk_gib": "disk_limit",
+    "pids": "pids_limit",
+}
+
+
+@dataclass(frozen=True)
+class SandboxCapabilities:
+    """What a provider says of itself on this machine. A spec is checked against it before create, a composition before
+    any task runs, so that nobody finds out half-way."""
+
+    network_policies: frozenset[NetworkPolicy] = frozenset()
+    loopback_door: bool = False
+    snapshot: bool = False
+    endpoint: bool = False
+    connect: bool = False
+    nested_containers: bool = False
+    gpu: bool = False
+    memory_limit: bool = False
+    cpu_limit: bool = False
+    pids_limit: bool = False
+    disk_limit: bool = False
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Capability name → why it is missing here and what would provide it."""
+    default_limits: SandboxResources = field(default_factory=SandboxResources)
+    """Limits of boxes whose spec leaves them open; see `with_default_limits`."""
+
+    def with_default_limits(self, configured: SandboxResources, *, host_memory_mib: int | None) -> SandboxCapabilities:
+        """These abilities, with the limits that are ``configured``, and the suite's own where nothing is and the
+        provider can enforce them. What is configured and cannot be enforced stays, and is refused by `check`."""
+        suite = default_limits(host_memory_mib)
+        kept = {name: getattr(suite, name) for name, able in _LIMIT_CAPABILITIES.items() if getattr(self, able)}
+        return replace(self, default_limits=configured.filled(SandboxResources(**kept)))
+
+    def limits(self, wanted: SandboxResources) -> SandboxResources:
+        """The limits of a box whose spec has ``wanted``."""
+        return wanted.filled(self.default_limits)
+
+    def missing(self, spec: SandboxSpec) -> list[str]:
+        """One sentence for each thing the spec asks for and the provider cannot give; empty when all is well."""
+        wanted: dict[str, bool] = {
+            "loopback_door": bool(spec.doors),
+            **{able: getattr(spec.resources, name) is not None for name, able in _LIMIT_CAPABILITIES.items()},
+            "gpu": bool(spec.resources.gpu),
+            "endpoint": bool(spec.ports),
+        }
+        for name in spec.requires:
+            wanted[name] = True
+        lacking = []
+        for name, is_wanted in wanted.items():
+            if is_wanted and not getattr(self, name, False):
+                lacking.append(f"{name}: {self.reasons.get(name, 'not supported by this provider')}")
+        if spec.network not in self.network_policies:
+            why = self.reasons.get(f"network_{spec.network}", "not supported by this provider")
+            lacking.append(f"network={spec.network}: {why}")
+        return lacking
+
+    def check(self, spec: SandboxSpec, provider_name: str) -> None:
+        """Raise `SandboxCapabilityError` naming everything that is missing, at once."""
+        lacking = self.missing(spec)
+        if lacking:
+            raise SandboxCapabilityError(
+                f"sandbox provider '{provider_name}' cannot serve this spec: " + "; ".join(lacking),
+                provider=provider_name,
+                missing=lacking,
+            )
 
 
 @runtime_checkable

@@ -24,7 +24,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.sandbox.base import Door
+from nemo_gym.contract.sandbox import Door
 from nemo_gym.sandbox.door_limit import AnswerLimit
 from nemo_gym.sandbox.door_statistics import DoorStatistics, Exchange
 from nemo_gym.sandbox.egress import EgressProxy

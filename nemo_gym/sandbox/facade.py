@@ -11,6 +11,7 @@ from typing import Any, Self
 import structlog
 
 from nemo_gym.contract.errors import ConfigError, SandboxError, SandboxLostError
+from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.sandbox.base import (
     DEFAULT_MAX_OUTPUT_BYTES,
     ExecProcess,
@@ -18,7 +19,6 @@ from nemo_gym.sandbox.base import (
     SandboxExecResult,
     SandboxHandle,
     SandboxProvider,
-    SandboxSpec,
     SandboxStatus,
 )
 from nemo_gym.sandbox.capabilities import Connectable, SupportsEndpoint, require

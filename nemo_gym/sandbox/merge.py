@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.sandbox import Door, Mount, NetworkPolicy, SandboxResources, SandboxSpec
 from nemo_gym.contract.session import BoxNeeds, Egress, EgressPolicy, Limits, SessionDescriptor
-from nemo_gym.sandbox.base import Door, Mount, NetworkPolicy, SandboxResources, SandboxSpec
 from nemo_gym.sandbox.egress import DEFAULT_EGRESS_DOOR_PORT, EGRESS_DOOR
 
 

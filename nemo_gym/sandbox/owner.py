@@ -17,7 +17,7 @@ class SandboxOwner:
     def provider(self) -> SandboxProvider:
         """The provider; raises `ConfigError` when it is unknown or cannot be configured so."""
         if self._provider is None:
-            from nemo_gym.sandbox.config import resolve_provider_config
+            from nemo_gym.config.sandbox_blocks import resolve_provider_config
             from nemo_gym.sandbox.registry import create_provider
 
             configured = resolve_provider_config(self._configured, self._server_client.global_config_dict)

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Any, cast
 
-from nemo_gym._util.suggest import nearest, reject_unknown_keys
-from nemo_gym.contract.errors import ConfigError
+from nemo_gym._util.suggest import nearest
+from nemo_gym.config import sandbox_blocks
+from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
 from nemo_gym.sandbox.base import SandboxProvider
 
-ENTRY_POINT_GROUP = "nemo_gym.sandbox_providers"
-
 ProviderClass = Callable[..., SandboxProvider]
-
-_registered: dict[str, ProviderClass] = {}
 
 
 def register_provider(name: str, provider_class: ProviderClass, *, override: bool = False) -> None:
@@ -28,14 +25,9 @@ def register_provider(name: str, provider_class: ProviderClass, *, override: boo
     Raises:
         ConfigError: the name was registered before with something else, and ``override`` is not set.
     """
-    if not override and _registered.get(name, provider_class) is not provider_class:
+    if not override and sandbox_blocks.registered_providers.get(name, provider_class) is not provider_class:
         raise ConfigError(f"sandbox provider '{name}' is registered already; pass override=True to replace it")
-    _registered[name] = provider_class
-
-
-def list_providers() -> list[str]:
-    """Names that `get_provider_class` knows, sorted."""
-    return sorted({*_registered, *_installed()})
+    sandbox_blocks.registered_providers[name] = provider_class
 
 
 def get_provider_class(name: str) -> ProviderClass:
@@ -44,11 +36,11 @@ def get_provider_class(name: str) -> ProviderClass:
     Raises:
         ConfigError: there is no such provider, or it cannot be imported; the message names what to install.
     """
-    if name in _registered:
-        return _registered[name]
-    entry_point = _installed().get(name)
+    if name in sandbox_blocks.registered_providers:
+        return sandbox_blocks.registered_providers[name]
+    entry_point = sandbox_blocks.installed_providers().get(name)
     if entry_point is None:
-        known = list_providers()
+        known = sandbox_blocks.list_providers()
         raise ConfigError(
             f"there is no sandbox provider '{name}'{nearest(name, known)}; installed are {', '.join(known) or 'none'}"
         )
@@ -84,10 +76,6 @@ def create_provider(provider: str | Mapping[str, Any], **settings: Any) -> Sandb
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         reject_unknown_keys(given, list(parameters), where=f"sandbox provider '{name}'")
     return provider_class(**given)
-
-
-def _installed() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
 
 
 def _how_to_install(point: EntryPoint) -> str:

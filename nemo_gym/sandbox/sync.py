@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from nemo_gym.contract.errors import SandboxError
-from nemo_gym.sandbox.base import SandboxExecResult, SandboxProvider, SandboxSpec, SandboxStatus
+from nemo_gym.contract.sandbox import SandboxSpec
+from nemo_gym.sandbox.base import SandboxExecResult, SandboxProvider, SandboxStatus
 from nemo_gym.sandbox.facade import DEFAULT_EXEC_TIMEOUT_S, AsyncSandbox
 
 T = TypeVar("T")

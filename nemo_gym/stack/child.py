@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nemo_gym.contract.errors import ConfigError, NemoGymError
-from nemo_gym.http.launch import (
+from nemo_gym.config.launch import (
     LAUNCH_FD_ENV,
     ServerLaunch,
     current_launch,
@@ -27,6 +26,7 @@ from nemo_gym.http.launch import (
     set_current_launch,
     write_launch,
 )
+from nemo_gym.contract.errors import ConfigError, NemoGymError
 
 EXIT_CONFIG = 2
 ENVIRONMENT_FD_ENV = "NEMO_GYM_ENVIRONMENT_FD"

@@ -38,9 +38,9 @@ PRELOAD = (
     "nemo_gym.global_config",
     "nemo_gym.openai_utils",
     "nemo_gym.server_utils",
-    "nemo_gym.base_resources_server",
-    "nemo_gym.base_responses_api_agent",
-    "nemo_gym.base_responses_api_model",
+    "nemo_gym.environment.server",
+    "nemo_gym.agent.server",
+    "nemo_gym.gateway.model_server",
     "nemo_gym.stack.child",
 )
 MAX_MESSAGE_BYTES = 128 * 1024

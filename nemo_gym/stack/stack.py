@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_gym._util.secrets import redact
-from nemo_gym.config.compose import Composition, run_directory_root
+from nemo_gym.config.compose import run_directory_root
+from nemo_gym.config.composition import Composition
 from nemo_gym.config.hosts import Hosts
 from nemo_gym.config.keys import COMPOSITION
 from nemo_gym.config.roots import find_plugin

@@ -16,17 +16,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_gym._util.command_directory import COMMAND_DIRECTORY_VARIABLE
+from nemo_gym._util.directories import COMMAND_DIRECTORY_VARIABLE
 from nemo_gym._util.secrets import scrub, secret_values
-from nemo_gym.config.compose import Composition
+from nemo_gym.config.composition import Composition
 from nemo_gym.config.hosts import Hosts
 from nemo_gym.config.keys import AGENT_TYPE, ENVIRONMENT_TYPE, MODEL_TYPE
+from nemo_gym.config.launch import ServerLaunch, write_launch
 from nemo_gym.config.plugin_keys import entrypoint
 from nemo_gym.config.roots import EXTRA_ROOTS_VARIABLE
 from nemo_gym.config.visibility import Address, call_targets, endpoints, pipeline_view, server_view
 from nemo_gym.contract.credentials import Role, StackKeys
 from nemo_gym.contract.errors import ConfigError, ServerError
-from nemo_gym.http.launch import ServerLaunch, write_launch
 from nemo_gym.stack import nursery
 from nemo_gym.stack.endpoints import ServerEntry, StackEntry, http_answer, start_ticks, why_not_ready, write_stack
 from nemo_gym.stack.ports import Listener, close_listeners

@@ -11,10 +11,10 @@ from pydantic import PrivateAttr
 
 from nemo_gym.agent.topology.borrowing import BROKER_CLIENT
 from nemo_gym.base_resources_server import ReverifyMode, SimpleResourcesServer
+from nemo_gym.contract.sandbox import SandboxRole
 from nemo_gym.contract.session import Artifact, RolloutIdentity, SessionDescriptor, Topology
 from nemo_gym.contract.verdict import Verdict
 from nemo_gym.environment.owned_boxes import OwnedBoxes
-from nemo_gym.sandbox.base import SandboxRole
 from nemo_gym.sandbox.labels import box_labels
 from resources_servers.swe_bench.config import SweBenchConfig
 from resources_servers.swe_bench.confirm.comparing import close_comparers

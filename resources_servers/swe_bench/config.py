@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym.base_resources_server import BaseResourcesServerConfig
 from nemo_gym.config_types import CommandPath
+from nemo_gym.contract.sandbox import SandboxResources
 from nemo_gym.contract.session import Topology
-from nemo_gym.sandbox.base import SandboxResources
 
 DEFAULT_PROMPT = """\
 The repository {repo} is checked out in {workdir}. Please resolve this issue in its source code:

@@ -19,17 +19,10 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 
 from nemo_gym.contract.errors import SandboxLostError, VerifierError
+from nemo_gym.contract.sandbox import NetworkPolicy, SandboxResources, SandboxSpec
 from nemo_gym.contract.verdict import FailureKind, Finding
 from nemo_gym.sandbox.archive import END_OF_ARCHIVE, pack_bytes
-from nemo_gym.sandbox.base import (
-    ExecOutcome,
-    NetworkPolicy,
-    SandboxExecResult,
-    SandboxHandle,
-    SandboxProvider,
-    SandboxResources,
-    SandboxSpec,
-)
+from nemo_gym.sandbox.base import ExecOutcome, SandboxExecResult, SandboxHandle, SandboxProvider
 from nemo_gym.sandbox.facade import AsyncSandbox, keep_renewed
 from resources_servers.swe_bench import harness
 from resources_servers.swe_bench.tamper.risk import finding_in_tree

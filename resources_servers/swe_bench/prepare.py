@@ -22,10 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_gym._util.suggest import reject_unknown_keys
 from nemo_gym.config.backend import backend_of
 from nemo_gym.config.compose import compose
-from nemo_gym.contract.errors import ConfigError, NemoGymError
+from nemo_gym.contract.errors import ConfigError, NemoGymError, reject_unknown_keys
 from nemo_gym.sandbox.registry import create_provider
 from resources_servers.swe_bench.confirm.controls import ControlStore
 from resources_servers.swe_bench.preparation.builder import ImageBuilder, Prepared

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import ConfigDict
 
-from nemo_gym.environment.wire import BaseRunRequest, BaseVerifyRequest, BaseVerifyResponse
+from nemo_gym.http.environment_bodies import BaseRunRequest, BaseVerifyRequest, BaseVerifyResponse
 
 
 class SimpleAgentRunRequest(BaseRunRequest):

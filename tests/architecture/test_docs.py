@@ -26,6 +26,7 @@ from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig
 from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig
 from nemo_gym.cli import export_trajectories
 from nemo_gym.cli.prepare_agents import chosen, cli_packages
+from nemo_gym.config import sandbox_blocks
 from nemo_gym.config.check import check_everything
 from nemo_gym.config.compose import compose
 from nemo_gym.config.keys import SUITE_KEYS
@@ -34,18 +35,12 @@ from nemo_gym.config.run import RUN_KEYS, RolloutRunConfig
 from nemo_gym.config.strict import known_keys
 from nemo_gym.config_types import BaseRunServerInstanceConfig
 from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.sandbox import SandboxResources, SandboxSpec, default_limits
 from nemo_gym.contract.session import AgentOutcome, SessionDescriptor
 from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.sandbox import registry
-from nemo_gym.sandbox.base import (
-    DEFAULT_MAX_OUTPUT_BYTES,
-    ExecOutcome,
-    SandboxProvider,
-    SandboxResources,
-    SandboxSpec,
-    default_limits,
-)
-from nemo_gym.sandbox.capabilities import CAPABILITY_PROTOCOLS, SandboxCapabilities
+from nemo_gym.sandbox.base import DEFAULT_MAX_OUTPUT_BYTES, ExecOutcome, SandboxCapabilities, SandboxProvider
+from nemo_gym.sandbox.capabilities import CAPABILITY_PROTOCOLS
 from nemo_gym.sandbox.providers.apptainer.options import ApptainerOptions
 from nemo_gym.sandbox.providers.docker.config import DockerConfig
 from nemo_gym.sandbox.providers.local.options import LocalOptions
@@ -97,7 +92,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "pyproject.toml").unlink()  # of a package; pytest would read it here
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NEMO_GYM_EXTRA_ROOTS", f"{tmp_path}{os.pathsep}{ROOT}")
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(sandbox_blocks, "registered_providers", {})
     registry.register_provider("small_boxes", small_boxes(tmp_path))
     yield tmp_path
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from nemo_gym.config.compose import Composition, compose
+from nemo_gym.config.compose import compose
+from nemo_gym.config.composition import Composition
 
 ENVIRONMENT_APP = """
 from typing import ClassVar

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from nemo_gym.cli.sandbox_check import check_sandbox
 from nemo_gym.config import compatibility
 from nemo_gym.config.check import check_everything
 from nemo_gym.config.compatibility import Side, check_composition
 from nemo_gym.config.compose import compose
 from nemo_gym.config.keys import NEMO_GYM_KEYS, UNREAD_NEMO_GYM_KEYS
-from nemo_gym.config.sandbox_check import check_sandbox
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.session import Topology
 

@@ -13,7 +13,8 @@ import yaml
 
 from nemo_gym._util.secrets import redact
 from nemo_gym.config.check import check_everything
-from nemo_gym.config.compose import Composition, compose
+from nemo_gym.config.compose import compose
+from nemo_gym.config.composition import Composition
 from nemo_gym.config.hosts import Hosts
 from nemo_gym.config.visibility import Address, pipeline_view, server_view
 from nemo_gym.contract.credentials import Role

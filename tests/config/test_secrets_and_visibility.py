@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from nemo_gym._util.secrets import is_secret_name, public_environment, redact, scrub, secret_values
-from nemo_gym.config.compose import Composition, compose
+from nemo_gym.config.compose import compose
+from nemo_gym.config.composition import Composition
 from nemo_gym.config.visibility import Address, call_targets, pipeline_view, server_view
 
 from .conftest import write

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from nemo_gym.config.check import check_everything
-from nemo_gym.config.compose import Composition, compose
+from nemo_gym.config.compose import compose
+from nemo_gym.config.composition import Composition
 from nemo_gym.contract.errors import ConfigError
 
 from .conftest import write

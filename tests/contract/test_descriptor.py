@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from nemo_gym.contract.errors import ConfigError, ContractError
+from nemo_gym.contract.sandbox import NetworkPolicy
 from nemo_gym.contract.session import (
     Artifact,
     FilesHarvest,
@@ -21,7 +22,6 @@ from nemo_gym.contract.session import (
     Topology,
 )
 from nemo_gym.contract.verdict import FailureKind, Verdict
-from nemo_gym.sandbox.base import NetworkPolicy
 
 
 def identity(**changes: object) -> RolloutIdentity:

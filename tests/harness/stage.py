@@ -15,6 +15,7 @@ from aiohttp import web
 
 from nemo_gym.agent.harness.agent import CliAgent
 from nemo_gym.contract.credentials import Role
+from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.contract.session import (
     ActRequest,
     ActResponse,
@@ -30,7 +31,7 @@ from nemo_gym.contract.session import (
     SessionDescriptor,
     Topology,
 )
-from nemo_gym.sandbox.base import SandboxProvider, SandboxSpec
+from nemo_gym.sandbox.base import SandboxProvider
 from responses_api_models.scripted_model.app import ScriptedModel
 from tests.architecture.docs import write_examples
 from tests.servers.stack import Stack, running_stack

@@ -19,9 +19,10 @@ import pytest
 
 from nemo_gym.agent.harness.base import PLACEHOLDER_KEY
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER
+from nemo_gym.contract.sandbox import Mount, NetworkPolicy, SandboxSpec
 from nemo_gym.contract.session import ActResponse, Topology
 from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import ExecRequest, Mount, NetworkPolicy, SandboxSpec
+from nemo_gym.sandbox.base import ExecRequest
 from nemo_gym.sandbox.registry import create_provider
 from nemo_gym.server_utils import close_global_aiohttp_client, request
 from responses_api_agents.claude_code_agent.app import ClaudeCodeAgent

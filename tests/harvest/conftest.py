@@ -13,8 +13,9 @@ from typing import Any, cast
 
 import pytest
 
+from nemo_gym.contract.sandbox import NetworkPolicy, SandboxRole, SandboxSpec
 from nemo_gym.contract.session import Artifact, GitDiffHarvest, HarvestItem
-from nemo_gym.sandbox.base import NetworkPolicy, SandboxHandle, SandboxProvider, SandboxRole, SandboxSpec
+from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider
 from nemo_gym.sandbox.capabilities import SupportsSnapshot
 from nemo_gym.sandbox.harvest import harvest_all
 from nemo_gym.sandbox.labels import box_labels

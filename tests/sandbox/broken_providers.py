@@ -13,19 +13,18 @@ from typing import Any
 import pytest
 
 from nemo_gym.contract.errors import SandboxArchiveError, SandboxLostError
+from nemo_gym.contract.sandbox import NetworkPolicy, SandboxSpec
 from nemo_gym.sandbox.base import (
     ExecEnd,
     ExecOutcome,
     ExecOutput,
     ExecProcess,
     ExecRequest,
-    NetworkPolicy,
+    SandboxCapabilities,
     SandboxExecResult,
     SandboxHandle,
     SandboxInfo,
-    SandboxSpec,
 )
-from nemo_gym.sandbox.capabilities import SandboxCapabilities
 from nemo_gym.sandbox.conformance import SandboxConformance
 from nemo_gym.sandbox.providers.local import LocalProvider
 from nemo_gym.sandbox.registry import register_provider

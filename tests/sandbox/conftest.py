@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nemo_gym.sandbox import registry
+from nemo_gym.config import sandbox_blocks
 from tests.docker_engine import docker_engine
 from tests.sandbox.docker_boxes import box, boxes
 
@@ -16,5 +16,5 @@ __all__ = ["box", "boxes", "docker_engine"]
 @pytest.fixture
 def clean_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test registers is forgotten again."""
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(sandbox_blocks, "registered_providers", {})
     yield

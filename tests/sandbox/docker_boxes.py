@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest_asyncio
 
-from nemo_gym.sandbox.base import SandboxHandle, SandboxSpec
+from nemo_gym.contract.sandbox import SandboxSpec
+from nemo_gym.sandbox.base import SandboxHandle
 from nemo_gym.sandbox.providers.docker import DockerProvider
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_gym.sandbox.base import SandboxHandle, SandboxSpec
+from nemo_gym.contract.sandbox import SandboxSpec
+from nemo_gym.sandbox.base import SandboxHandle
 from nemo_gym.sandbox.providers.local import LocalProvider
 from nemo_gym.sandbox.providers.local.supervisor.main import group_name
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from nemo_gym.contract.errors import ConfigError, SandboxCreateError
-from nemo_gym.sandbox.base import ExecOutcome, ExecRequest, Mount, SandboxSpec, SandboxStatus
+from nemo_gym.contract.sandbox import Mount, SandboxSpec
+from nemo_gym.sandbox.base import ExecOutcome, ExecRequest, SandboxStatus
 from nemo_gym.sandbox.providers.apptainer import ApptainerProvider
 from nemo_gym.sandbox.registry import create_provider
 from tests.sandbox.apptainer_program import apptainer

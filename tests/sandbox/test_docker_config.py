@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from nemo_gym.contract.errors import ConfigError, SandboxError
-from nemo_gym.sandbox.base import SandboxSpec
+from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.sandbox.providers.docker import DockerProvider, names, watchdog
 from nemo_gym.sandbox.providers.docker.engine import engine_url
 

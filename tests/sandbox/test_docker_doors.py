@@ -8,7 +8,8 @@ import pytest_asyncio
 from aiohttp import web
 
 from nemo_gym.contract.errors import SandboxCapabilityError, SandboxError
-from nemo_gym.sandbox.base import Door, SandboxHandle
+from nemo_gym.contract.sandbox import Door
+from nemo_gym.sandbox.base import SandboxHandle
 from nemo_gym.sandbox.providers.docker import DockerProvider
 from nemo_gym.sandbox.providers.docker.engine import Engine
 from tests.sandbox.docker_boxes import Boxes

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest, SandboxHandle, SandboxResources
-from nemo_gym.sandbox.providers.docker.box import box_of
+from nemo_gym.contract.sandbox import SandboxResources
+from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest, SandboxHandle
+from nemo_gym.sandbox.providers.docker.execution import box_of
 from nemo_gym.sandbox.providers.docker.processes import BoxControl
 from tests.sandbox.docker_boxes import Boxes, until
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nemo_gym.contract.errors import SandboxCreateError
-from nemo_gym.sandbox.base import SandboxSpec
+from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.sandbox.providers.docker import DockerProvider
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "dockerd"

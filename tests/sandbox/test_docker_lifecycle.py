@@ -19,18 +19,11 @@ from nemo_gym.contract.errors import (
     SandboxError,
     SandboxLostError,
 )
-from nemo_gym.sandbox.base import (
-    ExecOutcome,
-    Mount,
-    NetworkPolicy,
-    SandboxHandle,
-    SandboxResources,
-    SandboxSpec,
-    SandboxStatus,
-)
+from nemo_gym.contract.sandbox import Mount, NetworkPolicy, SandboxResources, SandboxSpec
+from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle, SandboxStatus
 from nemo_gym.sandbox.capabilities import CAPABILITY_PROTOCOLS
 from nemo_gym.sandbox.providers.docker import DockerProvider
-from nemo_gym.sandbox.providers.docker.box import box_of
+from nemo_gym.sandbox.providers.docker.execution import box_of
 from nemo_gym.sandbox.providers.docker.processes import BoxControl
 from nemo_gym.sandbox.providers.docker.watching import lock_path
 from tests.sandbox.docker_boxes import Boxes, until

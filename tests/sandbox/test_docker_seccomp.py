@@ -7,7 +7,7 @@ import json
 import pytest
 
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.sandbox.base import SandboxSpec
+from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.sandbox.providers.docker import DockerProvider, seccomp
 from nemo_gym.sandbox.providers.docker.config import DockerConfig
 

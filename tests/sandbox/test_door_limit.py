@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.sandbox.base import Door
+from nemo_gym.contract.sandbox import Door
 from nemo_gym.sandbox.doors import GENERATION_ROUTES, INFERENCE_ROUTES, DoorServer
 
 

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from nemo_gym.sandbox.base import Door
+from nemo_gym.contract.sandbox import Door
 from nemo_gym.sandbox.doors import INFERENCE_ROUTES, DoorServer
 
 OVERFLOW = {"error": {"type": "invalid_request_error", "code": "context_length_exceeded", "message": "too long"}}

@@ -15,7 +15,9 @@ import pytest_asyncio
 from aiohttp import web
 
 from nemo_gym.agent.topology.world import HarnessRun, World, act_in_world
+from nemo_gym.contract.allowed_hosts import AllowedHosts
 from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.sandbox import Door
 from nemo_gym.contract.session import (
     ActRequest,
     Egress,
@@ -28,8 +30,8 @@ from nemo_gym.contract.session import (
     SessionDescriptor,
     Topology,
 )
-from nemo_gym.sandbox.base import Door, SandboxProvider
-from nemo_gym.sandbox.egress import AllowedHosts, EgressProxy
+from nemo_gym.sandbox.base import SandboxProvider
+from nemo_gym.sandbox.egress import EgressProxy
 from nemo_gym.sandbox.providers.docker import DockerProvider
 from tests.sandbox.local_boxes import local_place
 

@@ -10,8 +10,8 @@ import docker
 import pytest
 
 from nemo_gym.contract.errors import ConfigError, SandboxCapabilityError, SandboxLostError
-from nemo_gym.sandbox.base import ExecOutcome, ExecRequest, SandboxResources, SandboxSpec, default_limits
-from nemo_gym.sandbox.capabilities import SandboxCapabilities
+from nemo_gym.contract.sandbox import SandboxResources, SandboxSpec, default_limits
+from nemo_gym.sandbox.base import ExecOutcome, ExecRequest, SandboxCapabilities
 from tests.sandbox.docker_boxes import Boxes, until
 from tests.sandbox.local_boxes import LocalPlace, local_place
 

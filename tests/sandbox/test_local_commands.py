@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from nemo_gym.contract.errors import SandboxCapabilityError, SandboxError
-from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest, SandboxHandle, SandboxResources
+from nemo_gym.contract.sandbox import SandboxResources
+from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest, SandboxHandle
 from tests.sandbox.local_boxes import LocalPlace, local_place, until
 
 # Leaves its parent and its session twice over, and ignores every signal that can be ignored.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nemo_gym.contract.errors import SandboxCreateError, SandboxError
-from nemo_gym.sandbox.base import SandboxResources, SandboxSpec
+from nemo_gym.contract.sandbox import SandboxResources, SandboxSpec
 from nemo_gym.sandbox.providers.local import LocalProvider
 from nemo_gym.sandbox.providers.local.images import ImageManifest, ImageStore, copy_layer, remove_directory
 from tests.sandbox.local_boxes import LocalPlace, leftovers, local_place

@@ -12,8 +12,9 @@ import pytest
 
 import nemo_gym
 from nemo_gym.contract.errors import ConfigError, SandboxArchiveError, SandboxCreateError
+from nemo_gym.contract.sandbox import Mount, NetworkPolicy
 from nemo_gym.sandbox.archive import pack_bytes
-from nemo_gym.sandbox.base import ExecOutcome, Mount, NetworkPolicy, SandboxHandle
+from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle
 from tests.sandbox.local_boxes import LocalPlace, local_place
 
 

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from nemo_gym.contract.errors import SandboxLostError
-from nemo_gym.sandbox.base import ExecOutcome, ExecRequest, SandboxResources, SandboxStatus
+from nemo_gym.contract.sandbox import SandboxResources
+from nemo_gym.sandbox.base import ExecOutcome, ExecRequest, SandboxStatus
 from nemo_gym.sandbox.providers.local import LocalProvider
 from nemo_gym.sandbox.providers.local.supervisor.main import SOCKET_NAME
 from tests.sandbox.local_boxes import LocalPlace, alive, config_below, leftovers, local_place, until
@@ -27,7 +28,7 @@ from tests.sandbox.local_boxes import LocalPlace, alive, config_below, leftovers
 ALL_LIMITS = {"memory_mib": 256, "pids": 64, "cpu": 1.0}
 CLIENT = """
 import asyncio, json, sys
-from nemo_gym.sandbox.base import SandboxResources, SandboxSpec
+from nemo_gym.contract.sandbox import SandboxResources, SandboxSpec
 from nemo_gym.sandbox.providers.local import LocalProvider
 
 async def main():
@@ -44,7 +45,7 @@ asyncio.run(main())
 
 LINE_BY_LINE = """
 import asyncio, json, sys
-from nemo_gym.sandbox.base import SandboxResources, SandboxSpec
+from nemo_gym.contract.sandbox import SandboxResources, SandboxSpec
 from nemo_gym.sandbox.providers.local import LocalProvider
 
 async def main():

@@ -23,7 +23,7 @@ NOBODY = 65534
 CAPABILITIES = """
 import asyncio, sys
 from nemo_gym.contract.errors import SandboxCapabilityError
-from nemo_gym.sandbox.base import SandboxResources, SandboxSpec
+from nemo_gym.contract.sandbox import SandboxResources, SandboxSpec
 from nemo_gym.sandbox.providers.local import LocalProvider
 
 async def main():

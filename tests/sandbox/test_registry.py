@@ -11,9 +11,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_gym import sandbox
+from nemo_gym.config.sandbox_blocks import list_providers, resolve_provider_config, resolve_provider_metadata
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.sandbox.config import resolve_provider_config, resolve_provider_metadata
-from nemo_gym.sandbox.registry import create_provider, get_provider_class, list_providers, register_provider
+from nemo_gym.sandbox.registry import create_provider, get_provider_class, register_provider
 from nemo_gym.sandbox.utils import cpu_cap_env, rewrite_image
 
 pytestmark = pytest.mark.usefixtures("clean_registry")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from nemo_gym.config.launch import ServerLaunch, set_current_launch
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import SandboxError
-from nemo_gym.http.launch import ServerLaunch, set_current_launch
-from nemo_gym.sandbox.base import SandboxSpec
+from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.sandbox.providers.remote import RemoteProvider
 from nemo_gym.sandbox.providers.remote.box import box_of
 from resources_servers.sandbox.tests.broker_process import INSTANCE, BrokerProcess

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from nemo_gym.config.launch import ServerLaunch, set_current_launch
 from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Role, StackKeys
 from nemo_gym.contract.errors import ConfigError, InvalidBodyError, SandboxError
-from nemo_gym.http.launch import ServerLaunch, set_current_launch
-from nemo_gym.sandbox.base import NetworkPolicy, SandboxHandle, SandboxSpec
-from nemo_gym.sandbox.capabilities import SandboxCapabilities
+from nemo_gym.contract.sandbox import NetworkPolicy, SandboxSpec
+from nemo_gym.sandbox.base import SandboxCapabilities, SandboxHandle
 from nemo_gym.sandbox.providers.remote import RemoteProvider
 from nemo_gym.sandbox.providers.remote.connection import encode
 from nemo_gym.sandbox.providers.remote.options import RemoteOptions, find_broker

@@ -14,8 +14,9 @@ import pytest
 from aiohttp import web
 
 from nemo_gym.contract.errors import SandboxCreateError, SandboxError, SandboxLostError
+from nemo_gym.contract.sandbox import Door, SandboxSpec
 from nemo_gym.sandbox.archive import pack_bytes
-from nemo_gym.sandbox.base import Door, ExecEnd, ExecOutcome, ExecRequest, SandboxHandle, SandboxSpec, SandboxStatus
+from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest, SandboxHandle, SandboxStatus
 from nemo_gym.sandbox.conformance.upstream import upstream
 from nemo_gym.sandbox.doors import GENERATION_ROUTES, INFERENCE_ROUTES
 from nemo_gym.sandbox.providers.remote import RemoteProvider

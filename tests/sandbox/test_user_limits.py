@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.sandbox.base import ExecOutput, ExecRequest, Mount, SandboxHandle
+from nemo_gym.contract.sandbox import Mount
+from nemo_gym.sandbox.base import ExecOutput, ExecRequest, SandboxHandle
 from nemo_gym.sandbox.providers.docker import DockerProvider
 from nemo_gym.sandbox.providers.local import LocalProvider
 from tests.sandbox.docker_boxes import Boxes

@@ -13,9 +13,9 @@ from pydantic import BaseModel
 
 from nemo_gym.contract.errors import ConfigError, ServerError
 from nemo_gym.http import client as client_module
+from nemo_gym.http import openai_client as model_client_module
 from nemo_gym.http.client import expect_json
-from nemo_gym.openai_types import client as model_client_module
-from nemo_gym.openai_types.client import MAX_TRIES, NeMoGymAsyncOpenAI
+from nemo_gym.http.openai_client import MAX_TRIES, NeMoGymAsyncOpenAI
 from nemo_gym.rollouts.failures import PeerError
 from nemo_gym.rollouts.peers import Peers
 from nemo_gym.server_utils import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import aiohttp
 import pytest
 
+from nemo_gym.config.launch import ServerLaunch, current_launch, set_current_launch, write_launch
 from nemo_gym.contract.credentials import (
     CREDENTIAL_HEADER,
     Role,
@@ -14,7 +15,6 @@ from nemo_gym.contract.credentials import (
     issue_control_token,
 )
 from nemo_gym.contract.errors import ConfigError, CredentialError
-from nemo_gym.http.launch import ServerLaunch, current_launch, set_current_launch, write_launch
 from nemo_gym.http.webserver import bind
 from responses_api_models.scripted_model.app import ScriptedModel
 from tests.servers.plugins import LegacyAgent, PhraseEnvironment, ToolAgent

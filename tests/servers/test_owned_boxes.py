@@ -14,6 +14,7 @@ from pydantic import PrivateAttr
 from nemo_gym.base_resources_server import BaseResourcesServerConfig, SimpleResourcesServer
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.contract.errors import ContractError, FencedError, NemoGymError
+from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.contract.session import (
     CommandHarvest,
     Egress,
@@ -28,7 +29,7 @@ from nemo_gym.contract.session import (
 from nemo_gym.environment.owned_boxes import OwnedBoxes
 from nemo_gym.http.client import get_response_json
 from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle, SandboxSpec
+from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle
 from nemo_gym.sandbox.providers.remote import RemoteProvider
 from resources_servers.sandbox.tests.broker_process import BrokerProcess
 from tests.servers.stack import Stack, rollout, running_stack

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.sandbox.base import SandboxSpec
+from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.sandbox.providers.local import LocalProvider
 
 IMAGE = "world"

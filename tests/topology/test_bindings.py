@@ -8,6 +8,7 @@ import pytest
 
 from nemo_gym.agent.topology.bindings import AgentBoxes, bind, joined
 from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.sandbox import Mount, NetworkPolicy, SandboxResources, SandboxSpec
 from nemo_gym.contract.session import (
     ActRequest,
     DoorRequest,
@@ -22,7 +23,6 @@ from nemo_gym.contract.session import (
     SessionDescriptor,
     Topology,
 )
-from nemo_gym.sandbox.base import Mount, NetworkPolicy, SandboxResources, SandboxSpec
 from nemo_gym.sandbox.merge import HarnessNeeds
 
 CLI = HarnessNeeds(mounts=(Mount("/cache/cli", "/opt/cli"),), model_in_box=True)

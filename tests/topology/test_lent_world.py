@@ -11,6 +11,7 @@ import pytest
 
 from nemo_gym.agent.topology.world import HarnessRun, World, act_in_world
 from nemo_gym.contract.errors import SandboxLostError
+from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.contract.session import (
     ActRequest,
     AgentOutcome,
@@ -23,7 +24,7 @@ from nemo_gym.contract.session import (
     SessionDescriptor,
     Topology,
 )
-from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider, SandboxSpec, SandboxStatus
+from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider, SandboxStatus
 from nemo_gym.sandbox.conformance.upstream import Upstream, upstream
 from nemo_gym.sandbox.merge import HarnessNeeds
 from nemo_gym.sandbox.providers.local import LocalProvider

@@ -13,6 +13,7 @@ import pytest
 from nemo_gym.agent.harness.base import HarnessCommand, HarnessContext
 from nemo_gym.agent.topology import doors
 from nemo_gym.agent.topology.world import HarnessRun, OutputLimitError, OutputMeter, World, act_in_world
+from nemo_gym.contract.sandbox import SandboxResources, SandboxSpec
 from nemo_gym.contract.session import (
     ActRequest,
     ActResponse,
@@ -25,7 +26,7 @@ from nemo_gym.contract.session import (
     Topology,
 )
 from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import ExecOutcome, SandboxResources, SandboxSpec
+from nemo_gym.sandbox.base import ExecOutcome
 from nemo_gym.sandbox.merge import HarnessNeeds, world_spec
 from nemo_gym.sandbox.providers.local import LocalProvider
 from tests.harness.conftest import local, local_settings

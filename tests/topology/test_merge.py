@@ -6,6 +6,7 @@ import pytest
 
 from nemo_gym.agent.topology.doors import world_doors
 from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.sandbox import Mount, NetworkPolicy, SandboxSpec
 from nemo_gym.contract.session import (
     DoorRequest,
     Egress,
@@ -16,7 +17,6 @@ from nemo_gym.contract.session import (
     SessionDescriptor,
     Topology,
 )
-from nemo_gym.sandbox.base import Mount, NetworkPolicy, SandboxSpec
 from nemo_gym.sandbox.merge import HarnessNeeds, world_spec
 
 INFERENCE = InferenceEndpoint(base_url="http://127.0.0.1:9/gateway/v1", token="inference-token")

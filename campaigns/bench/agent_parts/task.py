@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_gym.sandbox.base import SandboxProvider, SandboxSpec
+from nemo_gym.contract.sandbox import SandboxSpec
+from nemo_gym.sandbox.base import SandboxProvider
 
 IMAGE = "agents-bench"
 WORKDIR = "/repo"

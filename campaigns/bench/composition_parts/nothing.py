@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import uuid4
 
-from nemo_gym.sandbox.base import SandboxExecResult, SandboxHandle, SandboxSpec
-from nemo_gym.sandbox.capabilities import SandboxCapabilities
+from nemo_gym.contract.sandbox import SandboxSpec
+from nemo_gym.sandbox.base import SandboxCapabilities, SandboxExecResult, SandboxHandle
 
 
 class NothingProvider:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from campaigns.faults.leftovers import Scope, leftovers
-from nemo_gym.broker.lifecycle.backend import BROKER_LABEL, SANDBOX_LABEL
+from nemo_gym.broker.backend import BROKER_LABEL, SANDBOX_LABEL
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import SandboxProvider
 from nemo_gym.sandbox.registry import create_provider

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from nemo_gym.config.launch import LAUNCH_FD_ENV, ServerLaunch, write_launch
 from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Role, StackKeys
-from nemo_gym.http.launch import LAUNCH_FD_ENV, ServerLaunch, write_launch
 from nemo_gym.stack.child import ENVIRONMENT_FD_ENV
 from nemo_gym_testing.gateway.tiny.policies import make_policy
 

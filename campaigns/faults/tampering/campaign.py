@@ -33,8 +33,9 @@ from campaigns.bench.report import Bar, print_report
 from campaigns.faults.tampering.corpus import SOURCES, VERSION, Entry, load_corpus, select
 from campaigns.faults.tampering.harness import play_through_harness
 from nemo_gym.contract.errors import NemoGymError
+from nemo_gym.contract.sandbox import NetworkPolicy, SandboxResources, SandboxRole, SandboxSpec
 from nemo_gym.contract.session import Artifact, GitDiffHarvest
-from nemo_gym.sandbox.base import NetworkPolicy, SandboxProvider, SandboxResources, SandboxRole, SandboxSpec
+from nemo_gym.sandbox.base import SandboxProvider
 from nemo_gym.sandbox.facade import AsyncSandbox
 from nemo_gym.sandbox.harvest import harvest_all
 from nemo_gym.sandbox.labels import RUN as RUN_LABEL

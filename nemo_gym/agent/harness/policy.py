@@ -17,7 +17,7 @@ from nemo_gym.contract.errors import ModelError
 from nemo_gym.contract.model_limits import CONNECT_TIMEOUT_S, WAIT_BEYOND_S
 from nemo_gym.contract.session import InferenceEndpoint, is_context_exceeded
 from nemo_gym.http.client import get_global_aiohttp_client
-from nemo_gym.openai_types.client import SHOULD_RETRY_HEADER
+from nemo_gym.http.openai_client import SHOULD_RETRY_HEADER
 
 RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 MAX_BACKOFF_S = 30.0

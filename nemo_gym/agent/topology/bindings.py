@@ -17,8 +17,8 @@ from typing import Any
 
 from nemo_gym.agent.topology.doors import process_doors, world_doors
 from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.sandbox import Door, SandboxResources, SandboxSpec
 from nemo_gym.contract.session import ActRequest, SandboxRef, SessionDescriptor, Topology
-from nemo_gym.sandbox.base import Door, SandboxResources, SandboxSpec
 from nemo_gym.sandbox.merge import HarnessNeeds, bounded, egress_door, merge_env, network_policy, world_spec
 
 _SINGLE_VALUES = ("image", "workdir", "user", "entrypoint", "ready_timeout_s", "ttl_s")

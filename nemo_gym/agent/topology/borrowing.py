@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Sequence
 
 from nemo_gym.agent.topology.teardown import CLOSE_TIMEOUT_S, shielded
 from nemo_gym.contract.errors import FencedError, SandboxLostError
+from nemo_gym.contract.sandbox import Door
 from nemo_gym.contract.session import SandboxRef
-from nemo_gym.sandbox.base import Door, SandboxHandle, SandboxProvider
+from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider
 from nemo_gym.sandbox.capabilities import Connectable, SupportsLoopbackDoor, require
 from nemo_gym.sandbox.registry import create_provider
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.sandbox import Door
 from nemo_gym.contract.session import (
     DEFAULT_MODEL_DOOR_PORT,
     MODEL_DOOR,
@@ -13,7 +14,6 @@ from nemo_gym.contract.session import (
     SessionDescriptor,
     Topology,
 )
-from nemo_gym.sandbox.base import Door
 from nemo_gym.sandbox.doors import GENERATION_ROUTES, INFERENCE_ROUTES, MCP_ROUTES
 from nemo_gym.sandbox.egress import EGRESS_DOOR
 from nemo_gym.sandbox.merge import HarnessNeeds

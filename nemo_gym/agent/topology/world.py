@@ -28,6 +28,7 @@ from nemo_gym.contract.errors import (
     SandboxError,
     SandboxLostError,
 )
+from nemo_gym.contract.sandbox import SandboxRole, SandboxSpec
 from nemo_gym.contract.session import ActRequest, ActResponse, AgentOutcome, Artifact, Topology, outcome_of_model_error
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import (
@@ -39,8 +40,6 @@ from nemo_gym.sandbox.base import (
     SandboxExecResult,
     SandboxHandle,
     SandboxProvider,
-    SandboxRole,
-    SandboxSpec,
 )
 from nemo_gym.sandbox.capabilities import SupportsDoorStatistics
 from nemo_gym.sandbox.door_statistics import DoorStatistics

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from nemo_gym.broker.leases.access import Grant
+from nemo_gym.broker.access import Grant
 from nemo_gym.broker.routes.bodies import RESPONSES, bounded, raw_body, require_media_type, stream_reply
 from nemo_gym.broker.routes.leases import live
 from nemo_gym.broker.routes.models import reply

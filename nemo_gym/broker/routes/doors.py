@@ -8,8 +8,8 @@ from fastapi import APIRouter, Path
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nemo_gym.broker.leases.permissions import is_trusted
-from nemo_gym.broker.lifecycle.boxes import door_digest
+from nemo_gym.broker.boxes import door_digest
+from nemo_gym.broker.permissions import is_trusted
 from nemo_gym.broker.routes.bodies import RESPONSES, json_body, parse
 from nemo_gym.broker.routes.leases import live
 from nemo_gym.broker.routes.models import reply

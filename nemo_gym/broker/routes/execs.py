@@ -8,8 +8,8 @@ from fastapi import APIRouter, Path, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nemo_gym.broker.execs.run import ExecRun
-from nemo_gym.broker.leases.access import Grant
+from nemo_gym.broker.access import Grant
+from nemo_gym.broker.exec_run import ExecRun
 from nemo_gym.broker.routes.bodies import (
     RESPONSES,
     digest,

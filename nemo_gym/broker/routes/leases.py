@@ -9,9 +9,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nemo_gym.broker.leases.access import Grant, narrower
-from nemo_gym.broker.lifecycle.box import Box
-from nemo_gym.broker.lifecycle.boxes import gone
+from nemo_gym.broker.access import Grant, narrower
+from nemo_gym.broker.box import Box
+from nemo_gym.broker.boxes import gone
 from nemo_gym.broker.registry.records import LeaseRecord
 from nemo_gym.broker.routes.bodies import RESPONSES, json_body, parse
 from nemo_gym.broker.routes.models import reply

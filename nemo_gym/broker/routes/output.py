@@ -9,10 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from nemo_gym.broker.execs.run import ExecRun
-from nemo_gym.broker.execs.spool import Stream
-from nemo_gym.broker.leases.access import Grant
+from nemo_gym.broker.access import Grant
+from nemo_gym.broker.exec_run import ExecRun
 from nemo_gym.broker.service import BrokerService
+from nemo_gym.broker.spool import Stream
 from nemo_gym.sandbox.wire.frames import (
     MAX_PAYLOAD_BYTES,
     PING,

@@ -11,9 +11,9 @@ from fastapi import APIRouter, Header, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nemo_gym.broker.leases.permissions import OWNER_LABEL
-from nemo_gym.broker.lifecycle.box import Box, gone_view
-from nemo_gym.broker.lifecycle.order import CreateOrder
+from nemo_gym.broker.box import Box, gone_view
+from nemo_gym.broker.order import CreateOrder
+from nemo_gym.broker.permissions import OWNER_LABEL
 from nemo_gym.broker.routes.bodies import RESPONSES, digest, json_body, parse
 from nemo_gym.broker.routes.models import reply
 from nemo_gym.broker.service import BrokerService

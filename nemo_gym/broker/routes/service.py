@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from nemo_gym.broker.leases.permissions import is_trusted
+from nemo_gym.broker.permissions import is_trusted
 from nemo_gym.broker.routes.bodies import RESPONSES
 from nemo_gym.broker.routes.models import reply
 from nemo_gym.broker.service import BrokerService

@@ -22,20 +22,20 @@ from nemo_gym.contract.credentials import CREDENTIAL_HEADER
 from nemo_gym.contract.errors import ConfigError, CredentialError
 from nemo_gym.contract.session import McpServer, RolloutIdentity, SessionDescriptor
 from nemo_gym.environment.attempts import AttemptKey, AttemptStore
+from nemo_gym.environment.hooks import ALLOWED_TOOLS_SESSION_KEY, MCP_PATH
 from nemo_gym.environment.mcp.call import call_route
 from nemo_gym.environment.mcp.tokens import check_mcp_token, issue_mcp_token
-from nemo_gym.environment.mcp.tools import RouteTool, catch_all_of, tools_of
-from nemo_gym.environment.routes import ALLOWED_TOOLS_SESSION_KEY, MCP_PATH
+from nemo_gym.environment.route_tools import RouteTool, catch_all_of, tools_of
+from nemo_gym.http.correlation import ROLLOUT_ID_HEADER, rollout_path_prefix
 from nemo_gym.http.problems import problem_response
 from nemo_gym.http.sessions import CookieCodec
-from nemo_gym.rollout_correlation import ROLLOUT_ID_HEADER, rollout_path_prefix
 
 if TYPE_CHECKING:
     from mcp.server import ServerRequestContext
     from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
     from mcp.types import CallToolRequestParams, CallToolResult, ListToolsResult, PaginatedRequestParams
 
-    from nemo_gym.base_resources_server import SimpleResourcesServer
+    from nemo_gym.environment.hooks import EnvironmentHooks
 
 NEMO_GYM_TOKEN_HEADER = "X-NeMo-Gym-Session-Token"
 """Where NeMo Gym's agents put the token."""
@@ -48,7 +48,7 @@ log = structlog.get_logger(__name__)
 class McpEndpoint:
     """One environment's tools over MCP. Raises `ConfigError` when the ``mcp`` package is not installed."""
 
-    def __init__(self, server: SimpleResourcesServer, attempts: AttemptStore, app: FastAPI) -> None:
+    def __init__(self, server: EnvironmentHooks, attempts: AttemptStore, app: FastAPI) -> None:
         try:
             from mcp.server import Server
         except ImportError as error:

@@ -10,13 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nemo_gym.gateway.retries.answers import Repeat
+from nemo_gym.http.delivery import Connection
 
 IDEMPOTENCY_HEADERS = ("idempotency-key", "x-idempotency-key")
 RETRY_COUNT_HEADER = "x-stainless-retry-count"
 """The SDKs of OpenAI and Anthropic count their own retries in it. Claude Code sends 0 always, which says nothing."""
-
-Connection = tuple[str, int]
-"""Address and port of the client's end, as in an ASGI scope's ``client``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,7 @@
 from nemo_gym.gateway.routing.health import Health, HealthState
 from nemo_gym.gateway.routing.prober import PROBE_INTERVAL_S, Prober
 from nemo_gym.gateway.routing.replica import Replica, ReplicaStatus
-from nemo_gym.gateway.routing.reservation import Reservation
-from nemo_gym.gateway.routing.router import NoEngineError, Router, RouterOptions
+from nemo_gym.gateway.routing.router import NoEngineError, Reservation, Router, RouterOptions
 
 __all__ = [
     "PROBE_INTERVAL_S",

@@ -17,11 +17,10 @@ from nemo_gym.gateway.dialects.errors import status_of
 from nemo_gym.gateway.journal import KeptBody
 from nemo_gym.gateway.lowered import LoweredRequest
 from nemo_gym.gateway.retries import Delivery
-from nemo_gym.gateway.retries.hints import Connection
 from nemo_gym.gateway.service.backend import C, TurnFacts
 from nemo_gym.gateway.service.committed import Committed, LargeText
 from nemo_gym.gateway.service.live import LiveSession
-from nemo_gym.http.delivery import AnswerWatch
+from nemo_gym.http.delivery import AnswerWatch, Connection
 
 _NOTHING = LoweredRequest(())
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig
 from nemo_gym.config_types import CommandPath
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.capture import CaptureConfig
 from nemo_gym.gateway.engines import EngineConfig
 from nemo_gym.gateway.journal import Durability
+from nemo_gym.gateway.model_server import BaseResponsesAPIModelConfig
 from nemo_gym.gateway.service.limits import CallLimits
 from nemo_gym.gateway.service.pool import EnginePool, RetryConfig, RoutingConfig
 from nemo_gym.gateway.sessions import KEEP_CLOSED_S

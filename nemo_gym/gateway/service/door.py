@@ -22,9 +22,9 @@ from nemo_gym.gateway.service.limits import step_begins
 from nemo_gym.gateway.service.live import LiveSession
 from nemo_gym.gateway.service.sessions import DurableSessions
 from nemo_gym.gateway.sessions import token_in
+from nemo_gym.http.correlation import ROLLOUT_ID_HEADER
 from nemo_gym.http.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError
 from nemo_gym.http.problems import json_object, refused, unexpected
-from nemo_gym.rollout_correlation import ROLLOUT_ID_HEADER
 
 _SESSIONS = "/sessions/"
 _ELSEWHERE = frozenset(

@@ -10,12 +10,12 @@ from nemo_gym.gateway.dialects.memo import LoweringMemo
 from nemo_gym.gateway.journal import SessionRecord, SessionState
 from nemo_gym.gateway.retries import SessionAnswers
 from nemo_gym.gateway.retries.fingerprint import FingerprintMemo
-from nemo_gym.gateway.retries.hints import Connection
 from nemo_gym.gateway.service.backend import C
 from nemo_gym.gateway.service.bodies import BodyMemo
 from nemo_gym.gateway.service.committed import Committed
 from nemo_gym.gateway.service.limits import SessionShare
 from nemo_gym.gateway.sessions import GatewaySession
+from nemo_gym.http.delivery import Connection
 
 _REMEMBERED_CONNECTIONS = 64
 

@@ -10,16 +10,9 @@ from typing import Any
 
 import pytest
 
+from nemo_gym.contract.sandbox import NetworkPolicy, SandboxSpec
 from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import (
-    ExecEnd,
-    ExecOutput,
-    ExecProcess,
-    NetworkPolicy,
-    SandboxExecResult,
-    SandboxProvider,
-    SandboxSpec,
-)
+from nemo_gym.sandbox.base import ExecEnd, ExecOutput, ExecProcess, SandboxExecResult, SandboxProvider
 from nemo_gym.sandbox.facade import AsyncSandbox
 from nemo_gym.sandbox.registry import create_provider
 

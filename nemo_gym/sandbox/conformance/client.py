@@ -11,7 +11,7 @@ import json
 import sys
 from typing import Any
 
-from nemo_gym.sandbox.base import NetworkPolicy, SandboxSpec
+from nemo_gym.contract.sandbox import NetworkPolicy, SandboxSpec
 from nemo_gym.sandbox.facade import AsyncSandbox
 from nemo_gym.sandbox.registry import create_provider
 

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from nemo_gym.contract.errors import ConfigError, SandboxCapabilityError, SandboxCreateError, SandboxLostError
-from nemo_gym.sandbox.base import ExecRequest, Mount, SandboxProvider, SandboxResources, SandboxSpec, SandboxStatus
+from nemo_gym.contract.sandbox import Mount, SandboxResources, SandboxSpec
+from nemo_gym.sandbox.base import ExecRequest, SandboxProvider, SandboxStatus
 from nemo_gym.sandbox.conformance.base import Checks, StartBox, assert_lost, collect, eventually, sh
 from nemo_gym.sandbox.facade import AsyncSandbox, keep_renewed
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from nemo_gym.sandbox.base import ExecOutcome, SandboxProvider, SandboxResources, SandboxStatus
+from nemo_gym.contract.sandbox import SandboxResources
+from nemo_gym.sandbox.base import ExecOutcome, SandboxProvider, SandboxStatus
 from nemo_gym.sandbox.conformance.base import PATIENCE_S, Checks, StartBox, eventually, python, sh
 from nemo_gym.sandbox.facade import AsyncSandbox
 

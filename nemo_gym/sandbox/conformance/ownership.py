@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from nemo_gym.contract.errors import NemoGymError, SandboxLostError
+from nemo_gym.contract.sandbox import Door, NetworkPolicy, SandboxSpec
 from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import Door, NetworkPolicy, SandboxProvider, SandboxSpec, SandboxStatus
+from nemo_gym.sandbox.base import SandboxProvider, SandboxStatus
 from nemo_gym.sandbox.capabilities import Connectable
 from nemo_gym.sandbox.conformance.base import PATIENCE_S, Checks, StartBox, eventually, sh
 from nemo_gym.sandbox.facade import AsyncSandbox

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.contract.session import Artifact, FilesHarvest, GitDiffHarvest, HarvestItem
-from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider, SandboxSpec
+from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider
 from nemo_gym.sandbox.harvest.files import harvest_command, harvest_files
 from nemo_gym.sandbox.harvest.git_diff import harvest_git_diff
 

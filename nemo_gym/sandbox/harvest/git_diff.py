@@ -15,18 +15,11 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from nemo_gym.contract.errors import SandboxArchiveError, SandboxError, SandboxLostError
+from nemo_gym.contract.sandbox import NetworkPolicy, SandboxRole, SandboxSpec
 from nemo_gym.contract.session import Artifact, GitDiffHarvest
 from nemo_gym.sandbox import labels as label_names
 from nemo_gym.sandbox.archive import END_OF_ARCHIVE, ArchiveError, pack_bytes
-from nemo_gym.sandbox.base import (
-    ExecOutcome,
-    NetworkPolicy,
-    SandboxExecResult,
-    SandboxHandle,
-    SandboxProvider,
-    SandboxRole,
-    SandboxSpec,
-)
+from nemo_gym.sandbox.base import ExecOutcome, SandboxExecResult, SandboxHandle, SandboxProvider
 from nemo_gym.sandbox.facade import AsyncSandbox, keep_renewed
 from nemo_gym.sandbox.harvest.tree import SYMLINK, Entry, Tree, TreeTooLargeError, read_tree
 

@@ -7,8 +7,9 @@ from typing import Literal, Self
 
 from pydantic import Field
 
+from nemo_gym.contract.sandbox import NetworkPolicy, SandboxSpec
 from nemo_gym.contract.session import LeaseScope, MountModel, ResourcesModel, SandboxSpecModel
-from nemo_gym.sandbox.base import NetworkPolicy, SandboxInfo, SandboxSpec, SandboxStatus
+from nemo_gym.sandbox.base import SandboxInfo, SandboxStatus
 from nemo_gym.sandbox.wire.doors import DoorModel
 from nemo_gym.sandbox.wire.fields import Identifier, Labels, Text, TtlS, WireModel
 

@@ -8,9 +8,9 @@ from typing import Self
 
 from pydantic import Field
 
+from nemo_gym.contract.sandbox import NetworkPolicy, SandboxResources
 from nemo_gym.contract.session import ResourcesModel
-from nemo_gym.sandbox.base import NetworkPolicy, SandboxResources
-from nemo_gym.sandbox.capabilities import SandboxCapabilities
+from nemo_gym.sandbox.base import SandboxCapabilities
 from nemo_gym.sandbox.wire.fields import MAX_STDIN_BYTES, MAX_TTL_S, WireModel
 
 _NOT_FLAGS = ("network_policies", "reasons", "default_limits")

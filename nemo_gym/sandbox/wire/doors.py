@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 from pydantic import Field
 
-from nemo_gym.sandbox.base import Door
+from nemo_gym.contract.sandbox import Door
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.wire.fields import Text, WireModel, fields_of
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_gym.config.launch import LAUNCH_FD_ENV, ServerLaunch, write_launch
 from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Role, StackKeys
-from nemo_gym.http.launch import LAUNCH_FD_ENV, ServerLaunch, write_launch
 
 APP = Path(__file__).parents[1] / "app.py"
 ROOT = Path(__file__).parents[3]

@@ -16,9 +16,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from nemo_gym.broker.lifecycle.backend import BROKER_LABEL, SANDBOX_LABEL
+from nemo_gym.broker.backend import BROKER_LABEL, SANDBOX_LABEL
 from nemo_gym.contract.errors import NemoGymError, SandboxLostError
-from nemo_gym.sandbox.base import Door, ExecRequest, SandboxExecResult, SandboxProvider, SandboxSpec
+from nemo_gym.contract.sandbox import Door, SandboxSpec
+from nemo_gym.sandbox.base import ExecRequest, SandboxExecResult, SandboxProvider
 from nemo_gym.sandbox.capabilities import SupportsLoopbackDoor
 from nemo_gym.sandbox.facade import AsyncSandbox
 from nemo_gym.sandbox.registry import create_provider

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from nemo_gym.contract.credentials import Role
-from nemo_gym.sandbox.base import SandboxSpec
+from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.sandbox.providers.local import LocalProvider
 from resources_servers.sandbox.tests.api import Answer, Api, LentBox, calling
 from resources_servers.sandbox.tests.broker_process import INSTANCE, BrokerProcess

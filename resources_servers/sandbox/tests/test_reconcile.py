@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.broker.lifecycle.backend import BROKER_LABEL, SANDBOX_LABEL
-from nemo_gym.sandbox.base import SandboxSpec
+from nemo_gym.broker.backend import BROKER_LABEL, SANDBOX_LABEL
+from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.sandbox.registry import create_provider
 from resources_servers.sandbox.tests.api import LentBox, calling, eventually
 from resources_servers.sandbox.tests.conftest import StartBroker

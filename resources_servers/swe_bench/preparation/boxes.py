@@ -13,7 +13,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from nemo_gym.sandbox.base import ExecOutcome, NetworkPolicy, SandboxHandle, SandboxProvider, SandboxRole, SandboxSpec
+from nemo_gym.contract.sandbox import NetworkPolicy, SandboxRole, SandboxSpec
+from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle, SandboxProvider
 from nemo_gym.sandbox.labels import box_labels
 from resources_servers.swe_bench.preparation.errors import PreparationError
 from resources_servers.swe_bench.preparation.registries import BUILD_DIR, CA_FILE, RegistryAccess

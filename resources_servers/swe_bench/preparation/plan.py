@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from nemo_gym._util.suggest import reject_unknown_keys
-from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
 from resources_servers.swe_bench.images import content_digest, prepared_image
 from resources_servers.swe_bench.row import SweBenchRow
 

@@ -13,9 +13,10 @@ import pytest
 
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import NemoGymError, VerifierError
+from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.contract.session import Artifact, RolloutIdentity, Topology
 from nemo_gym.contract.verdict import FailureKind
-from nemo_gym.sandbox.base import ExecOutcome, SandboxProvider, SandboxSpec
+from nemo_gym.sandbox.base import ExecOutcome, SandboxProvider
 from nemo_gym.sandbox.registry import create_provider
 from nemo_gym.server_utils import ServerClient
 from resources_servers.swe_bench import grading

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from nemo_gym.sandbox.base import SandboxHandle, SandboxSpec
+from nemo_gym.contract.sandbox import SandboxSpec
+from nemo_gym.sandbox.base import SandboxHandle
 from nemo_gym.sandbox.labels import MANAGED, ROLE
 from nemo_gym.sandbox.providers.local.provider import LocalProvider
 from resources_servers.swe_bench.images import CONTENT_LABEL, TESTBED, resolve_image

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from nemo_gym.cli.sandbox_check import check_sandbox
 from nemo_gym.config.compose import compose
-from nemo_gym.config.sandbox_check import check_sandbox
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.session import AgentOutcome, Topology
 from nemo_gym.sandbox.base import SandboxProvider

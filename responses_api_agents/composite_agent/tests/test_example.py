@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
+from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.contract.session import ActRequest, ActResponse, AgentOutcome, InferenceEndpoint, SandboxClause, Topology
 from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import SandboxProvider, SandboxSpec
+from nemo_gym.sandbox.base import SandboxProvider
 from nemo_gym.sandbox.providers.local import LocalProvider
 from responses_api_agents.composite_agent.tests.conftest import composite
 from responses_api_models.gateway.app import Gateway

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from nemo_gym.contract.credentials import Role
+from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.contract.session import (
     ActRequest,
     ActResponse,
@@ -21,7 +22,6 @@ from nemo_gym.contract.session import (
     SessionDescriptor,
     Topology,
 )
-from nemo_gym.sandbox.base import SandboxSpec
 from nemo_gym.sandbox.providers.local import LocalProvider
 from nemo_gym.server_utils import close_global_aiohttp_client
 from responses_api_agents.oracle_agent.app import OracleAgent

@@ -16,14 +16,8 @@ from urllib.parse import parse_qsl
 from aiohttp import web
 
 from nemo_gym.contract.errors import SandboxCreateError, SandboxError, SandboxLostError
-from nemo_gym.sandbox.base import (
-    Mount,
-    NetworkPolicy,
-    SandboxHandle,
-    SandboxProvider,
-    SandboxResources,
-    SandboxSpec,
-)
+from nemo_gym.contract.sandbox import Mount, NetworkPolicy, SandboxResources, SandboxSpec
+from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider
 from nemo_gym_testing.opensandbox import execd
 from nemo_gym_testing.opensandbox.execd import problem
 from nemo_gym_testing.opensandbox.faults import Faults, Seen

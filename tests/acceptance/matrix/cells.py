@@ -17,12 +17,13 @@ from pathlib import Path
 
 import yaml
 
+from nemo_gym.cli.sandbox_check import check_sandbox
 from nemo_gym.config.check import check_everything
-from nemo_gym.config.compose import Composition, compose
+from nemo_gym.config.compose import compose
+from nemo_gym.config.composition import Composition
 from nemo_gym.config.groups import Choice, choose_instance, load_group
 from nemo_gym.config.keys import GROUPS, MODEL_TYPE, TOPOLOGY
 from nemo_gym.config.roots import find_plugin
-from nemo_gym.config.sandbox_check import check_sandbox
 from nemo_gym.config.servers import references
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.session import Topology

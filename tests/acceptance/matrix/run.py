@@ -17,10 +17,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from nemo_gym.cli.prepare_agents import cli_packages
-from nemo_gym.config.compose import SANDBOX, Composition
+from nemo_gym.config.composition import SANDBOX, Composition
+from nemo_gym.config.sandbox_blocks import resolve_provider_config
 from nemo_gym.config.servers import references
 from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.config import resolve_provider_config
 from nemo_gym.sandbox.registry import create_provider
 from tests.acceptance.matrix.cells import MODEL, ROOT, Cell, asks_a_model, composed, folder, rows_of
 

@@ -5,7 +5,7 @@ import pytest
 from aiohttp import web
 
 from nemo_gym.gateway.retries import Repeat, request_hints
-from nemo_gym.gateway.retries.hints import Connection
+from nemo_gym.http.delivery import Connection
 
 HERE, THERE = ("127.0.0.1", 5), ("127.0.0.1", 6)
 

@@ -15,7 +15,8 @@ import pytest
 from aiohttp import web
 
 from nemo_gym.contract.errors import SandboxCreateError, SandboxError
-from nemo_gym.sandbox.base import Door, ExecOutput, ExecRequest, NetworkPolicy, SandboxHandle, SandboxSpec
+from nemo_gym.contract.sandbox import Door, NetworkPolicy, SandboxSpec
+from nemo_gym.sandbox.base import ExecOutput, ExecRequest, SandboxHandle
 from nemo_gym.sandbox.conformance.base import eventually
 from nemo_gym.sandbox.providers.opensandbox import OpenSandboxProvider
 from nemo_gym.sandbox.providers.opensandbox.doors import _Stream

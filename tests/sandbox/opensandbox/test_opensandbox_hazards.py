@@ -11,16 +11,9 @@ from typing import Any
 import pytest
 
 from nemo_gym.contract.errors import SandboxCreateError, SandboxCreateVerificationError, SandboxError, SandboxLostError
+from nemo_gym.contract.sandbox import NetworkPolicy, SandboxSpec
 from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import (
-    ExecEnd,
-    ExecOutcome,
-    ExecRequest,
-    NetworkPolicy,
-    SandboxHandle,
-    SandboxSpec,
-    SandboxStatus,
-)
+from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest, SandboxHandle, SandboxStatus
 from nemo_gym.sandbox.conformance.base import eventually
 from nemo_gym.sandbox.providers.opensandbox import OpenSandboxProvider
 from nemo_gym.sandbox.registry import create_provider

@@ -12,18 +12,9 @@ import docker
 import pytest
 
 from nemo_gym.contract.errors import SandboxCreateError, SandboxCreateVerificationError
+from nemo_gym.contract.sandbox import DEFAULT_MEMORY_MIB, NetworkPolicy, SandboxResources, SandboxSpec
 from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import (
-    DEFAULT_MEMORY_MIB,
-    ExecOutcome,
-    ExecOutput,
-    ExecRequest,
-    NetworkPolicy,
-    SandboxHandle,
-    SandboxResources,
-    SandboxSpec,
-    SandboxStatus,
-)
+from nemo_gym.sandbox.base import ExecOutcome, ExecOutput, ExecRequest, SandboxHandle, SandboxStatus
 from nemo_gym.sandbox.conformance.base import eventually
 from nemo_gym.sandbox.providers.opensandbox import OpenSandboxProvider
 from tests.sandbox.opensandbox.server import Server, opensandbox_server

@@ -11,18 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from nemo_gym.sandbox.base import (
-    Door,
-    ExecEnd,
-    ExecOutcome,
-    ExecRequest,
-    Mount,
-    NetworkPolicy,
-    SandboxResources,
-    SandboxSpec,
-    SandboxStatus,
-)
-from nemo_gym.sandbox.capabilities import SandboxCapabilities
+from nemo_gym.contract.sandbox import Door, Mount, NetworkPolicy, SandboxResources, SandboxSpec
+from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest, SandboxCapabilities, SandboxStatus
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.wire.boxes import BoxSpec, CreateSandbox, MintLease, RenewLease, SandboxView
 from nemo_gym.sandbox.wire.capabilities import BrokerLimits, CapabilitiesView

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from nemo_gym._util.directories import cache_root
 from nemo_gym.agent.harness.package import CliPackage
 from nemo_gym.agent.harness.provision.libraries import LOADERS, SYSTEM_DIRECTORY
 from nemo_gym.contract.errors import ConfigError
@@ -91,12 +91,6 @@ def _found(package: CliPackage) -> Path | None:
         if (directory / MARKER).is_file() and (directory / package.command).is_file():
             return directory
     return None
-
-
-def cache_root() -> Path:
-    """``$NEMO_GYM_CACHE_DIR`` or ``~/.cache/nemo-gym``."""
-    given = os.environ.get("NEMO_GYM_CACHE_DIR")
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo-gym"
 
 
 def _recorded(directory: Path) -> Mapping[str, Any]:

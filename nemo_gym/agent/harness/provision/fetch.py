@@ -17,13 +17,13 @@ from pathlib import Path
 
 import orjson
 
+from nemo_gym._util.directories import cache_root
 from nemo_gym.agent.harness.package import CliPackage
 from nemo_gym.agent.harness.provision import (
     GLIBC,
     MARKER,
     PYTHON_RECORD,
     RECORD,
-    cache_root,
     fetched_directory,
     installed,
     is_installed,

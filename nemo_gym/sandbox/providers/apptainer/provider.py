@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from typing import Any
 
-from nemo_gym.sandbox.base import SandboxSpec
+from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.sandbox.providers.apptainer.images import image_from_path
 from nemo_gym.sandbox.providers.apptainer.options import ApptainerOptions
 from nemo_gym.sandbox.providers.local.options import SupervisedOptions

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from nemo_gym._util.suggest import nearest, reject_unknown_keys
-from nemo_gym.contract.errors import ConfigError
-from nemo_gym.sandbox.base import SandboxResources
+from nemo_gym._util.suggest import nearest
+from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
+from nemo_gym.contract.sandbox import SandboxResources
 
 PullPolicy = Literal["never", "missing", "always"]
 

@@ -6,9 +6,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nemo_gym._util.suggest import reject_unknown_keys
-from nemo_gym.contract.errors import SandboxCreateError, SandboxCreateVerificationError, SandboxError
-from nemo_gym.sandbox.base import DEFAULT_TTL_S, NetworkPolicy, SandboxSpec
+from nemo_gym.contract.errors import (
+    SandboxCreateError,
+    SandboxCreateVerificationError,
+    SandboxError,
+    reject_unknown_keys,
+)
+from nemo_gym.contract.sandbox import DEFAULT_TTL_S, NetworkPolicy, SandboxSpec
 from nemo_gym.sandbox.providers.docker import first_process, seccomp
 from nemo_gym.sandbox.providers.docker.archives import files_archive
 from nemo_gym.sandbox.providers.docker.config import DockerConfig

@@ -1,4 +1,4 @@
-"""One exec in a container, from its start to its one end."""
+"""A container as this process holds it, and one exec in it from its start to its one end."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import contextlib
 import signal as signals
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from nemo_gym.contract.errors import SandboxError
-from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecRequest
+from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecRequest, SandboxHandle
+from nemo_gym.sandbox.doors import DoorServer
+from nemo_gym.sandbox.egress import EgressProxy
 from nemo_gym.sandbox.providers.docker.attach import Attachment, AttachRefused, attach
-from nemo_gym.sandbox.providers.docker.box import DockerBox
 from nemo_gym.sandbox.providers.docker.engine import Engine, sdk_errors, status_of
-from nemo_gym.sandbox.providers.docker.names import EXEC_MARK
-from nemo_gym.sandbox.providers.docker.processes import kill_exec, now_ticks, signal_exec
+from nemo_gym.sandbox.providers.docker.names import EXEC_MARK, spec_env
+from nemo_gym.sandbox.providers.docker.processes import BoxControl, kill_exec, now_ticks, signal_exec
 
 _SIGNAL_CODES = {
     128 + number
@@ -51,6 +54,45 @@ for d in /proc/[0-9]*; do
   if tr '\\0' '\\n' 2>/dev/null <"$d/environ" | grep -qx "$1"; then kill -"$2" "$p" 2>/dev/null; fi
 done
 """
+
+
+@dataclass
+class DockerBox:
+    """What `SandboxHandle.raw` is."""
+
+    container_id: str
+    name: str
+    """The container's name in the engine; changes with each renewal."""
+    env: Mapping[str, str]
+    """The spec's environment, added to every exec."""
+    init_pid: int
+    """The host's number of the box's first process; 0 when the engine's processes are not visible here."""
+    control: BoxControl | None
+    """``None`` where the host does not show the box's processes."""
+    has_memory_limit: bool
+    running: dict[str, DockerExec] = field(default_factory=dict)
+    doors: dict[str, DoorServer | EgressProxy] = field(default_factory=dict)
+
+    @classmethod
+    def from_inspection(cls, found: Mapping[str, Any], *, local: bool) -> DockerBox:
+        """Build from the engine's description of a running container."""
+        pid = int(found["State"].get("Pid") or 0) if local else 0
+        return cls(
+            container_id=found["Id"],
+            name=str(found["Name"]).lstrip("/"),
+            env=spec_env(found["Config"].get("Labels") or {}),
+            init_pid=pid,
+            control=BoxControl.find(pid, found["Id"]) if pid else None,
+            has_memory_limit=bool((found.get("HostConfig") or {}).get("Memory")),
+        )
+
+
+def box_of(handle: SandboxHandle) -> DockerBox:
+    if not isinstance(handle.raw, DockerBox):
+        raise SandboxError(
+            f"sandbox handle {handle.sandbox_id} of '{handle.provider_name}' is not the docker provider's"
+        )
+    return handle.raw
 
 
 class DockerExec:

@@ -13,32 +13,27 @@ from pathlib import Path
 from typing import Any
 
 from nemo_gym.contract.errors import SandboxArchiveError, SandboxCreateError, SandboxError, SandboxLostError
+from nemo_gym.contract.sandbox import DEFAULT_READY_TIMEOUT_S, Door, NetworkPolicy, SandboxResources, SandboxSpec
 from nemo_gym.sandbox.archive import pack
 from nemo_gym.sandbox.archive_filters import single_file
 from nemo_gym.sandbox.base import (
     DEFAULT_MAX_OUTPUT_BYTES,
-    DEFAULT_READY_TIMEOUT_S,
-    Door,
     ExecEnd,
     ExecOutcome,
     ExecRequest,
-    NetworkPolicy,
+    SandboxCapabilities,
     SandboxExecResult,
     SandboxHandle,
     SandboxInfo,
-    SandboxResources,
-    SandboxSpec,
     SandboxStatus,
 )
-from nemo_gym.sandbox.capabilities import SandboxCapabilities
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.labels import MANAGED
 from nemo_gym.sandbox.providers.docker import archives
-from nemo_gym.sandbox.providers.docker.box import DockerBox, box_of
 from nemo_gym.sandbox.providers.docker.config import DockerConfig
 from nemo_gym.sandbox.providers.docker.creation import Creation
 from nemo_gym.sandbox.providers.docker.engine import Engine, sdk_errors, status_of, translate
-from nemo_gym.sandbox.providers.docker.execution import DockerExec
+from nemo_gym.sandbox.providers.docker.execution import DockerBox, DockerExec, box_of
 from nemo_gym.sandbox.providers.docker.images import Images
 from nemo_gym.sandbox.providers.docker.names import lease_end, public_labels, renewed_name
 from nemo_gym.sandbox.providers.docker.watching import ensure_watchdog

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import nemo_gym
+from nemo_gym._util.directories import INSTALL_ROOT
 from nemo_gym.contract.errors import (
     NemoGymError,
     SandboxArchiveError,
@@ -46,7 +46,7 @@ def release() -> str:
     """A name for the supervisor's code as it is. Each has a directory of its own below the state directory, so that
     clients of a new release start a new supervisor while boxes of the old one live out their leases."""
     digest = hashlib.sha256(f"{PROTOCOL_VERSION} {sys.version}".encode())
-    package = Path(nemo_gym.__file__).resolve().parent / "sandbox"
+    package = INSTALL_ROOT / "nemo_gym" / "sandbox"
     local, apptainer = package / "providers" / "local", package / "providers" / "apptainer"
     own = [*local.glob("*.py"), *(local / "supervisor").glob("*.py"), *apptainer.glob("*.py")]
     for path in sorted([package / "linux.py", package / "archive.py", *own]):
@@ -244,7 +244,7 @@ class SupervisorClient:
 
     def _start(self) -> None:
         options = {
-            "import_root": str(Path(nemo_gym.__file__).resolve().parent.parent),
+            "import_root": str(INSTALL_ROOT),
             "state_dir": str(self.state_dir),
             "linger_s": self._options.linger_s,
             "use_cgroups": self._options.use_cgroups,

@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import nemo_gym
-from nemo_gym._util.command_directory import from_command
-from nemo_gym._util.suggest import reject_unknown_keys
-from nemo_gym.contract.errors import ConfigError, SandboxCreateError
-from nemo_gym.sandbox.base import SandboxResources
+from nemo_gym._util.directories import INSTALL_ROOT, from_command
+from nemo_gym.contract.errors import ConfigError, SandboxCreateError, reject_unknown_keys
+from nemo_gym.contract.sandbox import SandboxResources
 
 _SUITE_PACKAGES = ("nemo_gym", "resources_servers", "responses_api_agents", "responses_api_models")
 _SYSTEM_ROOTS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
@@ -139,7 +137,7 @@ def find_bwrap(name: str) -> str:
 
 def hidden_paths() -> list[str]:
     """Where this suite and its environment are, as far as that is below the host's system directories."""
-    package = Path(nemo_gym.__file__).resolve().parent
+    package = INSTALL_ROOT / "nemo_gym"
     candidates = [package.parent / name for name in _SUITE_PACKAGES]
     for directory in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), str(package.parent)}:
         candidates += Path(directory).glob("nemo_gym_suite-*")

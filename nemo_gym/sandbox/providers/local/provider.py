@@ -19,17 +19,8 @@ from nemo_gym.contract.errors import (
     SandboxError,
     SandboxLostError,
 )
-from nemo_gym.sandbox.base import (
-    DEFAULT_READY_TIMEOUT_S,
-    Door,
-    ExecRequest,
-    NetworkPolicy,
-    SandboxHandle,
-    SandboxInfo,
-    SandboxSpec,
-    SandboxStatus,
-)
-from nemo_gym.sandbox.capabilities import SandboxCapabilities
+from nemo_gym.contract.sandbox import DEFAULT_READY_TIMEOUT_S, Door, NetworkPolicy, SandboxSpec
+from nemo_gym.sandbox.base import ExecRequest, SandboxCapabilities, SandboxHandle, SandboxInfo, SandboxStatus
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.doors import DoorServer, door_server
 from nemo_gym.sandbox.egress import EgressProxy

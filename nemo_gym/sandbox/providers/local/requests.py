@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_gym.contract.errors import ConfigError, SandboxCreateError, SandboxError
-from nemo_gym.sandbox.base import DEFAULT_TTL_S, NetworkPolicy, SandboxSpec
+from nemo_gym.contract.sandbox import DEFAULT_TTL_S, NetworkPolicy, SandboxSpec
 from nemo_gym.sandbox.providers.local.options import SupervisedOptions, hidden_paths
 from nemo_gym.sandbox.providers.local.protocol import Message, memory_file
 from nemo_gym.sandbox.transfer import absolute

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from nemo_gym.contract.errors import SandboxError
+from nemo_gym.contract.sandbox import Door
 from nemo_gym.sandbox.base import SandboxHandle
+from nemo_gym.sandbox.door_statistics import DoorStatistics
 
 if TYPE_CHECKING:
     from opensandbox.sandbox import Sandbox
 
-    from nemo_gym.sandbox.providers.opensandbox.doors import RelayedDoor
+
+class ServedDoor(Protocol):
+    """A door that this process serves, see `RelayedDoor`."""
+
+    @property
+    def door(self) -> Door: ...
+
+    @property
+    def statistics(self) -> DoorStatistics: ...
+
+    async def aclose(self, *, quits: bool) -> None: ...
 
 
 @dataclass
@@ -23,7 +35,7 @@ class OpenSandboxBox:
     sdk: Sandbox | None = field(default=None, repr=False)
     """The SDK's object, made on ``loop`` and of use only there."""
     loop: asyncio.AbstractEventLoop | None = field(default=None, repr=False)
-    doors: dict[str, RelayedDoor] = field(default_factory=dict, repr=False)
+    doors: dict[str, ServedDoor] = field(default_factory=dict, repr=False)
     """Those that this process serves, by name."""
 
     @property

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from nemo_gym._util.suggest import nearest, reject_unknown_keys
-from nemo_gym.contract.errors import ConfigError
-from nemo_gym.sandbox.base import SandboxResources
+from nemo_gym._util.suggest import nearest
+from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
+from nemo_gym.contract.sandbox import SandboxResources
 
 LIMITS = ("cpu", "memory")
 ARCHITECTURES = ("amd64", "arm64")

@@ -14,9 +14,14 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from nemo_gym._util.suggest import reject_unknown_keys
-from nemo_gym.contract.errors import SandboxCreateError, SandboxCreateVerificationError, SandboxError, SandboxLostError
-from nemo_gym.sandbox.base import DEFAULT_TTL_S, NetworkPolicy, SandboxSpec
+from nemo_gym.contract.errors import (
+    SandboxCreateError,
+    SandboxCreateVerificationError,
+    SandboxError,
+    SandboxLostError,
+    reject_unknown_keys,
+)
+from nemo_gym.contract.sandbox import DEFAULT_TTL_S, NetworkPolicy, SandboxSpec
 from nemo_gym.sandbox.providers.opensandbox import labels
 from nemo_gym.sandbox.providers.opensandbox.box import OpenSandboxBox
 from nemo_gym.sandbox.providers.opensandbox.boxtool_build import boxtool

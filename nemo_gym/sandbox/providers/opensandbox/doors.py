@@ -16,7 +16,7 @@ from pathlib import Path
 import structlog
 
 from nemo_gym.contract.errors import SandboxError, SandboxLostError
-from nemo_gym.sandbox.base import Door
+from nemo_gym.contract.sandbox import Door
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.doors import DoorServer, door_server
 from nemo_gym.sandbox.egress import EgressProxy

@@ -14,18 +14,8 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from nemo_gym.contract.errors import SandboxCreateError, SandboxError, SandboxLostError
-from nemo_gym.sandbox.base import (
-    DEFAULT_READY_TIMEOUT_S,
-    Door,
-    ExecRequest,
-    NetworkPolicy,
-    SandboxHandle,
-    SandboxInfo,
-    SandboxResources,
-    SandboxSpec,
-    SandboxStatus,
-)
-from nemo_gym.sandbox.capabilities import SandboxCapabilities
+from nemo_gym.contract.sandbox import DEFAULT_READY_TIMEOUT_S, Door, NetworkPolicy, SandboxResources, SandboxSpec
+from nemo_gym.sandbox.base import ExecRequest, SandboxCapabilities, SandboxHandle, SandboxInfo, SandboxStatus
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.labels import MANAGED
 from nemo_gym.sandbox.providers.opensandbox import archives

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_gym.contract.errors import SandboxCreateError
-from nemo_gym.sandbox.capabilities import SandboxCapabilities
+from nemo_gym.sandbox.base import SandboxCapabilities
 from nemo_gym.sandbox.providers.remote.brokers import Brokers
 from nemo_gym.sandbox.providers.remote.connection import BrokerConnection, BrokerUnreachableError
 from nemo_gym.sandbox.providers.remote.options import Broker

@@ -9,8 +9,7 @@ from typing import Any
 
 from yarl import URL
 
-from nemo_gym._util.suggest import reject_unknown_keys
-from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
 
 
 @dataclass(frozen=True)
@@ -75,9 +74,9 @@ def find_broker(options: RemoteOptions) -> Broker | None:
     name = options.server_name
     if name is None:
         return None
+    from nemo_gym.config.launch import current_launch
     from nemo_gym.contract.credentials import CREDENTIAL_HEADER
     from nemo_gym.http.client import ServerClient
-    from nemo_gym.http.launch import current_launch
 
     launch = current_launch()
     credential = None

@@ -19,17 +19,9 @@ from nemo_gym.contract.errors import (
     SandboxError,
     SandboxLostError,
 )
+from nemo_gym.contract.sandbox import DEFAULT_READY_TIMEOUT_S, Door, SandboxSpec
 from nemo_gym.contract.session import LeaseScope, SandboxRef
-from nemo_gym.sandbox.base import (
-    DEFAULT_READY_TIMEOUT_S,
-    Door,
-    ExecRequest,
-    SandboxHandle,
-    SandboxInfo,
-    SandboxSpec,
-    SandboxStatus,
-)
-from nemo_gym.sandbox.capabilities import SandboxCapabilities
+from nemo_gym.sandbox.base import ExecRequest, SandboxCapabilities, SandboxHandle, SandboxInfo, SandboxStatus
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.providers.remote import archives
 from nemo_gym.sandbox.providers.remote.abilities import Abilities

@@ -1,6 +1,6 @@
 """Bodies of the environment's routes as NeMo Gym plugins subclass them.
 
-Apart from `nemo_gym.base_resources_server`, which exports these names lazily: they need OpenAI's types, whose import
+Apart from `nemo_gym.environment.server`, which exports these names lazily: they need OpenAI's types, whose import
 takes longer than everything else an environment server loads.
 """
 

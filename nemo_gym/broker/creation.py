@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from nemo_gym.broker.lifecycle.box import Box
-from nemo_gym.broker.lifecycle.boxes import Boxes, gone
-from nemo_gym.broker.lifecycle.order import CreateOrder
-from nemo_gym.broker.lifecycle.warm import WarmPools
+from nemo_gym.broker.box import Box
+from nemo_gym.broker.boxes import Boxes, gone
+from nemo_gym.broker.order import CreateOrder
 from nemo_gym.broker.registry.records import BoxState
+from nemo_gym.broker.warm import WarmPools
 from nemo_gym.sandbox.wire.problems import BrokerError
 
 IN_PROGRESS_WAIT_S = 20.0

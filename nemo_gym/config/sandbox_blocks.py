@@ -12,13 +12,28 @@ Swapping the block's file swaps the backend of every server that names it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from nemo_gym._util.suggest import nearest
 from nemo_gym.contract.errors import ConfigError
 
 DEFAULT_METADATA = "default_metadata"
+ENTRY_POINT_GROUP = "nemo_gym.sandbox_providers"
+
+registered_providers: dict[str, Callable[..., Any]] = {}
+"""Providers that this program registered itself, see `nemo_gym.sandbox.registry.register_provider`."""
+
+
+def installed_providers() -> dict[str, EntryPoint]:
+    """Providers of installed packages."""
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def list_providers() -> list[str]:
+    """Names that a block or ``sandbox_provider`` can say, sorted."""
+    return sorted({*registered_providers, *installed_providers()})
 
 
 def resolve_provider_config(
@@ -72,8 +87,6 @@ def _block(
     block = named.get(sandbox_provider)
     if isinstance(block, Mapping):
         return sandbox_provider, block
-    from nemo_gym.sandbox.registry import list_providers
-
     providers = list_providers()
     if block is None and sandbox_provider in providers:
         return "sandbox_provider", {sandbox_provider: {}}

@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from nemo_gym.broker.execs.spool import SpoolSpace
-from nemo_gym.broker.lifecycle.boxes import Boxes
-from nemo_gym.broker.lifecycle.reconcile import Reconciler
+from nemo_gym.broker.boxes import Boxes
+from nemo_gym.broker.reconcile import Reconciler
 from nemo_gym.broker.registry.records import BoxState
+from nemo_gym.broker.spool import SpoolSpace
 from nemo_gym.contract.errors import NemoGymError
 
 log = structlog.get_logger(__name__)

@@ -15,7 +15,7 @@ from nemo_gym.sandbox.base import SandboxHandle, SandboxStatus
 from nemo_gym.sandbox.wire.boxes import LeaseView, SandboxView, TerminationReason
 
 if TYPE_CHECKING:
-    from nemo_gym.broker.execs.run import ExecRun
+    from nemo_gym.broker.exec_run import ExecRun
 
 _STATUS = {
     BoxState.CREATING: SandboxStatus.STARTING,

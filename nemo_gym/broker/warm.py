@@ -12,10 +12,10 @@ import uuid
 
 import structlog
 
+from nemo_gym.broker.box import Box
+from nemo_gym.broker.boxes import Boxes, door_digest
 from nemo_gym.broker.config import WarmPool
-from nemo_gym.broker.lifecycle.box import Box
-from nemo_gym.broker.lifecycle.boxes import Boxes, door_digest
-from nemo_gym.broker.lifecycle.order import CreateOrder
+from nemo_gym.broker.order import CreateOrder
 from nemo_gym.broker.registry.records import BoxState, LeaseRecord
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import NemoGymError, SandboxError

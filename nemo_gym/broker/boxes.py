@@ -15,12 +15,12 @@ from typing import Any
 
 import structlog
 
-from nemo_gym.broker.leases.admission import Admission
-from nemo_gym.broker.leases.sealing import Sealer
-from nemo_gym.broker.lifecycle.backend import Backend
-from nemo_gym.broker.lifecycle.box import Box
+from nemo_gym.broker.admission import Admission
+from nemo_gym.broker.backend import Backend
+from nemo_gym.broker.box import Box
 from nemo_gym.broker.registry.records import BoxRecord, BoxState, LeaseRecord
 from nemo_gym.broker.registry.store import BoxStore
+from nemo_gym.broker.sealing import Sealer
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import NemoGymError, SandboxCreateError, SandboxError, SandboxLostError
 from nemo_gym.contract.session import LeaseScope

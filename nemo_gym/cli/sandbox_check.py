@@ -12,7 +12,7 @@ from pathlib import Path
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.backend import backend_of, boxes_at
 from nemo_gym.config.compatibility import sandbox_provider, side_of
-from nemo_gym.config.compose import Composition
+from nemo_gym.config.composition import Composition
 from nemo_gym.config.groups import available
 from nemo_gym.config.hosts import Hosts
 from nemo_gym.config.keys import AGENT_TYPE, MODEL_TYPE
@@ -54,7 +54,7 @@ def _wanted(composition: Composition, server: ServerBlock, topology: Topology | 
 
 
 def _lacking(composition: Composition, server: ServerBlock, name: str, wanted: list[str]) -> list[str]:
-    from nemo_gym.sandbox.base import NetworkPolicy
+    from nemo_gym.contract.sandbox import NetworkPolicy
     from nemo_gym.sandbox.registry import create_provider
 
     backend = backend_of(composition, server.values["sandbox_provider"], where=server.where)
@@ -82,7 +82,7 @@ def _lacking(composition: Composition, server: ServerBlock, name: str, wanted: l
 
 
 def _not_offered(capability: str) -> str:
-    from nemo_gym.sandbox.capabilities import SandboxCapabilities
+    from nemo_gym.sandbox.base import SandboxCapabilities
 
     known = [field.name for field in fields(SandboxCapabilities) if field.type == "bool"]
     if capability in (*known, "network_none"):
@@ -91,7 +91,7 @@ def _not_offered(capability: str) -> str:
 
 
 def _others(name: str, roots: Sequence[Path]) -> str:
-    from nemo_gym.sandbox.registry import list_providers
+    from nemo_gym.config.sandbox_blocks import list_providers
 
     choices = available("sandbox", roots)
     others = [other for other in list_providers() if other != name and other in choices]

@@ -16,8 +16,8 @@ from weakref import WeakValueDictionary
 
 import structlog
 
-from nemo_gym.broker.leases.permissions import is_trusted
-from nemo_gym.broker.lifecycle.backend import Backend
+from nemo_gym.broker.backend import Backend
+from nemo_gym.broker.permissions import is_trusted
 from nemo_gym.broker.registry.records import ImageRecord
 from nemo_gym.broker.registry.store import ImageStore
 from nemo_gym.contract.credentials import Caller, Role

@@ -11,12 +11,12 @@ import asyncio
 
 import structlog
 
-from nemo_gym.broker.execs.manager import Execs
-from nemo_gym.broker.leases.sealing import SealError
-from nemo_gym.broker.lifecycle.backend import BROKER_LABEL, SANDBOX_LABEL
-from nemo_gym.broker.lifecycle.box import Box
-from nemo_gym.broker.lifecycle.boxes import Boxes, door_digest
+from nemo_gym.broker.backend import BROKER_LABEL, SANDBOX_LABEL
+from nemo_gym.broker.box import Box
+from nemo_gym.broker.boxes import Boxes, door_digest
+from nemo_gym.broker.exec_manager import Execs
 from nemo_gym.broker.registry.records import BoxRecord, BoxState
+from nemo_gym.broker.sealing import SealError
 from nemo_gym.contract.errors import NemoGymError, SandboxError, SandboxLostError
 from nemo_gym.sandbox.base import SandboxInfo, SandboxStatus
 from nemo_gym.sandbox.wire.doors import DoorModel

@@ -9,9 +9,9 @@ from typing import Literal
 
 import structlog
 
-from nemo_gym.broker.execs.spool import OutputSpool, SpoolSpace, Stream
 from nemo_gym.broker.registry.execs import ExecStore
 from nemo_gym.broker.registry.records import ExecRecord
+from nemo_gym.broker.spool import OutputSpool, SpoolSpace, Stream
 from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecProcess
 from nemo_gym.sandbox.wire.execs import ExecEndModel, ExecSubmission, ExecView

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from yarl import URL
 
+from nemo_gym._util.directories import cache_root
 from nemo_gym._util.suggest import nearest
-from nemo_gym.agent.harness.provision import cache_root
 from nemo_gym.broker.config import BrokerConfig
 from nemo_gym.config.keys import AGENT_TYPE
 from nemo_gym.config.roots import plugin_roots
 from nemo_gym.contract.credentials import Caller, Role
-from nemo_gym.sandbox.base import NetworkPolicy
+from nemo_gym.contract.sandbox import NetworkPolicy
 from nemo_gym.sandbox.doors import INFERENCE_ROUTES, MCP_ROUTES, normalize_path
 from nemo_gym.sandbox.wire.boxes import CreateSandbox
 from nemo_gym.sandbox.wire.doors import DoorModel

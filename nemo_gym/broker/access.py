@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from nemo_gym.broker.leases.tokens import PREFIX, TokenSigner
-from nemo_gym.broker.lifecycle.box import Box
-from nemo_gym.broker.lifecycle.boxes import Boxes
+from nemo_gym.broker.box import Box
+from nemo_gym.broker.boxes import Boxes
 from nemo_gym.broker.registry.records import BoxRecord, LeaseRecord
+from nemo_gym.broker.tokens import PREFIX, TokenSigner
 from nemo_gym.contract.credentials import Caller, Role, ServerCredentials
 from nemo_gym.contract.errors import CredentialError, FencedError
 from nemo_gym.contract.session import LeaseScope

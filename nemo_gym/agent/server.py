@@ -1,0 +1,492 @@
+"""The base of every agent server.
+
+A new agent implements ``act``: everything it needs is in the `ActRequest`, everything it made in the `ActResponse`.
+A NeMo Gym agent implements ``responses`` and perhaps ``run``; it works unmodified. One that only implements
+``responses`` is called through ``act`` like any other; one that overrides ``run`` seeds and verifies by itself, with a
+row reference instead of the private part of its row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from uuid import uuid4
+
+import structlog
+from aiohttp import ClientResponse
+from fastapi import Body
+from pydantic import PrivateAttr, ValidationError
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from nemo_gym.agent.acts import ActRegistry
+from nemo_gym.agent.row_ref import RowRefMiddleware
+from nemo_gym.agent.topology.teardown import CLOSE_TIMEOUT_S, shielded
+from nemo_gym.agent.topology.transcript import response_object
+from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest, BaseRunServerInstanceConfig
+from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
+from nemo_gym.contract.errors import ConfigError, ContractError, InvalidBodyError, ServerError
+from nemo_gym.contract.model_limits import REQUEST_TIMEOUT_S
+from nemo_gym.contract.rows import PARAMS_KEY, RESPONSE_KEY, SESSION_KEY, public_params
+from nemo_gym.contract.session import (
+    ActRequest,
+    ActResponse,
+    AgentOutcome,
+    BoxNeeds,
+    InferenceEndpoint,
+    Limits,
+    RolloutIdentity,
+    SessionDescriptor,
+    Topology,
+)
+from nemo_gym.http.application import Application
+from nemo_gym.http.client import expect_json, inference_context
+from nemo_gym.http.correlation import (
+    ATTEMPT_INDEX_KEY,
+    ROLLOUT_INDEX_KEY,
+    TASK_INDEX_KEY,
+    apply_rollout_prefix,
+    maybe_rollout_id_from_run_body,
+    rollout_context,
+    rollout_path_prefix,
+)
+from nemo_gym.http.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError
+from nemo_gym.http.middleware import TOKEN_CAPTURE, require_role
+from nemo_gym.http.plugin_call import PluginCall, plain
+from nemo_gym.http.problems import JsonResponse, parse_json_object
+from nemo_gym.http.server import BaseServer, SimpleServer
+from nemo_gym.reward_profile import AggregateMetricsMixin, compute_aggregate_metrics
+
+if TYPE_CHECKING:
+    from nemo_gym.http.environment_bodies import BaseRunRequest, BaseVerifyResponse
+    from nemo_gym.openai_types.responses import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
+
+__all__ = [
+    "AggregateMetrics",
+    "AggregateMetricsRequest",
+    "BaseResponsesAPIAgent",
+    "BaseResponsesAPIAgentConfig",
+    "BaseRunRequest",
+    "BaseVerifyResponse",
+    "Body",
+    "NeMoGymResponse",
+    "NeMoGymResponseCreateParamsNonStreaming",
+    "Request",
+    "SimpleResponsesAPIAgent",
+]
+
+log = structlog.get_logger(__name__)
+
+
+class BaseResponsesAPIAgentConfig(BaseRunServerInstanceConfig):
+    """Configuration of an agent. Most also have ``resources_server`` and ``model_server``."""
+
+    skip_verification: bool = False
+    """``/run`` answers without asking for a verdict, with ``skip_verification_reward``."""
+    skip_verification_reward: float = 0.0
+    token_id_capture: bool = False
+    """NeMo Gym's; accepted. Token ids come from the model server's session."""
+    row_access: Literal["public", "full", "validation"] = "public"
+    """What of a row this agent gets. ``full`` is for agents that read private fields, and their results say so;
+    ``validation`` is for oracle agents."""
+
+
+class BaseResponsesAPIAgent(BaseServer):
+    config: BaseResponsesAPIAgentConfig
+
+
+class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, SimpleServer):
+    """An agent. Override ``act``, or NeMo Gym's ``responses`` and ``run``."""
+
+    config: BaseResponsesAPIAgentConfig
+
+    ROLE: ClassVar[Role] = Role.AGENT
+    topologies: ClassVar[tuple[Topology, ...]] = (Topology.NONE, Topology.ENV_SANDBOXED)
+    """Where this agent's harness can work. A composition with another topology is refused before it starts."""
+    needs_prompt: ClassVar[bool] = True
+    """Whether its work begins with the row's prompt; rows without one are refused. ``False`` for an agent that
+    gets its task elsewhere: from tools, or from an environment that it steps through."""
+
+    _acts: ActRegistry = PrivateAttr(default_factory=ActRegistry)
+
+    # -- hooks ---------------------------------------------------------------------------------------------------
+
+    async def act(self, request: ActRequest) -> ActResponse:
+        """One attempt. Cancelled when the pipeline leaves, cancels or starts a newer attempt: release everything in a
+        shielded ``finally``. Raise `AgentError` or `ModelError` for failures that are not the policy's."""
+        return await self._act_by_responses(request, {})
+
+    async def act_in_session(self, request: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
+        """As ``act``, for agents that call the environment's tool routes: ``cookies`` are those of its seed, by which
+        it knows the attempt's session. Default: ``act``, or ``responses`` of a NeMo Gym agent."""
+        if self.overrides("act"):
+            return await self.act(request)
+        return await self._act_by_responses(request, cookies)
+
+    async def box_needs(self) -> BoxNeeds:
+        """What this agent's harness needs in a world's box that somebody else makes. Default: nothing."""
+        return BoxNeeds()
+
+    async def responses(self, body: NeMoGymResponseCreateParamsNonStreaming) -> NeMoGymResponse:
+        """NeMo Gym's hook: answer one prompt, calling tools and model by ``self.server_client``."""
+        raise NotImplementedError(f"{type(self).__name__} implements neither act() nor responses()")
+
+    async def run(self, body: BaseRunRequest) -> BaseVerifyResponse:
+        """NeMo Gym's hook: the whole rollout. Not implemented here: ``/run`` is built from seed, act and verify."""
+        raise NotImplementedError(f"{type(self).__name__} does not override run()")
+
+    async def aggregate_metrics(self, body: AggregateMetricsRequest) -> AggregateMetrics:
+        """Metrics over all results: the environment's, unless this agent shapes its own."""
+        environment = self._server_name("resources_server")
+        if environment is None or self.overrides("compute_metrics") or self.overrides("get_key_metrics"):
+            return compute_aggregate_metrics(body.verify_responses, self.compute_metrics, self.get_key_metrics)
+        reply = await self.server_client.post(environment, "/aggregate_metrics", json=body, idempotent=True)
+        return AggregateMetrics.model_validate(await _told(reply, environment))
+
+    @classmethod
+    def overrides(cls, hook: str) -> bool:
+        """Whether a subclass implements ``hook`` itself."""
+        return getattr(cls, hook) is not getattr(SimpleResponsesAPIAgent, hook)
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "overrides_run": self.overrides("run"),
+            "row_access": self.config.row_access,
+            "needs_prompt": self.needs_prompt,
+            "topologies": [str(topology) for topology in self.topologies],
+            "limits": sorted(self.kept_limits()),
+        }
+
+    def kept_limits(self) -> frozenset[str]:
+        """Names of the `Limits` that this agent keeps to. Default: all, as `act_in_world` does; of NeMo Gym's agents,
+        one that answers by ``responses`` is stopped at its wall clock, and one with its own ``run`` keeps none."""
+        if self.overrides("run"):
+            return frozenset()
+        return frozenset(Limits.model_fields) if self.overrides("act") else frozenset({"wall_clock_s"})
+
+    # -- wiring --------------------------------------------------------------------------------------------------
+
+    def contract_app(self) -> Application:
+        app = self.base_app()
+        app.router.routes.append(Route("/act", self._act_route, methods=["POST"]))
+        app.router.routes.append(Route("/box_needs", self._box_needs_route, methods=["GET"]))
+        app.router.routes.append(Route("/cancel", self._cancel_route, methods=["POST"]))
+        if self.overrides("responses"):
+            app.post("/v1/responses")(self.responses)
+        if self.overrides("run"):
+            # The innermost layer: it reads bodies, which the layers around let in and bound.
+            inner = Middleware(RowRefMiddleware, environment=self._server_name("resources_server"))
+            app.user_middleware.append(inner)
+            app.post("/run")(self.run)
+        else:
+            app.router.routes.append(Route("/run", self._run_route, methods=["POST"]))
+        app.router.routes.append(Route("/aggregate_metrics", self._aggregate_route, methods=["POST"]))
+        return app
+
+    async def stopping(self) -> None:
+        await self._acts.finish()
+
+    def _server_name(self, key: str) -> str | None:
+        reference = getattr(self.config, key, None)
+        return reference.name if reference is not None else None
+
+    async def _aggregate_route(self, request: Request) -> Response:
+        body = await parse_json_object(request)
+        if not isinstance(body.get("verify_responses"), list):
+            raise InvalidBodyError("/aggregate_metrics needs 'verify_responses': a list of result rows")
+        asked = AggregateMetricsRequest.model_construct(verify_responses=body["verify_responses"])
+        return JsonResponse(plain(await self.aggregate_metrics(asked)))
+
+    async def _act_route(self, request: Request) -> Response:
+        require_role(request, Role.PIPELINE)
+        try:
+            asked = ActRequest.model_validate(await parse_json_object(request))
+        except ValidationError as error:
+            wrong = "; ".join(
+                f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_input=False)
+            )
+            raise InvalidBodyError(f"/act: {wrong}") from None
+        if asked.validation is not None and self.config.row_access != "validation":
+            raise ContractError(
+                f"agent '{self.config.name}' may not see a task's solution; only agents with row_access: validation"
+                " may"
+            )
+        cookies = dict(request.cookies)
+
+        async def work() -> ActResponse:
+            with rollout_context(asked.descriptor.rollout.rollout_id):
+                return await self.act_in_session(asked, cookies)
+
+        try:
+            answer = await self._acts.run(asked.descriptor.rollout, work, request)
+        except CallerGoneError:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return Response(answer.model_dump_json().encode(), media_type="application/json")
+
+    async def _act_by_responses(self, asked: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
+        """``act`` of a NeMo Gym agent: its ``responses``, with the session's cookies and the attempt's token."""
+        topology = asked.descriptor.placement.topology
+        if topology not in self.topologies:
+            raise ConfigError(
+                f"agent '{self.config.name}' cannot work in topology '{topology}'; it supports"
+                f" {', '.join(self.topologies)}",
+                key="topology",
+            )
+        header = "; ".join(f"{name}={value}" for name, value in cookies.items())
+        headers = [(b"cookie", header.encode("latin-1"))] if header else []
+        request = Request({"type": "http", "method": "POST", "path": "/v1/responses", "headers": headers})
+        seconds = asked.wall_clock_s(None)
+        try:
+            async with asyncio.timeout(seconds) as deadline:
+                with inference_context(self._server_name("model_server") or "", asked.inference.token):
+                    reply = await PluginCall(self.responses)(request, asked.responses_create_params)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            return ActResponse(
+                response=response_object([], model=asked.inference.model),
+                outcome=AgentOutcome.TIMED_OUT,
+                outcome_detail=f"stopped after {seconds:g} s of wall-clock time",
+            )
+        return ActResponse(response=plain(reply))
+
+    async def _box_needs_route(self, request: Request) -> Response:
+        require_role(request, Role.PIPELINE, Role.OPERATOR)
+        return Response((await self.box_needs()).model_dump_json().encode(), media_type="application/json")
+
+    async def _cancel_route(self, request: Request) -> Response:
+        require_role(request, Role.PIPELINE, Role.OPERATOR)
+        rollout = _rollout((await parse_json_object(request)).get("rollout"))
+        cancelled, seconds = await self._acts.cancel(rollout)
+        return JsonResponse({"cancelled": cancelled, "seconds": seconds})
+
+    # -- /run, from the pieces -----------------------------------------------------------------------------------
+
+    async def _run_route(self, request: Request) -> Response:
+        """One rollout for a caller outside of the pipeline: seed, act, verify, close.
+
+        The caller has left the row with the environment (``/rows``) and sends what that answered: this server sees
+        the row's public part, and the reference is its right to seed, verify and close this one attempt.
+        """
+        require_role(request, Role.PIPELINE, Role.OPERATOR)
+        row = await parse_json_object(request)
+        environment = self._server_name("resources_server")
+        if environment is None:
+            raise ConfigError(f"agent '{self.config.name}' names no 'resources_server'", key="resources_server")
+        if not isinstance(row.get(PARAMS_KEY) or {}, dict):
+            raise InvalidBodyError(f"/run: '{PARAMS_KEY}' is a JSON object")
+        session = row.pop(SESSION_KEY, None) or {}
+        if not isinstance(session, dict):
+            raise InvalidBodyError(f"/run: '{SESSION_KEY}' is a JSON object")
+        rollout = _rollout(session["rollout"]) if "rollout" in session else _named(row)
+        ref = session.get("row_ref")
+        if self.secured and not isinstance(ref, str):
+            raise InvalidBodyError(
+                f"/run needs '{SESSION_KEY}.row_ref': POST {{'row': …, 'rollout': …}} to /rows of '{environment}', and"
+                f" send its 'public_row' here with '{SESSION_KEY}': {{'rollout': …, 'row_ref': …}}"
+            )
+        session = {"rollout": rollout.model_dump(), **({"row_ref": ref} if ref else {})}
+
+        async def work() -> dict[str, Any]:
+            with rollout_context(rollout.rollout_id):
+                return await self._rollout(environment, row, session, rollout, dict(request.cookies))
+
+        try:
+            return JsonResponse(await self._acts.run(rollout, work, request))
+        except CallerGoneError:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    async def _rollout(
+        self,
+        environment: str,
+        row: dict[str, Any],
+        session: dict[str, Any],
+        rollout: RolloutIdentity,
+        cookies: dict[str, str],
+    ) -> dict[str, Any]:
+        try:
+            return await self._seeded_rollout(environment, row, session, rollout, cookies)
+        finally:
+            # Also where the seed's answer never came: what it opened is closed, and a late seed is refused.
+            closing = self._close(environment, session)
+            await shielded(closing, CLOSE_TIMEOUT_S, what=f"attempt of {rollout.rollout_id}")
+
+    async def _close(self, environment: str, session: dict[str, Any]) -> None:
+        closed = await self.server_client.post(environment, "/close", json=session, idempotent=True)
+        await expect_json(closed, environment)
+
+    async def _seeded_rollout(
+        self,
+        environment: str,
+        row: dict[str, Any],
+        session: dict[str, Any],
+        rollout: RolloutIdentity,
+        cookies: dict[str, str],
+    ) -> dict[str, Any]:
+        client = self.server_client
+        seeded = await client.post(
+            environment, "/seed_session", json={**row, SESSION_KEY: session}, cookies=cookies, idempotent=True
+        )
+        descriptor = (await _told(seeded, environment)).get("descriptor")
+        cookies = {**cookies, **{name: morsel.value for name, morsel in seeded.cookies.items()}}
+        async with _ModelSession(self, rollout) as inference:
+            asked = ActRequest(
+                responses_create_params=public_params(row.get(PARAMS_KEY) or {}),
+                descriptor=SessionDescriptor.model_validate(descriptor),
+                inference=inference,
+            )
+            answer = await self.act_in_session(asked, cookies)
+        if self.config.skip_verification:
+            reward = self.config.skip_verification_reward
+            return {**row, RESPONSE_KEY: answer.response, "reward": reward, "verification_skipped": True}
+        work = {
+            **session,
+            "artifacts": [artifact.model_dump() for artifact in answer.artifacts],
+            "outcome": answer.outcome.value,
+        }
+        body = {**row, RESPONSE_KEY: answer.response, SESSION_KEY: work}
+        verified = await client.post(environment, "/verify", json=body, cookies=cookies, idempotent=True)
+        return await _told(verified, environment)
+
+    # -- names that NeMo Gym agents use --------------------------------------------------------------------------
+
+    def _global_config(self) -> Mapping[str, Any]:
+        config = getattr(self.server_client, "global_config_dict", None)
+        return config if isinstance(config, Mapping) else {}
+
+    def _model_call_capture_enabled(self) -> bool:
+        return bool(self._global_config().get("observability_enabled", False))
+
+    def _token_id_capture_enabled(self) -> bool:
+        block = self._global_config().get("token_id_capture") or {}
+        if not isinstance(block, Mapping) or not block.get("enabled", False):
+            return False
+        return bool(block.get("all_agents", False)) or self.config.token_id_capture
+
+    def _capture_correlation_enabled(self) -> bool:
+        return self._model_call_capture_enabled() or self._token_id_capture_enabled()
+
+    def rollout_id_from_run(self, body: Any) -> str | None:
+        """The id under which the calls of a ``run`` body are captured; ``None`` when nothing is."""
+        return maybe_rollout_id_from_run_body(body) if self._capture_correlation_enabled() else None
+
+    def url_path_for_run(self, url_path: str, body: Any) -> str:
+        """``url_path``, with the prefix that names the run's rollout when its calls are captured."""
+        prefix = rollout_path_prefix(self.rollout_id_from_run(body), token_capture=self._token_id_capture_enabled())
+        return prefix + url_path
+
+    def base_url_for_run(self, base_url: str, body: Any) -> str:
+        """A model server's root URL, with the prefix that names the run's rollout when its calls are captured."""
+        return apply_rollout_prefix(
+            base_url, self.rollout_id_from_run(body), token_capture=self._token_id_capture_enabled()
+        )
+
+    def url_path_for_request(self, url_path: str, request: Request | None) -> str:
+        """``url_path``, with the rollout prefix that ``request`` itself came with."""
+        params = getattr(request, "path_params", None)
+        rollout_id = params.get("rollout_id") if isinstance(params, Mapping) else None
+        scope = getattr(request, "scope", None)
+        capture = bool(scope.get(TOKEN_CAPTURE)) if isinstance(scope, Mapping) else False
+        return rollout_path_prefix(rollout_id, token_capture=capture) + url_path
+
+    def resolve_model_base_url(self, model_server_name: str, rollout_id: str | None = None) -> str:
+        """The base URL, ending in ``/v1``, that a harness is given for a model server."""
+        from nemo_gym.http.client import server_config_of
+
+        block = server_config_of(self.server_client.global_config_dict, model_server_name)
+        has_replicas = bool(block.get("urls"))
+        client = self.server_client
+        root = client.base_url(model_server_name) if has_replicas else client._build_server_base_url(block)
+        return f"{apply_rollout_prefix(root, rollout_id, token_capture=self._token_id_capture_enabled())}/v1"
+
+
+class _ModelSession:
+    """A gateway session for one ``/run``, finalized when the act is over."""
+
+    def __init__(self, agent: SimpleResponsesAPIAgent, rollout: RolloutIdentity) -> None:
+        self._client = agent.server_client
+        self._model = agent._server_name("model_server")
+        self._rollout = rollout
+        self._opened: dict[str, Any] | None = None
+
+    async def __aenter__(self) -> InferenceEndpoint:
+        if self._model is None:
+            return InferenceEndpoint(base_url="http://127.0.0.1:0/v1", token="", model="none")
+        reply = await self._client.post(self._model, "/sessions", json={"rollout": self._rollout.model_dump()})
+        opened = self._opened = await expect_json(reply, self._model)
+        return InferenceEndpoint(
+            base_url=opened["base_url"],
+            token=opened["inference_token"],
+            model=opened.get("model") or "policy",
+            request_timeout_s=opened.get("request_timeout_s") or REQUEST_TIMEOUT_S,
+        )
+
+    async def __aexit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if self._opened is None or self._model is None:
+            return
+        action = "finalize" if kind is None else "abort"
+        await shielded(self._end(action), CLOSE_TIMEOUT_S, what=f"model session of {self._rollout.rollout_id}")
+
+    async def _end(self, action: str) -> None:
+        assert self._opened is not None and self._model is not None
+        reply = await self._client.post(
+            self._model,
+            f"/sessions/{self._opened['session_id']}/{action}",
+            headers={CONTROL_TOKEN_HEADER: self._opened["control_token"]},
+            json={},
+            idempotent=True,
+        )
+        await expect_json(reply, self._model)
+
+
+async def _told(reply: ClientResponse, server: str) -> dict[str, Any]:
+    """`expect_json` of a body that is our own caller's: what the peer finds wrong with it is the caller's to mend."""
+    try:
+        return await expect_json(reply, server)
+    except ServerError as error:
+        if error.details.get("peer_status") in (400, 413, 422):
+            raise InvalidBodyError(error.message, **error.details) from error
+        raise
+
+
+def _rollout(value: Any) -> RolloutIdentity:
+    try:
+        return RolloutIdentity.model_validate(value)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False))
+        raise InvalidBodyError(f"'rollout': {wrong}") from None
+
+
+def _named(row: Mapping[str, Any]) -> RolloutIdentity:
+    """The identity of a row that a NeMo Gym caller numbered, or a new one."""
+    numbers = {key: row[key] for key in (ATTEMPT_INDEX_KEY, TASK_INDEX_KEY, ROLLOUT_INDEX_KEY) if key in row}
+    for key, number in numbers.items():
+        if not isinstance(number, int) or not 0 <= number < 1 << 31:
+            raise InvalidBodyError(f"/run: '{key}' is a whole number from 0 on, not {number!r:.80}")
+    attempt = numbers.pop(ATTEMPT_INDEX_KEY, 0) + 1
+    numbered = maybe_rollout_id_from_run_body(numbers)
+    task = str(numbers.get(TASK_INDEX_KEY, numbered or "unnamed"))
+    return _rollout(
+        {
+            "rollout_id": numbered or uuid4().hex,
+            "task_id": task,
+            "group_id": task,
+            "attempt": attempt,
+            "run_id": "direct",
+        }
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("BaseRunRequest", "BaseVerifyResponse", "BaseVerifyRequest"):
+        from nemo_gym.http import environment_bodies as wire
+
+        return getattr(wire, name)
+    if name in ("NeMoGymResponse", "NeMoGymResponseCreateParamsNonStreaming"):
+        from nemo_gym.openai_types import responses
+
+        return getattr(responses, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

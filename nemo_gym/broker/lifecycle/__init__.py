@@ -1,1 +1,0 @@
-"""The life of a box: intent, backend, confirmation; and what makes good for everything that went wrong between."""

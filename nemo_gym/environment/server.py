@@ -1,0 +1,306 @@
+"""The base of every environment.
+
+A new environment implements ``open_session`` (what an agent may know), ``grade`` (the verdict) and perhaps
+``gold_solution``. A NeMo Gym plugin implements ``verify`` and perhaps ``seed_session``, with tools as plain POST
+routes; it works unmodified. Either way the routes of `nemo_gym.environment.routes` enforce the session contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import structlog
+from pydantic import PrivateAttr
+from starlette.requests import Request
+
+from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest, BaseRunServerInstanceConfig, CommandPath
+from nemo_gym.contract.credentials import Role
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.rows import RESPONSE_KEY, public_row
+from nemo_gym.contract.session import Artifact, RolloutIdentity, SessionDescriptor
+from nemo_gym.contract.verdict import Verdict
+from nemo_gym.environment.attempts import AttemptStore
+from nemo_gym.environment.grading import verdict_of_reply
+from nemo_gym.environment.routes import EnvironmentRoutes
+from nemo_gym.http.application import Application
+from nemo_gym.http.plugin_call import PluginCall, plain
+from nemo_gym.http.server import BaseServer, SimpleServer
+from nemo_gym.reward_profile import AggregateMetricsMixin, compute_aggregate_metrics
+
+if TYPE_CHECKING:
+    from nemo_gym.environment.owned_boxes import OwnedBoxes
+    from nemo_gym.environment.route_tools import CatchAll, RouteTool
+    from nemo_gym.http.environment_bodies import (
+        BaseMultiRewardVerifyResponse,
+        BaseRunRequest,
+        BaseSeedSessionRequest,
+        BaseSeedSessionResponse,
+        BaseVerifyRequest,
+        BaseVerifyResponse,
+        MCPServerMetadata,
+        NeMoGymResponse,
+        NeMoGymResponseCreateParamsNonStreaming,
+    )
+    from nemo_gym.sandbox.base import SandboxProvider
+    from nemo_gym.sandbox.facade import AsyncSandbox
+    from nemo_gym.sandbox.owner import SandboxOwner
+
+__all__ = [
+    "NEMO_GYM_MCP_METADATA_KEY",
+    "AggregateMetrics",
+    "AggregateMetricsRequest",
+    "BaseMultiRewardVerifyResponse",
+    "BaseResourcesServer",
+    "BaseResourcesServerConfig",
+    "BaseRunRequest",
+    "BaseSeedSessionRequest",
+    "BaseSeedSessionResponse",
+    "BaseVerifyRequest",
+    "BaseVerifyResponse",
+    "MCPServerMetadata",
+    "NeMoGymResponse",
+    "NeMoGymResponseCreateParamsNonStreaming",
+    "ReverifyMode",
+    "SimpleResourcesServer",
+]
+
+NEMO_GYM_MCP_METADATA_KEY = "mcp"
+NEMO_GYM_MCP_SESSION_TOKEN_HEADER = "X-NeMo-Gym-Session-Token"
+GRADING_LEASE_S = 120.0
+"""How long a box of `SimpleResourcesServer.grading_box` outlives a server that is killed."""
+
+_WIRE = frozenset(
+    {
+        "BaseMultiRewardVerifyResponse",
+        "BaseRunRequest",
+        "BaseSeedSessionRequest",
+        "BaseSeedSessionResponse",
+        "BaseVerifyRequest",
+        "BaseVerifyResponse",
+        "MCPServerMetadata",
+        "NeMoGymResponse",
+        "NeMoGymResponseCreateParamsNonStreaming",
+    }
+)
+
+log = structlog.get_logger(__name__)
+
+
+class ReverifyMode(StrEnum):
+    """Whether stored work can be graded again."""
+
+    STATELESS = "stateless"
+    """Grading needs the row, the response and the artifacts only."""
+    UNSUPPORTED = "unsupported"
+    """The reward needs state of the live session."""
+    UNKNOWN = "unknown"
+
+
+class BaseResourcesServerConfig(BaseRunServerInstanceConfig):
+    """Configuration of an environment."""
+
+    REVERIFY_MODE: ClassVar[ReverifyMode] = ReverifyMode.UNKNOWN
+    """A property of the implementation, where NeMo Gym's plugins state it."""
+
+    expose_tools_over_mcp: bool = False
+    """Serve the tools (typed ``POST /<tool>`` routes) at ``/mcp`` as well, also where the class's ``tool_access`` does
+    not name ``mcp``. Needs the extra ``mcp``."""
+    state_dir: CommandPath | None = None
+    """Where verdicts are kept so that they survive a restart; default: the run's directory, else memory."""
+
+
+class BaseResourcesServer(BaseServer):
+    config: BaseResourcesServerConfig
+
+
+class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleServer):
+    """An environment. Override hooks; the routes are fixed."""
+
+    config: BaseResourcesServerConfig
+
+    ROLE: ClassVar[Role] = Role.ENVIRONMENT
+    REVERIFY_MODE: ClassVar[ReverifyMode] = ReverifyMode.UNKNOWN
+    public_metadata_keys: ClassVar[frozenset[str]] = frozenset()
+    """Keys of ``responses_create_params.metadata`` that an agent may see."""
+
+    _environment: EnvironmentRoutes | None = PrivateAttr(default=None)
+    _box_owner: SandboxOwner | None = PrivateAttr(default=None)
+
+    # -- hooks of new environments -------------------------------------------------------------------------------
+
+    def task_id(self, row: dict[str, Any]) -> str:
+        """The task's public id; default: the row's ``task_id``, ``instance_id`` or ``id``."""
+        for key in ("task_id", "instance_id", "id"):
+            if isinstance(row.get(key), str | int):
+                return str(row[key])
+        return ""
+
+    def public_row(self, row: dict[str, Any]) -> dict[str, Any]:
+        """What of a row an agent may see: ``responses_create_params`` without ``metadata`` (allow-listed keys
+        excepted) and the run's numbering."""
+        return public_row(row, self.public_metadata_keys)
+
+    async def open_session(self, row: dict[str, Any], rollout: RolloutIdentity) -> SessionDescriptor:
+        """What the agent of this attempt may know. Default: no world (topology ``none``).
+
+        Called once per attempt, however often it is seeded. Raise `RowError` for a row that is no task of this
+        environment, and other `NemoGymError` for what failed; a failed seed may be asked for again.
+        """
+        return SessionDescriptor(environment=self.config.name, task_id=rollout.task_id, rollout=rollout)
+
+    async def grade(
+        self, row: dict[str, Any], response: dict[str, Any], artifacts: Sequence[Artifact], rollout: RolloutIdentity
+    ) -> Verdict:
+        """Judge the work of one attempt. Needs no state from seed. Default: what ``verify`` says.
+
+        Raised errors become invalid verdicts: `SandboxError` and its kin by their kind, anything else as a failure
+        of the verifier. What the work itself can cause must be graded, not raised.
+        """
+        body = {**row, RESPONSE_KEY: response}
+        reply = plain(await PluginCall(self.verify)(Request({"type": "http", "session": {}, "headers": []}), body))
+        return verdict_of_reply(reply)
+
+    async def gold_solution(self, row: dict[str, Any]) -> dict[str, Any] | None:
+        """The task's known solution for the validation mode, or ``None``."""
+        return None
+
+    def owned_boxes(self) -> OwnedBoxes | None:
+        """The boxes this environment makes for its attempts and lends to their agents. Default ``None``: agents make
+        the boxes that descriptors describe."""
+        return None
+
+    async def close_session(self, rollout: RolloutIdentity) -> None:
+        """Release what belongs to an attempt. Called once, when it is closed or fenced."""
+
+    # -- boxes of this environment's own -------------------------------------------------------------------------
+
+    def box_provider(self) -> SandboxProvider:
+        """The provider that the configuration's ``sandbox_provider`` means, ended with this server.
+
+        Raises:
+            ConfigError: the configuration has no ``sandbox_provider``, or none that can be used.
+        """
+        if self._box_owner is None:
+            from nemo_gym.sandbox.owner import SandboxOwner
+
+            configured = getattr(self.config, "sandbox_provider", None)
+            if configured is None:
+                raise ConfigError(
+                    f"environment '{self.config.name}' makes boxes, but its configuration class has no"
+                    " 'sandbox_provider'; add `sandbox_provider: str | dict[str, Any]`",
+                    key="sandbox_provider",
+                )
+            self._box_owner = SandboxOwner(configured, self.server_client)
+        return self._box_owner.provider()
+
+    @asynccontextmanager
+    async def grading_box(self, rollout: RolloutIdentity, **spec: Any) -> AsyncIterator[AsyncSandbox]:
+        """A fresh box for `grade`, destroyed when the block ends; when this server is killed, its lease ends it.
+
+        Args:
+            rollout: the attempt that is graded; the box is labelled with it.
+            spec: fields of `SandboxSpec`. Its network is ``none`` unless they say otherwise.
+
+        Raises:
+            ConfigError: see `box_provider`.
+            SandboxError: there is no such box to be had; raised out of `grade`, it makes the verdict invalid.
+        """
+        from nemo_gym.contract.sandbox import SandboxRole, SandboxSpec
+        from nemo_gym.sandbox.facade import AsyncSandbox, keep_renewed
+        from nemo_gym.sandbox.labels import box_labels
+
+        labels = box_labels(
+            run=rollout.run_id, rollout=rollout.rollout_id, attempt=rollout.attempt, role=SandboxRole.EVAL
+        )
+        wanted = SandboxSpec(**{"ttl_s": GRADING_LEASE_S, **spec, "metadata": {**spec.get("metadata", {}), **labels}})
+        provider = self.box_provider()
+        async with AsyncSandbox(provider, wanted) as box:
+            async with keep_renewed(provider, box.handle, wanted.ttl_s or GRADING_LEASE_S):
+                yield box
+
+    # -- hooks of NeMo Gym plugins -------------------------------------------------------------------------------
+
+    async def seed_session(self, body: BaseSeedSessionRequest) -> BaseSeedSessionResponse:
+        """Prepare a session; may also take the ``Request``. Its reply goes to the agent."""
+        from nemo_gym.http.environment_bodies import BaseSeedSessionResponse
+
+        return BaseSeedSessionResponse()
+
+    async def verify(self, body: BaseVerifyRequest) -> BaseVerifyResponse:
+        """Judge a response; may also take the ``Request``."""
+        raise NotImplementedError(f"{type(self).__name__} implements neither grade() nor verify()")
+
+    def mcp_tools(self, harvested: list[RouteTool], catchall: CatchAll | None) -> list[RouteTool] | None:
+        """The tools to serve over MCP. Default: ``harvested``, those of the typed routes.
+
+        Leave some out, add those of a route that serves many (``catchall.tool(name, input_schema, description)``), or
+        return nothing for none. ``catchall`` is ``None`` unless there is exactly one route ``POST /{name}``.
+        """
+        return harvested
+
+    def mcp_allowed_tools_for_session(self, seed_body: dict[str, Any]) -> list[str] | None:
+        """Names of the tools that the attempt of this row may call over MCP. Default ``None``: all."""
+        return None
+
+    def reverify_mode(self) -> ReverifyMode:
+        """What the class or its configuration's class says; environments with ``grade`` are stateless otherwise."""
+        for said in (self.REVERIFY_MODE, self.config.REVERIFY_MODE):
+            if (mode := ReverifyMode(said)) is not ReverifyMode.UNKNOWN:  # a plugin may state it as text
+                return mode
+        return ReverifyMode.STATELESS if self.overrides("grade") else ReverifyMode.UNKNOWN
+
+    async def get_reverify_mode(self) -> ReverifyMode:
+        return self.reverify_mode()
+
+    async def aggregate_metrics(self, body: AggregateMetricsRequest) -> AggregateMetrics:
+        """Metrics over all results; see `AggregateMetricsMixin` for what to override."""
+        return compute_aggregate_metrics(
+            body.verify_responses, compute_metrics_fn=self.compute_metrics, get_key_metrics_fn=self.get_key_metrics
+        )
+
+    # -- wiring --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def overrides(cls, hook: str) -> bool:
+        """Whether a subclass implements ``hook`` itself."""
+        return getattr(cls, hook) is not getattr(SimpleResourcesServer, hook)
+
+    def contract_app(self) -> Application:
+        environment = self._environment = EnvironmentRoutes(self, self._attempt_store())
+        app = self.base_app(session_guard=environment.guard, authenticates_itself=environment.authenticates_itself)
+        environment.install(app)
+        return app
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "words_prompts": self.overrides("public_row"),
+            **({} if self.owned_boxes() is None else {"owns_boxes": True}),
+        }
+
+    def exposes_mcp(self) -> bool:
+        """Whether the tools are served over MCP: ``tool_access`` of the class names it, or the configuration does."""
+        return self.config.expose_tools_over_mcp or "mcp" in (getattr(type(self), "tool_access", None) or ())
+
+    def _attempt_store(self) -> AttemptStore:
+        directory = self.config.state_dir or (self._launch.state_dir if self._launch is not None else None)
+        return AttemptStore(Path(directory) / f"{self.config.name}.attempts.sqlite" if directory else None)
+
+    async def shutdown(self) -> None:
+        if self._environment is not None:
+            await self._environment.finish()
+        if self._box_owner is not None:
+            if (boxes := self.owned_boxes()) is not None:
+                await boxes.aclose()
+            await self._box_owner.aclose()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WIRE:
+        from nemo_gym.http import environment_bodies as wire
+
+        return getattr(wire, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,364 @@
+"""The base of every model server: sessions per attempt, and the inference routes they open.
+
+A new model server implements ``infer``, which gets a parsed request and returns a reply or a stream. A NeMo Gym model
+server implements ``chat_completions`` and ``responses`` with their typed bodies; it works unmodified, and streams by
+having its whole reply cut into events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import aiohttp
+import orjson
+import structlog
+from fastapi import Body
+from pydantic import Field, PrivateAttr
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Scope
+
+from nemo_gym.config_types import BaseRunServerInstanceConfig
+from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, CREDENTIAL_HEADER, Role
+from nemo_gym.contract.errors import CredentialError, InvalidBodyError, ModelError
+from nemo_gym.contract.model_limits import NONE_CHOSEN, REQUEST_TIMEOUT_S, ChosenLimits, limited_call
+from nemo_gym.contract.session import RolloutIdentity
+from nemo_gym.gateway.dialects import PATHS, Dialect, apply_sampling
+from nemo_gym.gateway.dialects.models import models_reply
+from nemo_gym.gateway.dialects.streams import stream_of
+from nemo_gym.gateway.engines.errors import retry_after_s
+from nemo_gym.gateway.engines.types import EngineCheck
+from nemo_gym.gateway.refusals import dialect_error, inference_refusal
+from nemo_gym.gateway.sessions import (
+    SESSION_TTL_S,
+    GatewaySession,
+    GatewaySessions,
+    InMemoryGatewaySessions,
+    opener_of,
+    token_in,
+)
+from nemo_gym.gateway.usage import StreamedUsage, Usage
+from nemo_gym.http.application import Application
+from nemo_gym.http.body_values import check_messages
+from nemo_gym.http.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
+from nemo_gym.http.middleware import caller_of, require_role
+from nemo_gym.http.plugin_call import PluginCall, plain
+from nemo_gym.http.problems import JsonResponse, parse_json_object, shape_errors
+from nemo_gym.http.server import BaseServer, SimpleServer
+
+if TYPE_CHECKING:
+    from nemo_gym.openai_types.chat import NeMoGymChatCompletion, NeMoGymChatCompletionCreateParamsNonStreaming
+    from nemo_gym.openai_types.responses import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
+
+__all__ = [
+    "BaseResponsesAPIModel",
+    "BaseResponsesAPIModelConfig",
+    "Body",
+    "DialectError",
+    "InferenceCall",
+    "RateLimitedError",
+    "Request",
+    "SimpleResponsesAPIModel",
+    "dialect_error",
+]
+
+EVENT_STREAM = "text/event-stream"
+INFERENCE_PATHS = frozenset({*PATHS, "/v1/models"})
+log = structlog.get_logger(__name__)
+
+
+class RateLimitedError(ModelError):
+    """The endpoint asks to come back later; ``details['retry_after_s']`` says when, if it did."""
+
+    code = "model_rate_limited"
+    status = 429
+
+
+class DialectError(ModelError):
+    """This model server does not speak the dialect of the request."""
+
+    code = "dialect"
+    status = 501
+
+
+class BaseResponsesAPIModelConfig(BaseRunServerInstanceConfig):
+    """Configuration of a model server."""
+
+    request_timeout_s: float = Field(REQUEST_TIMEOUT_S, gt=0)
+    """Of one call for inference, its retries included; then it ends with 504. See `nemo_gym.contract.model_limits`."""
+    session_ttl_s: float = SESSION_TTL_S
+    """How long an attempt's inference token is good for."""
+    max_body_bytes: int = Field(32 << 20, gt=0)
+    """Of one request; a larger one is answered with 413."""
+    max_body_values: int = Field(200_000, gt=0)
+    """JSON values (numbers, strings, lists, objects) in one request for inference; 413 as well. A message with a call
+    of a tool has about ten."""
+    max_messages: int = Field(10_000, gt=0)
+    """Elements of a request's history; 413 as well."""
+
+
+class BaseResponsesAPIModel(BaseServer):
+    config: BaseResponsesAPIModelConfig
+
+
+@dataclass(slots=True)
+class InferenceCall:
+    """One request for inference, with the session's sampling parameters already in ``body``."""
+
+    dialect: Dialect
+    body: dict[str, Any]
+    session: GatewaySession | None
+    """``None`` for a caller of the stack that has no session: a judge's environment, a legacy agent."""
+    request: Request
+    usage: Usage | None = None
+    """Set by ``infer`` when it knows the usage of a reply that is no stream; otherwise read from the reply."""
+
+    @property
+    def stream(self) -> bool:
+        return bool(self.body.get("stream"))
+
+
+class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
+    """A model server. Override ``infer``, or NeMo Gym's ``chat_completions`` and ``responses``."""
+
+    config: BaseResponsesAPIModelConfig
+
+    ROLE: ClassVar[Role] = Role.MODEL
+
+    _sessions: GatewaySessions | None = PrivateAttr(default=None)
+
+    # -- hooks ---------------------------------------------------------------------------------------------------
+
+    def model_name(self) -> str:
+        """The model's name as requests spell it."""
+        return str(getattr(self.config, "openai_model", None) or getattr(self.config, "model", None) or "policy")
+
+    def make_sessions(self) -> GatewaySessions:
+        """The sessions this server keeps."""
+        return InMemoryGatewaySessions(self.config.session_ttl_s)
+
+    async def infer(self, call: InferenceCall) -> Response:
+        """Answer one request in its own dialect, streaming when it asks for that. Raise `ModelError` when the model
+        cannot be reached, `RateLimitedError` when it asks to wait, `DialectError` for a dialect not spoken."""
+        hook = {Dialect.CHAT: "chat_completions", Dialect.RESPONSES: "responses"}.get(call.dialect)
+        if hook is None or not self.overrides(hook):
+            raise DialectError(f"model server '{self.config.name}' does not implement {call.request.url.path}")
+        streamed = ("stream", "stream_options")
+        body = {key: value for key, value in call.body.items() if key not in streamed}
+        reply = plain(await PluginCall(getattr(self, hook))(call.request, body))
+        call.usage = Usage.of(reply.get("usage"))
+        if not call.stream:
+            return JsonResponse(reply)
+        return Response(b"".join(stream_of(call.dialect, reply)), media_type=EVENT_STREAM)
+
+    async def preflight(self) -> list[EngineCheck]:
+        """Ask each engine once, before the first rollout: does it take the key, has it the model, how long is its
+        context? Default: nothing is behind this server that could be asked."""
+        return []
+
+    async def chat_completions(self, body: NeMoGymChatCompletionCreateParamsNonStreaming) -> NeMoGymChatCompletion:
+        """NeMo Gym's hook; may also take the ``Request``."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement chat_completions()")
+
+    async def responses(self, body: NeMoGymResponseCreateParamsNonStreaming) -> NeMoGymResponse:
+        """NeMo Gym's hook; may also take the ``Request``."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement responses()")
+
+    @classmethod
+    def overrides(cls, hook: str) -> bool:
+        return getattr(cls, hook) is not getattr(SimpleResponsesAPIModel, hook)
+
+    # -- wiring --------------------------------------------------------------------------------------------------
+
+    def is_inference(self, path: str) -> bool:
+        """Whether a path is open to a session's inference token."""
+        return path.startswith("/v1/")
+
+    def checks_token(self, path: str) -> bool:
+        """Whether the route of ``path`` checks an inference token itself."""
+        return path in INFERENCE_PATHS
+
+    def _needs_no_credential(self, scope: Scope) -> bool:
+        """Raises for a token that is not good on a path whose route, a plugin's own, checks none."""
+        path = scope["path"]
+        if self.checks_token(path):
+            return True
+        token = token_in(Headers(scope=scope)) if self.is_inference(path) else None
+        if token is not None:
+            self.gateway_sessions.authorize(token)
+        return token is not None
+
+    @property
+    def gateway_sessions(self) -> GatewaySessions:
+        if self._sessions is None:
+            self._sessions = self.make_sessions()
+        return self._sessions
+
+    def contract_app(self) -> Application:
+        app = self.base_app(authenticates_itself=self._needs_no_credential)
+        shape_errors(app, inference_refusal)
+        routes = app.router.routes
+        routes.append(Route("/sessions", self._open_route, methods=["POST"]))
+        routes.append(Route("/sessions/{session_id}/finalize", self._finalize_route, methods=["POST"]))
+        routes.append(Route("/sessions/{session_id}/abort", self._abort_route, methods=["POST"]))
+        routes.append(Route("/preflight", self._preflight_route, methods=["POST"]))
+        for path in PATHS:
+            routes.append(Route(path, self._inference_route, methods=["POST"]))
+        routes.append(Route("/v1/models", self._models_route, methods=["GET"]))
+        return app
+
+    def facts(self) -> dict[str, Any]:
+        return {"model": self.model_name()}
+
+    async def _open_route(self, request: Request) -> Response:
+        caller = require_role(request, Role.PIPELINE, Role.AGENT)
+        body = await parse_json_object(request)
+        try:
+            rollout = RolloutIdentity.model_validate(body.get("rollout"))
+        except ValueError as error:
+            raise InvalidBodyError(f"/sessions needs 'rollout': {error}") from None
+        try:
+            limits = ChosenLimits.model_validate(body.get("limits") or {})
+        except ValueError as error:
+            raise InvalidBodyError(f"/sessions: 'limits': {error}") from None
+        opened = await self.gateway_sessions.open(
+            rollout, body.get("sampling"), opener=opener_of(caller), limits=limits
+        )
+        return JsonResponse(
+            {
+                "session_id": opened.session_id,
+                # As the opener reached this server: its harness reaches it the same way.
+                "base_url": f"{str(request.base_url).rstrip('/')}/v1",
+                "inference_token": opened.inference_token,
+                "control_token": opened.control_token,
+                "model": self.model_name(),
+                "expires_at": opened.expires_at,
+                "request_timeout_s": limits.request_timeout_s or self.config.request_timeout_s,
+            }
+        )
+
+    async def _finalize_route(self, request: Request) -> Response:
+        session_id, token = self._control(request)
+        reward, reward_info = reward_in(await parse_json_object(request))
+        summary = await self.gateway_sessions.finalize(session_id, token, reward=reward, reward_info=reward_info)
+        return JsonResponse(summary)
+
+    async def _preflight_route(self, request: Request) -> Response:
+        require_role(request, Role.PIPELINE, Role.OPERATOR)
+        return JsonResponse({"engines": [asdict(check) for check in await self.preflight()]})
+
+    async def _abort_route(self, request: Request) -> Response:
+        session_id, token = self._control(request)
+        await self.gateway_sessions.abort(session_id, token)
+        return JsonResponse({"session_id": session_id, "aborted": True})
+
+    def _control(self, request: Request) -> tuple[str, str]:
+        require_role(request, Role.PIPELINE, Role.AGENT)
+        token = request.headers.get(CONTROL_TOKEN_HEADER)
+        if not token:
+            raise CredentialError(f"this route needs the header {CONTROL_TOKEN_HEADER}")
+        return request.path_params["session_id"], token
+
+    def _authorize(self, request: Request) -> GatewaySession | None:
+        """The session of a request's token, or ``None`` for a caller with a credential of the stack."""
+        if (token := token_in(request.headers)) is not None:
+            return self.gateway_sessions.authorize(token)
+        if self.secured and caller_of(request) is None:
+            raise CredentialError(f"inference needs a session's token as bearer, or the header {CREDENTIAL_HEADER}")
+        return None
+
+    async def _models_route(self, request: Request) -> Response:
+        self._authorize(request)
+        return JsonResponse(models_reply(request.headers, [self.model_name()]))
+
+    async def _inference_route(self, request: Request) -> Response:
+        session = self._authorize(request)
+        dialect = PATHS[request.url.path]
+        body = await parse_json_object(request, max_values=self.config.max_body_values)
+        check_messages(body, self.config.max_messages)
+        if session is not None and session.sampling:
+            body = apply_sampling(dialect, body, dict(session.sampling))
+        call = InferenceCall(dialect, body, session, request)
+        try:
+            # A caller that leaves ends the work for it, here and at the endpoint.
+            reply = await while_connected(request, lambda: self._infer_in_time(call))
+        except CallerGoneError:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        except aiohttp.ClientResponseError as error:
+            raise upstream_error(error.status, error.message, error.headers) from error
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            raise ModelError(f"the model endpoint failed: {type(error).__name__}: {error}", retryable=True) from error
+        return self._accounted(call, reply)
+
+    async def _infer_in_time(self, call: InferenceCall) -> Response:
+        limits = call.session.limits if call.session is not None else NONE_CHOSEN
+        async with limited_call(limits, self.config.request_timeout_s):
+            return await self.infer(call)
+
+    def _accounted(self, call: InferenceCall, reply: Response) -> Response:
+        """Count a successful call for its session: a reply at once, a stream when it has completed."""
+        session = call.session
+        if session is None or reply.status_code != 200:
+            return reply
+        if isinstance(reply, StreamingResponse):
+            reply.body_iterator = self._watched(session, reply.body_iterator)
+        else:
+            usage = call.usage if call.usage is not None else _usage_in(reply)
+            if usage is not None:
+                self.gateway_sessions.committed(session, usage)
+        return reply
+
+    async def _watched(self, session: GatewaySession, stream: Any) -> AsyncIterator[bytes]:
+        seen = StreamedUsage()
+        async for chunk in stream:
+            data = chunk.encode() if isinstance(chunk, str) else bytes(chunk)
+            seen.feed(data)
+            yield data
+        if seen.completed:
+            self.gateway_sessions.committed(session, seen.usage)
+
+
+def reward_in(body: Mapping[str, Any]) -> tuple[float | None, dict[str, Any] | None]:
+    """``reward`` and ``reward_info`` of a request that ends a session; both may be left out. Raises
+    `InvalidBodyError`."""
+    reward, info = body.get("reward"), body.get("reward_info")
+    if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
+        raise InvalidBodyError(f"'reward' is a number or null, not {type(reward).__name__}", param="reward")
+    if info is not None and not isinstance(info, dict):
+        raise InvalidBodyError(f"'reward_info' is an object or null, not {type(info).__name__}", param="reward_info")
+    try:
+        return (None if reward is None else float(reward)), info
+    except OverflowError:
+        raise InvalidBodyError("'reward' is larger than any float", param="reward") from None
+
+
+def _usage_in(reply: Response) -> Usage | None:
+    """The usage in a reply; ``None`` for a body that is no reply at all."""
+    try:
+        value = orjson.loads(bytes(reply.body))
+    except orjson.JSONDecodeError:
+        return None
+    return Usage.of(value.get("usage")) if isinstance(value, dict) else None
+
+
+def upstream_error(status: int, message: str, headers: Mapping[str, str] | None = None) -> ModelError:
+    """What an endpoint's error status means to the caller: 429 is passed on with its ``Retry-After``."""
+    retry_after = (headers or {}).get("Retry-After")
+    detail = f"the model endpoint answered {status}: {message[:500]}"
+    if status == 429:
+        return RateLimitedError(
+            detail, retryable=True, upstream_status=status, retry_after_s=retry_after_s(retry_after)
+        )
+    return ModelError(detail, retryable=status >= 500 or status == 408, upstream_status=status)
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("NeMoGym"):
+        from nemo_gym import openai_utils
+
+        return getattr(openai_utils, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -313,13 +314,19 @@ def test_prepare_calls_the_environments_script(root: Path, source: str, expected
     assert f"got {words}" in done.stdout
 
 
-def test_environment_whose_gold_is_rewarded_and_nothing_is_not_carries_a_marker(root: Path) -> None:
+def with_gold(root: Path) -> Path:
+    """Its environment, which knows its solutions."""
     folder = root / "resources_servers/sums"
     app = folder / "app.py"
     gold = "    async def gold_solution(self, row):\n        return {'text': row['expected']}\n\n    async def verify("
     app.write_text(app.read_text().replace("    async def verify(", gold))
     (folder / "data").mkdir()
     write_rows(folder / "data/example.jsonl", 3)
+    return folder
+
+
+def test_environment_whose_gold_is_rewarded_and_nothing_is_not_carries_a_marker(root: Path) -> None:
+    folder = with_gold(root)
     assert "verified: no; ng_validate environment=" in command(root, "validate", *GROUPS).stdout
 
     bonus = "sums.resources_servers.sums.bonus=1.0"
@@ -335,3 +342,28 @@ def test_environment_whose_gold_is_rewarded_and_nothing_is_not_carries_a_marker(
     marker = json.loads(command(root, "validate", *GROUPS, "--json").stdout)["verified"]
     assert (marker["rows"], marker["providers"]) == (3, [])
     assert command(root, "validate", "--oracle", *GROUPS).returncode == 2  # the agent is its own
+
+
+def test_marker_keeps_the_providers_of_before_until_the_sources_change(root: Path) -> None:
+    folder = with_gold(root)
+    oracle = ("environment=sums", "topology=none", "--oracle")
+
+    def commit() -> None:
+        git = ["git", "-C", str(root), "-c", "user.name=t", "-c", "user.email=t@example.invalid"]
+        subprocess.run([*git, "add", "resources_servers"], check=True)
+        subprocess.run([*git, "commit", "-q", "-m", "next"], check=True)
+
+    subprocess.run(["git", "init", "-q", str(root)], check=True)
+    commit()
+    assert command(root, "validate", *oracle).returncode == 0
+    marker = folder / "verified.yaml"
+    marker.write_text(marker.read_text().replace("providers: []", "providers: [docker]"))
+    commit()
+    assert command(root, "validate", *oracle).returncode == 0
+    assert "- docker" in marker.read_text()
+    (folder / "helper.py").write_text((folder / "helper.py").read_text() + "\n# changed\n")
+    assert ", changed since" in command(root, "validate", *GROUPS).stdout
+    assert "commit it first" in command(root, "validate", *oracle).stderr
+    commit()
+    assert command(root, "validate", *oracle).returncode == 0
+    assert "providers: []" in marker.read_text()

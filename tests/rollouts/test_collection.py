@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from rich.console import Console
 
 from nemo_gym.errors import ConfigError, RowError
@@ -307,12 +308,13 @@ async def test_rows_without_a_prompt_are_refused_by_line_before_any_task(make_ch
     with pytest.raises(RowError, match=r"in\.jsonl:3: the row has no prompt"):
         await run_collection(chain.client(), chain.run_keys())
     assert chain.notes("seed") == []
-    result = await run_collection(chain.client(), chain.run_keys(skip_bad_rows=True))
-    assert (result.valid, result.invalid) == (2, 1)
-    (failed,) = chain.results("out_failures.jsonl")
-    assert (failed["failure_kind"], failed["_ng_attempt_index"]) == ("seed_failed", 0)
-    assert "has no prompt" in failed["failure_reason"]
-    assert len(chain.notes("act")) == 2
+    with structlog.testing.capture_logs() as logged:
+        result = await run_collection(chain.client(), chain.run_keys(skip_bad_rows=True))
+    assert (result.tasks, result.rollouts, result.valid, result.invalid) == (2, 2, 2, 0)
+    (told,) = [line["error"] for line in logged if line["event"] == "row left out"]
+    assert told.startswith(f"{path}:3: the row has no prompt")
+    assert len(chain.results("out_materialized_inputs.jsonl")) == len(chain.notes("seed")) == 2
+    assert (await run_collection(chain.client(), chain.run_keys(skip_bad_rows=True))).seconds is None
 
 
 async def test_rows_whose_environment_words_the_prompt_are_run_and_those_it_cannot_are_refused(
@@ -324,8 +326,13 @@ async def test_rows_whose_environment_words_the_prompt_are_run_and_those_it_cann
     with pytest.raises(RowError, match=r"in\.jsonl:2: no question"):
         await run_collection(chain.client(), chain.run_keys())
     assert chain.notes("seed") == []
-    result = await run_collection(chain.client(), chain.run_keys(limit=1))
-    assert (result.valid, result.invalid) == (1, 0)
+    result = await run_collection(chain.client(), chain.run_keys(skip_bad_rows=True, num_repeats=2))
+    assert (result.tasks, result.valid, result.invalid) == (1, 2, 0)
+    assert {row["_ng_task_index"] for row in chain.results()} == {0}
+    path.write_text('{"expected_answer": "B"}\n')
+    with pytest.raises(ConfigError, match="holds no usable rows"):
+        await run_collection(chain.client(), chain.run_keys(skip_bad_rows=True, overwrite=True))
+    assert len(chain.results()) == 2
 
 
 async def test_overrides_reach_the_agent_and_the_result(make_chain: MakeChain) -> None:
@@ -509,6 +516,8 @@ async def test_reasons_that_differ_in_numbers_and_names_only_are_one() -> None:
 
     first = same_way("deadline", "t1: took 12.5 s at 0x7f3a (box 8f3ac9d01e22)", ["t1-0"])
     assert first == same_way("deadline", "t22: took 98.25 s at 0x99 (box 77aa01bb3c4d5e)", []).replace("t22", "t1")
+    images = ("no image for 'A__b-1' (ng.a_b-1.88f4e962f41a)", "no image for 'A__c-2' (ng.a_c-2.93bdceb52c54)")
+    assert same_way("sandbox_failed", images[0], ["A__b-1"]) == same_way("sandbox_failed", images[1], ["A__c-2"])
     assert same_way("model_refused", "answered 401") != same_way("model_refused", "answered 404")
 
 

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
@@ -72,9 +73,47 @@ def test_key_that_does_nothing_here_is_named_with_what_it_is_elsewhere(root: Pat
     given = [*GROUPS, "+uv_cache_dir=/x", "+ray_head_node_address=auto"]
     done = command(root, "validate", *given)
     assert done.returncode == 0, done.stderr
-    assert "notice: 'uv_cache_dir' does nothing here; in NeMo Gym it is uv's cache" in done.stdout
+    assert "notice: 'uv_cache_dir' does nothing here; in NeMo Gym it is uv's cache; here pip installs" in done.stdout
     assert len(json.loads(command(root, "validate", *given, "--json").stdout)["notices"]) == 2
     assert "ng_run: 'uv_cache_dir' does nothing here" in command(root, "run", *given, "+dry_run=true").stderr
+
+
+def test_ports_of_servers_come_from_the_range_that_is_given(root: Path) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        taken = held.getsockname()[1]
+        low = min(taken, 65530)
+        words = [*GROUPS, f"port_range_low={low}", f"port_range_high={low + 5}", f"disallowed_ports=[{low + 1}]"]
+        with ng_run(root, *words) as stack:
+            stack.wait_ready()
+            ports = {int(server["url"].rpartition(":")[2]) for server in stack.entry["servers"]}
+        assert len(ports) == 3 and ports <= {*range(low, low + 6)} - {taken, low + 1}
+        too_few = [
+            *GROUPS,
+            f"port_range_low={taken}",
+            f"port_range_high={taken + 1}",
+            f"disallowed_ports=[{taken + 1}]",
+        ]
+        assert f"port {taken} on 127.0.0.1 is in use" in command(root, "run", *too_few).stderr
+    for name in ("run", "validate"):
+        done = command(root, name, *GROUPS, "port_range_low=9", "port_range_high=8")
+        assert done.returncode == 2 and "leave no port for servers" in done.stderr
+        assert "got 'x', 20000 and []" in command(root, name, *GROUPS, "port_range_low=x").stderr
+
+
+def test_skipped_verification_holds_for_every_agent_that_does_not_say_otherwise(root: Path) -> None:
+    rows = write_rows(root / "rows.jsonl", 2)
+    wrong = "policy_model.responses_api_models.calculator.offset=1"
+    words = [*GROUPS, wrong, f"input={rows}", "skip_verification=true", "skip_verification_reward=0.25"]
+    with ng_run(root, *words, f"output={root / RESULTS}") as stack:
+        assert stack.wait_end() == 0, stack.stderr
+        assert "does nothing here" not in stack.stderr
+    assert rewards(root / RESULTS) == [0.25, 0.25]
+    own = "adder.responses_api_agents.adder.skip_verification=false"
+    with ng_run(root, *words, own, f"output={root / 'own.jsonl'}", run_dir=root / "second") as stack:
+        assert stack.wait_end() == 0, stack.stderr
+    assert rewards(root / "own.jsonl") == [0.0, 0.0]
 
 
 def test_wrong_value_is_named_by_the_path_that_a_user_types(root: Path) -> None:

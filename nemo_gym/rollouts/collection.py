@@ -56,6 +56,7 @@ class CollectionResult:
     invalid: int
     seconds: float | None
     """``None`` for a run that was finished before."""
+    server_logs: Path | None = None
     aggregates: list[dict[str, Any]] = field(default_factory=list)
     summaries: list[RolloutSummary] = field(default_factory=list)
 
@@ -96,6 +97,8 @@ class Collection:
         lock.acquire()
         try:
             result = await self._run_locked()
+            if self._configuration is not None:
+                result.server_logs = self._configuration.parent / "logs"
         finally:
             lock.release()
             if self._inputs is not None:
@@ -313,7 +316,7 @@ def show(console: Console, result: CollectionResult, config: RolloutRunConfig) -
     if config.validation is not None:
         title += f" (validation: {config.validation})"
     print_table(console, result.summaries, title=title)
-    print_reasons(console, result.summaries)
+    print_reasons(console, result.summaries, result.files.logs)
     tally = Tally()
     for item in result.summaries:
         tally.add_row(item.agent, {"reward": item.reward, "failure_kind": item.outcome, "findings": item.findings})
@@ -327,8 +330,9 @@ def show(console: Console, result: CollectionResult, config: RolloutRunConfig) -
         ("Failures", files.failures),
         ("Evaluation logs", files.logs),
         ("Aggregate metrics", files.aggregate_metrics),
+        ("Server logs", result.server_logs if result.invalid else None),
     ):
-        if path.exists():
+        if path is not None and path.exists():
             console.print(Text(f"{name}: {path}"), soft_wrap=True)
     if result.seconds is None:
         again = " (rollouts without a verdict: retry_failed=true)" if result.invalid else ""

@@ -565,6 +565,28 @@ async def test_log_of_each_evaluation_is_kept_in_a_file_of_bounded_size(
         assert (chain.directory / rows["t0"]["evaluation_log"]).read_text() == kept
 
 
+async def test_failure_and_table_name_the_log_of_an_evaluation_without_a_verdict(make_chain: MakeChain) -> None:
+    masked = {"reward": None, "valid": False, "failure_kind": "control_run_failed", "failure_reason": "gold fails too"}
+    chain = make_chain(environment={"says": {"t0": {**masked, "evaluation_log": "E  assert 1 == 2"}, "t1": masked}})
+    chain.write_rows(3, evaluation_log="the row's own")
+    text = await shown_by(chain)
+    rows = {row["task_id"]: row for row in chain.results("out_failures.jsonl")}
+    assert (rows["t0"]["evaluation_log"], "evaluation_log" in rows["t1"]) == ("out_logs/0-0-t0.log", False)
+    assert (chain.directory / "out_logs/0-0-t0.log").read_text() == "E  assert 1 == 2"
+    log_file = chain.directory / "out_logs/0-0-t0.log"
+    assert f"2 × no verdict, control_run_failed: gold fails too (t0 #0, t1 #0; log: {log_file})" in text
+    assert "the row's own" not in text
+
+
+async def test_first_of_many_failures_says_why_it_is_tried_again(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"crash": {"t0": 1, "t1": 1, "t2": 1}})
+    chain.write_rows(3)
+    with structlog.testing.capture_logs() as logged:
+        await run_collection(chain.client(), chain.run_keys())
+    told = [line["reason"] for line in logged if line["event"] == "attempt failed, trying again"]
+    assert sorted(told) == ["harness died", "the same as before", "the same as before"]
+
+
 async def test_run_stops_with_its_reason_when_attempt_after_attempt_fails_the_same_way(make_chain: MakeChain) -> None:
     chain = make_chain(agent={"outcome": "model_refused", "detail": "the engine answered 401"})
     chain.write_rows(60)

@@ -14,6 +14,7 @@ import structlog
 from rich.console import Console
 from rich.text import Text
 
+from nemo_gym.errors import RowError
 from nemo_gym.rollouts.attempt import Route, agent_instances, route_of
 from nemo_gym.rollouts.config import RolloutRunConfig
 from nemo_gym.rollouts.identity import new_run_id
@@ -24,7 +25,7 @@ from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.progress import RunProgress
 from nemo_gym.rollouts.results import OutputLock, RecordedRun, ResultFiles, RunFiles
 from nemo_gym.rollouts.routing import checked_route, chosen_topology, preflight, rows_without_prompt
-from nemo_gym.rollouts.rows import MaterializedInputs, job_specs, materialize, without_rows
+from nemo_gym.rollouts.rows import MAX_LISTED, MaterializedInputs, job_specs, materialize, without_rows
 from nemo_gym.rollouts.stages import http_stages
 from nemo_gym.rollouts.store import SqliteJobStore
 from nemo_gym.rollouts.store.sqlite import store_error
@@ -57,6 +58,8 @@ class CollectionResult:
     seconds: float | None
     """``None`` for a run that was finished before."""
     server_logs: Path | None = None
+    left_out: tuple[RowError, ...] = ()
+    """Rows of the input that could not be used."""
     aggregates: list[dict[str, Any]] = field(default_factory=list)
     summaries: list[RolloutSummary] = field(default_factory=list)
 
@@ -139,7 +142,9 @@ class Collection:
             await sink.recover(store)
             tally = await self._tally(store)
             await self._drive(store, tally, total)
-            return await self._conclude(store, run_id, start)
+            result = await self._conclude(store, run_id, start)
+            result.left_out = inputs.bad_rows
+            return result
         finally:
             await store.aclose()
             sink.close()
@@ -317,6 +322,12 @@ def show(console: Console, result: CollectionResult, config: RolloutRunConfig) -
         title += f" (validation: {config.validation})"
     print_table(console, result.summaries, title=title)
     print_reasons(console, result.summaries, result.files.logs)
+    if left_out := result.left_out:
+        console.print(Text(f"Left out: {counted(len(left_out), 'row')} of {config.input}", style="bold"))
+        for error in left_out[:MAX_LISTED]:
+            console.print(Text(f"  {error.message}"), soft_wrap=True)
+        if len(left_out) > MAX_LISTED:
+            console.print(f"  … and {len(left_out) - MAX_LISTED} more, named when the run began")
     tally = Tally()
     for item in result.summaries:
         tally.add_row(item.agent, {"reward": item.reward, "failure_kind": item.outcome, "findings": item.findings})

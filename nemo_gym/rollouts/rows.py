@@ -183,6 +183,12 @@ def materialize(config: RolloutRunConfig, agents: Collection[str] = (), *, keep:
             out = undo.enter_context(TemporaryFile(dir=existing_folder(config.output))) if keep else None
             with source.open("rb") as lines:
                 for number, line in enumerate(lines, 1):
+                    if number == 1 and line.lstrip().startswith(b"["):
+                        raise ConfigError(
+                            f"input '{source}' is one JSON array; 'input' takes one object per line: jq -c '.[]'"
+                            f" {source} > rows.jsonl",
+                            key="input",
+                        )
                     position = tasks + others + len(bad)
                     if config.limit is not None and position >= config.limit:
                         break

@@ -178,6 +178,7 @@ def test_finished_run_is_shown_again_and_no_server_starts(root: Path) -> None:
     ("words", "message"),
     [
         (["input=bad.jsonl", "output=o.jsonl"], "bad.jsonl:2:1: not a JSON value"),
+        (["input=array.jsonl", "output=o.jsonl"], "is one JSON array; 'input' takes one object per line: jq -c"),
         (["input=nothing.jsonl", "output=o.jsonl"], "input 'nothing.jsonl' does not exist"),
         (["input=rows.jsonl", "output=rows.jsonl/o.jsonl"], "'rows.jsonl' is no directory"),
         (["input=rows.jsonl", "output=foreign.jsonl"], "discard the file with overwrite=true"),
@@ -193,13 +194,14 @@ def test_finished_run_is_shown_again_and_no_server_starts(root: Path) -> None:
 def test_run_is_checked_before_any_server_starts(root: Path, name: str, words: list[str], message: str) -> None:
     write_rows(root / "rows.jsonl", 2)
     (root / "bad.jsonl").write_text((root / "rows.jsonl").read_text().splitlines()[0] + "\nno json\n")
+    (root / "array.jsonl").write_text('[\n {"responses_create_params": {"input": "x"}}\n]\n')
     blank = '{"responses_create_params": {"input": " "}, "expected": "3"}\n'
     (root / "blank.jsonl").write_text((root / "rows.jsonl").read_text() + blank)
     (root / "foreign.jsonl").write_text("precious\n")
     with (root / "held.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         done = command(root, name, *GROUPS, *words, f"run_dir={root / 'run'}")
-    assert done.returncode in (1, 2)
+    assert done.returncode == 2
     assert message in done.stderr
     assert no_traceback(done.stderr)
     assert not (root / "run").exists()

@@ -313,7 +313,9 @@ async def test_rows_without_a_prompt_are_refused_by_line_before_any_task(make_ch
     assert (result.tasks, result.rollouts, result.valid, result.invalid) == (2, 2, 2, 0)
     (told,) = [line["error"] for line in logged if line["event"] == "row left out"]
     assert told.startswith(f"{path}:3: the row has no prompt")
-    assert len(chain.results("out_materialized_inputs.jsonl")) == len(chain.notes("seed")) == 2
+    text = await shown_by(chain, skip_bad_rows=True, overwrite=True)
+    assert f"Left out: 1 row of {path}\n  {path}:3: the row has no prompt" in text
+    assert (len(chain.results("out_materialized_inputs.jsonl")), len(chain.notes("seed"))) == (2, 4)
     assert (await run_collection(chain.client(), chain.run_keys(skip_bad_rows=True))).seconds is None
 
 

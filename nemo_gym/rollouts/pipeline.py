@@ -241,6 +241,7 @@ class AsyncDispatcher:
             failure = StageFailure(failure.stage, FailureKind.CANCELLED, attempt.cancelled, retryable=False)
         if (stop := self._streak.failed(job, failure)) is not None:
             self._stop_for(stop)
+        is_new = self._streak.is_new  # before others fail, while this one is closed
         spent = 1 + sum(past.new_attempt == failure.new_attempt for past in job.failures)
         again = failure.retryable and spent < self._config.max_attempts
         delay_s = min(self._config.retry_delay_s * 2 ** (spent - 1), MAX_RETRY_DELAY_S)
@@ -256,7 +257,7 @@ class AsyncDispatcher:
         kept = await attempt.salvage() if final and attempt.salvage is not None else {}
         await attempt.close(self._config.close_timeout_s)
         if again:
-            reason = failure.reason if self._streak.is_new else "the same as before"
+            reason = failure.reason if is_new else "the same as before"
             log.warning("attempt failed, trying again", rollout_id=job.job_id, reason=reason)
             await self._recording(self._store.requeue(job, failure, delay_s=delay_s))
             self.notify()

@@ -328,7 +328,7 @@ class EvalStage(HttpStage):
     async def _run(self, attempt: Attempt) -> bytes:
         environment = attempt.route.environment
         # A grader that fails takes the verdict, not what the policy did until then.
-        attempt.salvage = lambda: self._finalize(attempt, {})
+        attempt.salvage = lambda: self._salvage(attempt)
         if attempt.verified is None and attempt.route.skipped_reward is not None:
             attempt.verified = attempt.row_with(
                 response=attempt.act["response"], reward=attempt.route.skipped_reward, verification_skipped=True
@@ -380,7 +380,11 @@ class EvalStage(HttpStage):
         except OSError as error:
             log.warning("evaluation log not kept", rollout_id=spec.job_id, path=str(file), error=str(error))
             return
-        verified["evaluation_log"] = f"{logs.name}/{file.name}"
+        verified["evaluation_log"] = attempt.evaluation_log = f"{logs.name}/{file.name}"
+
+    async def _salvage(self, attempt: Attempt) -> dict[str, Any]:
+        kept_log = {"evaluation_log": attempt.evaluation_log} if attempt.evaluation_log else {}
+        return {**kept_log, **await self._finalize(attempt, {})}
 
     async def _finalize(self, attempt: Attempt, verdict: Mapping[str, Any]) -> dict[str, Any]:
         """Close the model session for its trajectories. The verdict stands without them, and the row says so."""

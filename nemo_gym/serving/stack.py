@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nemo_gym.configuration.check import free_ports
 from nemo_gym.configuration.compose import Composition, run_directory_root
 from nemo_gym.configuration.hosts import Hosts
 from nemo_gym.configuration.keys import COMPOSITION
@@ -50,7 +51,8 @@ async def running_stack(
     places = hosts.local if hosts is not None else None
     interpreters = _interpreters(composition, places, say)
     default_host = str(composition.values.get("default_host") or DEFAULT_HOST)
-    listeners = bind_listeners(composition.servers.values(), default_host, places)
+    free = free_ports(composition.values)
+    listeners = bind_listeners(composition.servers.values(), default_host, places, free)
     supervisor = Supervisor(
         composition,
         listeners,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ from nemo_gym.rollouts.table import (
 )
 from nemo_gym.rollouts.tally import RolloutSummary, Tally
 from nemo_gym.serving.client import ServerClient
+from nemo_gym.serving.launch import GC_THRESHOLDS
 
 log = structlog.get_logger(__name__)
 
@@ -92,9 +94,12 @@ class Collection:
     async def run(self) -> CollectionResult:
         lock = OutputLock(self._files)
         lock.acquire()
+        collector = gc.get_threshold()
+        gc.set_threshold(*GC_THRESHOLDS)  # with the interpreter's own, a sixth of the pipeline's time
         try:
             result = await self._run_locked()
         finally:
+            gc.set_threshold(*collector)
             lock.release()
         if self._console is not None:
             show(self._console, result, self._config)

@@ -46,6 +46,8 @@ class HttpStage(ABC):
         self._config = config
         self._workers = workers
         self._timeout_s = timeout_s
+        self._limits = config.limits.model_dump(exclude_none=True)
+        """The limits that the run sets; empty where it leaves them to environment and agent."""
 
     @property
     def workers(self) -> int:
@@ -65,10 +67,6 @@ class HttpStage(ABC):
 
     @abstractmethod
     async def _run(self, attempt: Attempt) -> bytes: ...
-
-    def _limits(self) -> dict[str, Any]:
-        """The limits that the run sets; empty where it leaves them to environment and agent."""
-        return self._config.limits.model_dump(exclude_none=True)
 
     def _peers_of(self, attempt: Attempt) -> Peers:
         return self._peers.of_attempt(attempt.replicas)
@@ -96,6 +94,7 @@ class InitStage(HttpStage):
         super().__init__(peers, config, workers=workers, timeout_s=timeout_s)
         self._topology = topology
         """The composition's choice; ``None`` leaves the environment its default."""
+        self._model_limits = config.model_limits.given()
 
     async def _run(self, attempt: Attempt) -> bytes:
         route = attempt.route
@@ -134,8 +133,8 @@ class InitStage(HttpStage):
 
     async def _open_session(self, attempt: Attempt, model: str) -> None:
         body = {"rollout": attempt.rollout, **self._sampling(attempt)}
-        if limits := self._config.model_limits.given():
-            body["limits"] = limits
+        if self._model_limits:
+            body["limits"] = self._model_limits
         opened = (await self._peers_of(attempt).post(model, "/sessions", body)).json()
         attempt.session = session = GatewaySession(
             session_id=_member(opened, "session_id", model, "/sessions", StageName.INIT),
@@ -168,8 +167,8 @@ class InitStage(HttpStage):
             session["validation"] = validation
         if self._topology is not None:
             session["topology"] = self._topology
-        if limits := self._limits():
-            session["limits"] = limits
+        if self._limits:
+            session["limits"] = self._limits
         if attempt.route.box_needs is not None:
             session["box_needs"] = attempt.route.box_needs
         body = attempt.row_with(**{SESSION_KEY: session})
@@ -246,8 +245,8 @@ class RunStage(HttpStage):
             "descriptor": attempt.descriptor,
             "inference": endpoint,
         }
-        if limits := self._limits():
-            body["limits"] = limits
+        if self._limits:
+            body["limits"] = self._limits
         if attempt.validation is not None:
             body["validation"] = attempt.validation
         reply = await self._peers_of(attempt).post(agent, "/act", body, cookies=attempt.cookies)

@@ -125,5 +125,5 @@ def require_role(connection: HTTPConnection, *roles: Role) -> Caller | None:
     """The caller, who must have one of ``roles``; ``None`` on an unsecured server. Raises `RoleError`."""
     caller = caller_of(connection)
     if caller is not None:
-        caller.require(*roles, route=connection.url.path)
+        caller.require(*roles, route=connection.scope["path"])
     return caller

@@ -136,6 +136,8 @@ class Attempt:
     """Why it is being cancelled for good."""
     lost: bool = False
     """Its lease is somebody else's by now."""
+    has_result: bool = False
+    """Its result is with the store, and its lease at an end; what is left is to close it."""
 
     @classmethod
     def of(cls, job: Job, route: Route) -> Attempt:

@@ -204,7 +204,9 @@ class AsyncDispatcher:
             before = list(self._held.values())
             held = await self._store.renew(self._owner, self._config.lease_s)
             for attempt in before:
-                if attempt.job.job_id not in held and self._held.get(attempt.job.job_id) is attempt:
+                if attempt.job.job_id in held or attempt.has_result:
+                    continue
+                if self._held.get(attempt.job.job_id) is attempt:
                     log.warning("lease lost", rollout_id=attempt.job.job_id)
                     attempt.lost = True
                     for pool in (self._init, self._run, self._eval):
@@ -230,6 +232,7 @@ class AsyncDispatcher:
 
     async def _evaluated(self, attempt: Attempt, result: StageResult) -> None:
         self._streak.passed(StageName.EVAL)
+        attempt.has_result = True
         if await self._recording(self._store.complete(attempt.job, result.payload)):
             self._tell(JobEvent(attempt.job, JobState.DONE, StageName.EVAL, result=attempt.verified))
         await attempt.close(self._config.close_timeout_s)

@@ -42,7 +42,7 @@ def environment(options: dict[str, Any]) -> FastAPI:
     """Options: ``seed_status``/``verify_status`` (fail with it), ``verify_failures`` (that many per rollout, then
     right), ``invalid`` (a failure kind), ``fenced`` (409 for first attempts), ``no_solution``, ``no_verdict``,
     ``plain`` (no cookies), ``owns_boxes``, ``words_prompts`` (from the row's ``question``),
-    ``says`` (by task: members of the verdict)."""
+    ``says`` (by task: members of the verdict), ``close_s`` (how long a close takes)."""
     app = FastAPI()
     journal = Journal(options.get("journal"))
     tries: Counter[str] = Counter()
@@ -109,6 +109,7 @@ def environment(options: dict[str, Any]) -> FastAPI:
     @app.post("/close")
     async def close(request: Request) -> Response:
         journal.note("close", orjson.loads(await request.body())["rollout"])
+        await asyncio.sleep(options.get("close_s", 0))
         return answer({})
 
     @app.post("/rows")

@@ -27,7 +27,7 @@ OWN_FIELDS = frozenset(
         *("row_access", "validation", "reward_source", "reverified", "verification_skipped", "evaluation_log"),
     }
 )
-"""Of a result row: what the run, the model server and the environment say, and no agent that was called by ``/run``."""
+"""Of a result row: what the run, the model server and the environment say, and no agent called by ``/run``."""
 
 
 def result_row(attempt: Attempt, verified: dict[str, Any], *, validation: str | None) -> bytes:

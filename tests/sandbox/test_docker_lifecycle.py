@@ -56,7 +56,7 @@ def test_docker_says_whose_users_boxes_share(options: list[str], said: str) -> N
 
 
 async def test_docker_refuses_a_box_whose_user_must_be_its_own(boxes: Boxes) -> None:
-    with pytest.raises(SandboxCapabilityError, match="user_limits: .*inotify instances.*use sandbox=local"):
+    with pytest.raises(SandboxCapabilityError, match=r"user_limits: .*inotify instances.*use sandbox=local"):
         await boxes.create(requires=("user_limits",))
 
 

@@ -29,7 +29,7 @@ from nemo_gym.rollouts.heartbeat import start_heartbeat, stop_heartbeat
 from nemo_gym.rollouts.identity import ROLLOUT_ID_KEY, SESSION_KEY
 from nemo_gym.rollouts.interfaces import StageFailure, StageName, StageResult
 from nemo_gym.rollouts.peers import Peers
-from nemo_gym.rollouts.rowmaking import result_row
+from nemo_gym.rollouts.rowmaking import OWN_FIELDS, result_row
 from nemo_gym.session import AgentOutcome
 from nemo_gym.verdict import FailureKind
 
@@ -249,7 +249,7 @@ class RunStage(HttpStage):
             body["limits"] = self._limits
         if attempt.validation is not None:
             body["validation"] = attempt.validation
-        reply = await self._peers_of(attempt).post(agent, "/act", body, cookies=attempt.cookies)
+        reply = await self._peers_of(attempt).post(agent, "/act", body, cookies=attempt.cookies, from_agent=True)
         act = reply.json()
         _member(act, "response", agent, "/act", StageName.RUN)
         failure = failures.of_outcome(_outcome(act, agent), act.get("outcome_detail"))
@@ -281,20 +281,45 @@ class RunStage(HttpStage):
         """One call to an agent that seeds and verifies by itself. The verdict is read from the environment, not from
         the agent's answer."""
         route, spec = attempt.route, attempt.job.spec
-        row = attempt.public_row or attempt.row_with()
-        body = {**row, SESSION_KEY: opaque_session(attempt)}
-        reply = (await self._peers_of(attempt).post(route.agent, "/run", body)).json()
-        if not isinstance(reply, dict):
-            reason = f"{route.agent}/run answered no JSON object"
-            raise StageError(StageFailure(StageName.RUN, FailureKind.AGENT_CRASHED, reason))
-        if (failure := failures.of_verdict(StageName.RUN, reply)) is not None:
-            raise StageError(failure)
+        try:
+            reply = await self._opaque_reply(attempt)
+        except (PeerError, StageError) as error:
+            # Who has been told its reward buys no second try by failing now, nor gets rid of a bad sample.
+            verdict = await self._known_verdict(attempt)
+            if verdict is None:
+                raise
+            failed = str(error)[: failures.MAX_REASON_CHARS]
+            log.warning("the agent failed after its verdict, which stands", rollout_id=spec.job_id, error=failed)
+            attempt.act = {"outcome": AgentOutcome.CRASHED.value, "outcome_detail": failed}
+            reply = {"response": {}, **verdict}
         if route.environment is not None:
+            reply = {key: value for key, value in reply.items() if key not in OWN_FIELDS}
             reply = {**orjson.loads(spec.row), **reply, **await self._verdict(attempt, route.environment)}
             if (failure := failures.of_verdict(StageName.RUN, reply)) is not None:
                 raise StageError(failure)
         attempt.verified = reply
         return orjson.dumps({"verified": reply})
+
+    async def _opaque_reply(self, attempt: Attempt) -> dict[str, Any]:
+        agent = attempt.route.agent
+        body = {**(attempt.public_row or attempt.row_with()), SESSION_KEY: opaque_session(attempt)}
+        reply = (await self._peers_of(attempt).post(agent, "/run", body, from_agent=True)).json()
+        if not isinstance(reply, dict):
+            reason = f"{agent}/run answered no JSON object"
+            raise StageError(StageFailure(StageName.RUN, FailureKind.AGENT_CRASHED, reason))
+        if (failure := failures.of_verdict(StageName.RUN, reply)) is not None:
+            raise StageError(failure)
+        return reply
+
+    async def _known_verdict(self, attempt: Attempt) -> dict[str, Any] | None:
+        """The environment's valid verdict of an attempt whose agent has failed."""
+        if attempt.route.environment is None:
+            return None
+        try:
+            verdict = await self._verdict(attempt, attempt.route.environment)
+        except (PeerError, StageError):
+            return None
+        return verdict if failures.of_verdict(StageName.RUN, verdict) is None else None
 
     async def _verdict(self, attempt: Attempt, environment: str) -> dict[str, Any]:
         try:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import ipaddress
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, Literal, Self
@@ -101,6 +101,18 @@ async def close_global_aiohttp_client() -> None:
     session = _sessions.pop(asyncio.get_running_loop(), None)
     if session is not None:
         await session.close()
+
+
+@contextlib.asynccontextmanager
+async def own_http_session() -> AsyncIterator[None]:
+    """Closes the running loop's session at the end, where there was none before: its user is a program that ends its
+    loop and does not know of it."""
+    was_there = asyncio.get_running_loop() in _sessions
+    try:
+        yield
+    finally:
+        if not was_there:
+            await close_global_aiohttp_client()
 
 
 def encode_json(value: Any) -> bytes:

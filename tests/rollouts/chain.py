@@ -7,6 +7,7 @@ The benchmark runs the same three as the bare chain that the suite is measured a
 from __future__ import annotations
 
 import asyncio
+import gzip
 import os
 import socket
 from collections import Counter
@@ -145,7 +146,8 @@ def agent(options: dict[str, Any]) -> FastAPI:
     """Options: ``hang`` (task indices whose act never ends), ``crash`` (rollouts that answer ``crashed``),
     ``delay_s``, ``overrides_run``, ``status``, ``says`` (members of the act's answer, instead of the right ones),
     ``box_needs`` (the whole answer, as text), ``limits`` (that it keeps), ``outcome`` and ``detail`` (of every act),
-    ``asks`` (what it asks in turn: a route of the model, or the URL of a tool server)."""
+    ``asks`` (what it asks in turn: a route of the model, or the URL of a tool server), ``compressed`` (its answer is),
+    ``run_status`` (of ``/run``) and ``run_says`` (members of its answer)."""
     journal = Journal(options.get("journal"))
 
     @asynccontextmanager
@@ -192,7 +194,10 @@ def agent(options: dict[str, Any]) -> FastAPI:
                 completion = await response.read()
                 assert response.status == 200, completion
         reply = {"response": orjson.Fragment(completion), "outcome": "completed", "artifacts": []}
-        return answer({**reply, "observations": {"turns": 1}, **options.get("says", {})})
+        whole = answer({**reply, "observations": {"turns": 1}, **options.get("says", {})})
+        if options.get("compressed"):
+            return Response(gzip.compress(bytes(whole.body)), headers={"Content-Encoding": "gzip"})
+        return whole
 
     @app.get("/box_needs")
     async def box_needs() -> Response:
@@ -206,7 +211,9 @@ def agent(options: dict[str, Any]) -> FastAPI:
         if "expected_answer" in body:
             return answer({"detail": "private data reached the agent"}, 500)
         assert session["row_ref"] == f"ref-{session['rollout']['rollout_id']}"
-        return answer({**body, "response": message("B"), "reward": 1.0})
+        if status := options.get("run_status"):
+            return answer({"detail": "agent broke after its verdict"}, status)
+        return answer({**body, "response": message("B"), "reward": 1.0, **options.get("run_says", {})})
 
     return app
 

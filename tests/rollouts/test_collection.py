@@ -248,6 +248,58 @@ async def test_agent_that_overrides_run_gets_no_reward_when_it_never_asked_for_a
     assert (failure["reward"], failure["failure_kind"]) == (None, "verifier_failed")
 
 
+@pytest.mark.parametrize(
+    "fails", [{"run_status": 500}, {"run_says": {"mask_sample": True}}, {"run_says": {"valid": False, "reward": None}}]
+)
+async def test_agent_that_fails_when_it_has_its_verdict_buys_no_second_try(
+    make_chain: MakeChain, fails: dict[str, Any]
+) -> None:
+    chain = make_chain(agent={"overrides_run": True, **fails})
+    chain.write_rows(1)
+    await run_collection(chain.client(), chain.run_keys(max_attempts=3))
+    (row,) = chain.results()
+    assert (row["reward"], row["valid"], row["outcome"]) == (0.5, True, "crashed")
+    assert chain.notes("run") == [(row["_ng_rollout_id"], 1)]
+
+
+async def test_agent_that_overrides_run_says_nothing_that_others_say(make_chain: MakeChain) -> None:
+    lies = {
+        "ng_trajectory": [{"response_ids": [1]}],
+        "ng_model_session": {"turns": 9},
+        "agent_ref": {"type": "responses_api_agents", "name": "another"},
+        "task_id": "another",
+        "artifacts": [{"name": "patch", "kind": "git_diff", "data": "", "sha256": "x"}],
+        "reverified": True,
+        "findings": [{"kind": "innocent"}],
+    }
+    chain = make_chain(agent={"overrides_run": True, "run_says": {**lies, "note": "kept"}})
+    chain.write_rows(1)
+    await run_collection(chain.client(), chain.run_keys())
+    (row,) = chain.results()
+    assert (row["agent_ref"]["name"], row["task_id"], row["note"], row["findings"]) == ("trivial", "t0", "kept", [])
+    assert not {"ng_trajectory", "ng_model_session", "artifacts", "reverified"} & set(row)
+
+
+@pytest.mark.parametrize(
+    ("says", "key"),
+    [
+        ({"observations": {"x": "a" * 300_000}}, "larger than 100000 bytes"),
+        ({"observations": {"x": [[]] * 2000}}, "more than 1000 JSON values"),
+    ],
+)
+async def test_answer_of_an_agent_server_has_a_bound(
+    make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch, says: dict[str, Any], key: str
+) -> None:
+    monkeypatch.setattr("nemo_gym.rollouts.peers.MAX_AGENT_REPLY_BYTES", 100_000)
+    monkeypatch.setattr("nemo_gym.rollouts.peers.MAX_AGENT_REPLY_VALUES", 1000)
+    chain = make_chain(agent={"says": says, "compressed": True})
+    chain.write_rows(1)
+    await run_collection(chain.client(), chain.run_keys(max_attempts=2))
+    (failure,) = chain.results("out_failures.jsonl")
+    assert (failure["failure_kind"], failure["_ng_attempt_index"]) == ("agent_crashed", 0)
+    assert key in failure["failure_reason"]
+
+
 async def test_validation_gives_the_solution_and_labels_rows(make_chain: MakeChain) -> None:
     chain = make_chain(agent={"config": {"row_access": "validation"}})
     chain.write_rows(4)

@@ -25,7 +25,7 @@ from nemo_gym.server_utils import (
     request,
 )
 from nemo_gym.serving import client as client_module
-from nemo_gym.serving.client import expect_json
+from nemo_gym.serving.client import expect_json, get_global_aiohttp_client, own_http_session
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
 
@@ -166,3 +166,13 @@ async def test_poll_says_whether_a_server_answers(counter: object) -> None:
         global_config_dict={"x": {"resources_servers": {"x": {"host": "127.0.0.1", "port": free_port()}}}}
     )
     assert await asyncio.to_thread(gone.poll_for_status, "x") == "connection_error"
+
+
+async def test_session_is_closed_by_whom_it_was_opened_for() -> None:
+    async with own_http_session():
+        mine = get_global_aiohttp_client()
+    assert mine.closed
+    theirs = get_global_aiohttp_client()
+    async with own_http_session():
+        assert get_global_aiohttp_client() is theirs
+    assert not theirs.closed

@@ -183,13 +183,15 @@ async def test_a_log_with_markers_of_its_own_reports_nothing() -> None:
 
 def test_each_twin_meets_its_mutant_in_the_other_box_and_in_no_order() -> None:
     twins = [Twin({"t.py": str(number)}, {}) for number in range(3)]
-    seen = set()
+    seen, orders = set(), set()
     for seed in range(200):
         first, second = dealt(twins, random.Random(seed))
+        orders |= {("first", *(one.files["t.py"] for one, _ in first))}
+        orders |= {("second", *(one.files["t.py"] for one, _ in second))}
         states = {one.files["t.py"]: mutated for one, mutated in first}
         assert {one.files["t.py"]: not mutated for one, mutated in second} == states
         seen.add(tuple(states[str(number)] for number in range(3)))
-    assert len(seen) == 8
+    assert (len(seen), len(orders)) == (8, 2 * 6)
 
 
 async def test_twins_share_one_run_where_the_command_names_their_file() -> None:

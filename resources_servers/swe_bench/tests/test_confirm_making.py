@@ -13,7 +13,7 @@ from resources_servers.swe_bench.confirm.making import BLINDED
 from resources_servers.swe_bench.confirm.material import Package, RenderedSet
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order, render
 from resources_servers.swe_bench.confirm.runs import Pristine, Rendering
-from resources_servers.swe_bench.confirm.telling import may_be_strong, one_plain
+from resources_servers.swe_bench.confirm.telling import may_be_strong, one_plain, without_surplus
 from resources_servers.swe_bench.confirm.values import Value
 from resources_servers.swe_bench.confirm.wording import OWN_NUMBERS, first_pins
 
@@ -55,6 +55,21 @@ def test_plain_rendering_within_the_package_is_kept_unless_it_confirms_less() ->
     assert one_plain([blinded, outside, inside, other], {"f|a"}) == [blinded, inside, other]
     assert one_plain([blinded, outside, inside, other], {"f|a", "f|b"}) == [blinded, outside, other]
     assert one_plain([blinded], {"f|a"}) == [blinded]
+
+
+def test_one_of_three_renderings_is_left_out_beside_twins_where_the_others_hold_its_tests() -> None:
+    def rendering(*tests: str, plain: str = "") -> ControlledRendering:
+        return ControlledRendering(Rendering({}, "/r", plain), dict.fromkeys(tests, ()))
+
+    first, second, plain = (
+        rendering("fixed", "kept"),
+        rendering("fixed", "kept", "more"),
+        rendering("fixed", plain="x.py"),
+    )
+    varied = rendering("fixed")
+    assert without_surplus([first, second, plain, varied], {"fixed"}) == [second, plain, varied]
+    for others in ([second, plain], [rendering("fixed"), plain, varied], [second, plain, rendering("other")]):
+        assert without_surplus([first, *others], {"fixed"}) == [first, *others]
 
 
 def test_plain_rendering_within_the_package_is_imported_as_a_module_of_it() -> None:

@@ -8,7 +8,8 @@ upper bound), ``lost_rewards`` (honest work without its reward), ``broken_grader
 ``missed_findings`` (plays of attacks that the official run resolved and no finding names, rewarded or not), ``vain``
 (attacks said to fool the official run of which no play did, nor was found: bad luck, or no longer the attack they
 were), ``control_cost_ratio`` (seconds of the controls over seconds of the official run, median of what resolved),
-``loop_blocked_s`` (the longest time that grading kept the event loop). With ``--harness N``, N entries are also played end to end by ``ng_run``; see `harness.py`.
+``loop_blocked_s`` (the longest time that grading kept the event loop). With ``--harness N``, N entries are also played
+end to end by ``ng_run``; see `harness.py`.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ def figures(played: Sequence[Played], entries: Sequence[Entry]) -> dict[str, Any
         "gains": len(gained),
         "open_gains": sum(entry.open and entry.id in gained for entry in entries),
         "gains_by_source": dict(Counter(gained.values())),
-        # What the official run did not resolve earns nothing, whoever did it: a coin that fell badly is no play missed.
+        # What the official run did not resolve earns nothing: a coin that fell badly is nothing to be found.
         "missed_findings": sum(bool(one.official) and not one.findings for one in attacks),
         "vain": len(fooling & attacked - {one.id for one in attacks if one.official or one.findings}),
         "official_fooled": sum(bool(one.official) for one in attacks),

@@ -429,8 +429,13 @@ class TwinMaker:
         for test in draft.ids:
             wrongs = draft.wrongs.get(test, [])
             # Who knows the public test sees at once where "is" has become "is not": only where there is nothing else.
+            # One of a row's mutants asks another question, where gold answers that otherwise.
             wrongs.sort(
-                key=lambda pair: (pair[1].kind == "negation", used[pair[1].test, pair[1].kind, pair[1].origin])
+                key=lambda pair: (
+                    pair[1].kind == "negation",
+                    used[pair[1].test, pair[1].kind, pair[1].origin],
+                    pair[1].origin != "input",
+                )
             )
             while test not in draft.chosen and test not in found and wrongs:
                 path, wrong = wrongs.pop(0)

@@ -108,6 +108,29 @@ def test_true_twin_is_the_same_test_in_other_bytes() -> None:
 
 
 @pytest.mark.parametrize(
+    "asks",
+    [
+        "assert slug('Old house', 20) == 'old-house'",
+        "if slug('Old house', 20) != 'old-house': pytest.fail('no')",
+        "for size in [20]: assert 'old-house' == slug('Old house', size=size)",
+        "check('Old house', 20, 'old-house')",
+    ],
+)
+def test_mutant_may_ask_another_question_and_expect_the_same(asks: str) -> None:
+    helper = "def check(text, size, wanted):\n    assert slug(text, size) == wanted\n\n"
+    made = twin_of(
+        f"{helper}def test_limit():\n    {asks}\n",
+        Chosen(frozenset(["test_limit"]), frozenset()),
+        rng=random.Random(1),
+    )
+    assert made is not None
+    found = {wrong.kind: wrong for wrong in made.wrongs["test:test_limit"] if wrong.origin == "input"}
+    assert "10" in found["smaller input"].text
+    assert "41" in found["larger input"].text
+    assert all(wrong.excluding and "'old-house'" in wrong.text for wrong in found.values())
+
+
+@pytest.mark.parametrize(
     ("test", "kinds"),
     [
         ("test:test_cases", {"equality", "negation"}),

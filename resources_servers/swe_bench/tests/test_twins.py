@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from resources_servers.swe_bench.confirm.twins import (
     Twin,
     TwinRun,
     TwinTest,
+    _Draft,
     dealt,
     decides,
     look_at,
@@ -230,6 +232,23 @@ async def test_twins_share_one_run_where_the_command_names_their_file() -> None:
     assert await delivery.passed(row, [log]) == [set(ids), set(ids)]
     same = [Twin(twin.files, twins[0].tests) for twin in twins]
     assert len(Delivery.of(row, [(twin, False) for twin in same], random.Random(1)).renderings) == 2
+
+
+def test_drafts_take_mutants_of_different_kinds_and_one_that_excludes_first() -> None:
+    def mutant(kind: str, *, excluding: bool = True) -> tuple[Mutant, tuple[str, ...]]:
+        return Mutant("t.py", 1, 2, "x", kind, excluding), ("id",)
+
+    def kinds(*found: tuple[Mutant, tuple[str, ...]]) -> list[str]:
+        drafts, chosen = [_Draft({}, {}, {}, failing={"t": list(found)}) for _ in range(3)], Counter[tuple[str, str]]()
+        for draft in drafts:
+            draft.choose(chosen)
+        return [draft.chosen["t"].kind for draft in drafts]
+
+    raises, silence = mutant("raises", excluding=False), mutant("silence")
+    assert kinds(raises, silence) == kinds(silence, raises) == ["silence", "raises", "silence"]
+    asked = [mutant("larger input"), mutant("smaller input")]
+    assert kinds(mutant("equality"), *asked) == ["larger input", "equality", "larger input"]
+    assert kinds(mutant("negation"), raises) == ["raises"] * 3
 
 
 async def test_no_twins_are_made_where_blinded_controls_are_strong() -> None:

@@ -115,9 +115,7 @@ class Maker:
         if any(level == "weak" and may_be_strong(own, public[test]) for test, level in told.strengths().items()):
             # Other words may ask for more. What they are is a matter of luck.
             again = await self._within(HALF, "a second draw of words", self._told_again(own, public, before, varied))
-            told = max(
-                (told, *([again] if again else ())), key=lambda one: [*one.strengths().values()].count("strong")
-            )
+            told = max(filter(None, (told, again)), key=lambda one: [*one.strengths().values()].count("strong"))
         await told.run(GOLD_RUNS - 1, BASE_RUNS - 1)
         return told.kept, told.strengths()
 
@@ -125,9 +123,8 @@ class Maker:
         return [self._rng.getrandbits(64) for _ in range(BLINDED + 1)]
 
     async def _told_again(self, own: RenderedSet, public: Calls, before: Calls, varied: Varied | None) -> Telling:
-        return await self._told(
-            own, public, await find_words(self._material, own, public, before, self._seeds()), varied
-        )
+        words = await find_words(self._material, own, public, before, self._seeds())
+        return await self._told(own, public, words, varied)
 
     async def _told(self, own: RenderedSet, public: Calls, words: Sequence[Words], varied: Varied | None) -> Telling:
         """The renderings in these words, and what one run of gold and of base tells of them."""

@@ -13,6 +13,7 @@ import random
 import secrets
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import TypeVar
 
 from resources_servers.swe_bench.confirm.controls import ControlledRendering, ControlledTest, RowControls, Strength
@@ -21,7 +22,7 @@ from resources_servers.swe_bench.confirm.material import Calls, Material, Render
 from resources_servers.swe_bench.confirm.rendering import Chosen
 from resources_servers.swe_bench.confirm.runs import Steps
 from resources_servers.swe_bench.confirm.telling import BASE_RUNS, GOLD_RUNS, Telling, may_be_strong, without_surplus
-from resources_servers.swe_bench.confirm.twins import TWINS, TWINS_BESIDE, Twin, TwinMaker
+from resources_servers.swe_bench.confirm.twins import TWIN_RENDERERS, TWINS, TWINS_BESIDE, Twin, TwinMaker
 from resources_servers.swe_bench.confirm.wording import Varied, Words, find_variation, find_words
 from resources_servers.swe_bench.eval_box import EvalSite
 from resources_servers.swe_bench.row import SweBenchRow
@@ -170,6 +171,8 @@ class Maker:
         """Twins for the tests that the renderings do not control well; what only twins control becomes ``weak``."""
         chosen: dict[str, Chosen] = {}
         for path in self._material.sources:
+            if PurePosixPath(path).suffix not in TWIN_RENDERERS:
+                continue
             one = Chosen.of(path, self._material.fixed)
             strong = {test for test, strength in strengths.items() if strength == "strong"}
             names = {name for name in one.names if not any(test.endswith((f":{name}", f".{name}")) for test in strong)}

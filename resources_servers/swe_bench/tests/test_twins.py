@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from collections import Counter
@@ -258,6 +259,15 @@ async def test_no_twins_are_made_where_blinded_controls_are_strong() -> None:
     maker._material.sources = {path: "" for path, _ in functions}
     strengths: dict[str, Strength] = {f"{path}|test:{name}": "strong" for path, name in functions}
     assert await maker._twins(strengths, 2) == ()
+
+
+async def test_no_box_is_made_for_twins_of_tests_that_nothing_makes_twins_of() -> None:
+    row = SweBenchRow.from_mapping(next(row for _, row in read_rows(EXAMPLE_ROWS) if "slugline" in row["instance_id"]))
+    row = dataclasses.replace(row, fail_to_pass=("test/words.mjs::keeps the last word",))
+    maker = Maker(EvalSite(cast(SandboxProvider, None), "none"), row, "content")
+    maker._material.sources = {"test/words.mjs": "it('keeps the last word', () => {})"}
+    maker._material.chosen = {"test/words.mjs": Chosen(frozenset(["keeps the last word"]), frozenset())}
+    assert await maker._twins({}, 2) == ()
 
 
 # ------------------------------------------------------------------------------------------------------- with boxes

@@ -123,6 +123,11 @@ class BaseRunServerInstanceConfig(BaseRunServerConfig):
     name: str
     max_body_bytes: int = Field(1 << 30, gt=0)
     """Of one request; a larger one is answered with 413."""
+    max_agent_body_bytes: int = Field(32 << 20, gt=0)
+    """The same for requests of agent servers, which run what others wrote."""
+    max_agent_body_values: int = Field(1_000_000, gt=0)
+    """Of JSON in a request of an agent server: numbers and strings count once, lists and objects four times; 413 as
+    well. Parsing so many takes about 0.1 s of the event loop."""
     slow_request_timeout_s: float = Field(60.0, gt=0)
     """A connection is closed when its request stands still for so long: the head is not complete, or less than 1 KiB
     of a body came that this server would have read."""

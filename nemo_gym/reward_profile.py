@@ -38,6 +38,8 @@ INVALID_COUNT = "invalid/count"
 STD_ERR = "/std_err"
 GIVEN_NUMBERS_KEY = "_ng_given_numbers"
 """Of a result sent for metrics: names of numbers that its dataset row brought, which are no metrics."""
+MAX_FIELDS = 10_000
+"""Numeric fields of all results together: five statistics of each are worded for the whole run and for each task."""
 _NO_ANSWER = "no_answer"
 _NOT_METRICS = frozenset({TASK_INDEX_KEY, ROLLOUT_INDEX_KEY, ATTEMPT_INDEX_KEY, "mask_sample", "valid"})
 _SPREAD_SUFFIXES = ("std_dev_across_runs", "std_err_across_runs", "avg_sample_std_dev")
@@ -68,6 +70,8 @@ def _statistics(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for sample in samples:
         for key, value in sample.items():
             columns[key].append(value)
+    if len(columns) > MAX_FIELDS:
+        raise InvalidBodyError(f"'verify_responses': there are {len(columns)} numeric fields, of at most {MAX_FIELDS}")
     return {
         f"{name}/{key}": _finite(of, values, key)
         for name, of in _STATISTICS.items()

@@ -142,7 +142,9 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
         """Metrics over all results: the environment's, unless this agent shapes its own."""
         environment = self._server_name("resources_server")
         if environment is None or self.overrides("compute_metrics") or self.overrides("get_key_metrics"):
-            return compute_aggregate_metrics(body.verify_responses, self.compute_metrics, self.get_key_metrics)
+            return await asyncio.to_thread(
+                compute_aggregate_metrics, body.verify_responses, self.compute_metrics, self.get_key_metrics
+            )
         reply = await self.server_client.post(environment, "/aggregate_metrics", json=body, idempotent=True)
         return AggregateMetrics.model_validate(await _told(reply, environment))
 

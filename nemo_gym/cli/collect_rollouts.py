@@ -12,7 +12,9 @@ from nemo_gym.cli import command
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from nemo_gym.config.run import RolloutRunConfig
     from nemo_gym.rollouts.collection import CollectionResult
+    from nemo_gym.rollouts.rows import MaterializedInputs
     from nemo_gym.stack.endpoints import StackEntry
 
 NAME = "ng_collect_rollouts"
@@ -62,6 +64,8 @@ async def _collect_until_signal(stack: StackEntry, values: Mapping[str, Any]) ->
     import asyncio
     import signal
 
+    from nemo_gym.config.run import RolloutRunConfig
+
     task = asyncio.current_task()
     assert task is not None
     stopped = False
@@ -78,22 +82,25 @@ async def _collect_until_signal(stack: StackEntry, values: Mapping[str, Any]) ->
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     try:
-        return await collect(stack, values)
+        return await collect(stack, RolloutRunConfig.parse(values))
     except asyncio.CancelledError:
         return command.EXIT_INTERRUPTED
 
 
-async def collect(stack: StackEntry, values: Mapping[str, Any]) -> int:
-    """Run the rollouts that ``values`` configure against ``stack``. 0 when every rollout has a verdict, else 3."""
-    from nemo_gym.config.run import RolloutRunConfig
+async def collect(stack: StackEntry, config: RolloutRunConfig, inputs: MaterializedInputs | None = None) -> int:
+    """Run the rollouts that ``config`` describes against ``stack``; ``inputs`` are its rows, where they were read
+    already. 0 when every rollout has a verdict, else 3."""
     from nemo_gym.http.client import close_global_aiohttp_client
     from nemo_gym.rollouts.collection import run_collection
     from nemo_gym.stack.stack import CONFIG_FILE, pipeline_client
 
-    config = RolloutRunConfig.parse(values)
     try:
         result = await run_collection(
-            pipeline_client(stack), config, console=result_console(), configuration=Path(stack.run_dir, CONFIG_FILE)
+            pipeline_client(stack),
+            config,
+            console=result_console(),
+            configuration=Path(stack.run_dir, CONFIG_FILE),
+            inputs=inputs,
         )
     finally:
         await close_global_aiohttp_client()

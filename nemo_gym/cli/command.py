@@ -8,13 +8,13 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
-from nemo_gym.contract.errors import ConfigError, NemoGymError
+from nemo_gym.contract.errors import ConfigError, NemoGymError, RowError
 
 EXIT_OK = 0
 EXIT_FAILED = 1
 """The infrastructure failed, or what the command found is not as it should be."""
 EXIT_USAGE = 2
-"""The configuration or the command line is wrong."""
+"""The configuration, the command line or a row of the input is wrong."""
 EXIT_MASKED = 3
 """The run is complete, and some rollouts of it ended without a verdict."""
 EXIT_INTERRUPTED = 130
@@ -26,8 +26,8 @@ topology= is one of none (A), env_sandboxed (B), agent_in_env (C), whole_interac
 NeMo Gym's "+config_paths=[a.yaml,b.yaml]" works as well; env.yaml in the working directory is read last but one.
 Secrets belong in env.yaml or the environment (policy_api_key: ${oc.env:MY_KEY}), not on the command line.
 
-Exit codes: 0 all is well; 1 a server or the command itself failed; 2 wrong configuration or usage; 3 the run is
-complete, with rollouts that have no verdict; 130 interrupted.
+Exit codes: 0 all is well; 1 a server or the command itself failed; 2 wrong configuration, usage or rows; 3
+the run is complete, with rollouts that have no verdict; 130 interrupted.
 """
 
 
@@ -48,7 +48,7 @@ def run(name: str, body: Callable[[Sequence[str]], int], argv: Sequence[str] | N
         sys.stdout.flush()
     except NemoGymError as error:
         complain(name, without_secrets(error.message, words))
-        code = EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+        code = EXIT_USAGE if isinstance(error, ConfigError | RowError) else EXIT_FAILED
     except KeyboardInterrupt:
         complain(name, "interrupted")
         code = EXIT_INTERRUPTED

@@ -68,8 +68,7 @@ def marker_of(composition: Composition) -> dict[str, Any] | None:
         stored = yaml.safe_load((folder / MARKER).read_text(encoding="utf-8"))["verified"]
     except (OSError, ConfigError, KeyError, TypeError, yaml.YAMLError):
         return None
-    known = stored["commit"] != _UNKNOWN
-    return {**stored, "changed": known and _git(folder, "diff", "--quiet", stored["commit"], "--", *_SOURCES) is None}
+    return {**stored, "changed": stored["commit"] != _UNKNOWN and _changed(folder, stored["commit"])}
 
 
 def sentence(marker: dict[str, Any] | None) -> str:
@@ -121,12 +120,12 @@ def _providers(composition: Composition) -> list[str]:
 
 
 def _write(folder: Path, rows: Path, providers: list[str]) -> None:
-    """Providers that passed before, on the same commit with the same rows, stay in the marker."""
+    """Providers that passed before, with the same sources and rows, stay in the marker."""
     import yaml
 
     content = rows.read_bytes()
     commit = _git(folder, "rev-parse", "--short=12", "HEAD") or _UNKNOWN
-    if commit != _UNKNOWN and _git(folder, "diff", "--quiet", "HEAD", "--", *_SOURCES) is None:
+    if commit != _UNKNOWN and _changed(folder, "HEAD"):
         raise ConfigError(
             f"every row is graded as it should be, but {folder} differs from its last commit, which the marker would"
             " name; commit it first"
@@ -141,10 +140,16 @@ def _write(folder: Path, rows: Path, providers: list[str]) -> None:
     path = folder / MARKER
     if path.exists():
         before = yaml.safe_load(path.read_text(encoding="utf-8"))["verified"]
-        if all(before[key] == marker[key] for key in ("input_sha256", "commit")):
+        same = before["commit"] == commit or (commit != _UNKNOWN and not _changed(folder, before["commit"]))
+        if same and before["input_sha256"] == marker["input_sha256"]:
             providers = sorted({*before["providers"], *providers})
     text = yaml.safe_dump({"verified": {**marker, "providers": providers}}, sort_keys=False)
     path.write_text(f"# Written by ng_validate --oracle: gold was rewarded and nothing was not.\n{text}")
+
+
+def _changed(folder: Path, commit: str) -> bool:
+    """Whether a folder's sources differ from those of a commit."""
+    return _git(folder, "diff", "--quiet", commit, "--", *_SOURCES) is None
 
 
 def _git(folder: Path, *words: str) -> str | None:

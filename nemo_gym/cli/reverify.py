@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +12,8 @@ from nemo_gym.cli import command
 from nemo_gym.contract.errors import ConfigError
 
 if TYPE_CHECKING:
+    from nemo_gym.cli.run import Work
     from nemo_gym.config.composition import Composition
-    from nemo_gym.contract.session import Topology
     from nemo_gym.rollouts.results import RunFiles
     from nemo_gym.rollouts.reverify import Reverification
     from nemo_gym.stack.supervisor import Supervisor
@@ -54,11 +54,8 @@ def reverify_command(argv: Sequence[str]) -> int:
         raise ConfigError(f"result file '{files.output}' holds no rollouts", key="output")
     with ExitStack() as temporary:
         composition, environments = _environments(_words(files, words, temporary), agents)
-
-        def composed() -> tuple[Composition, Topology | None]:
-            return composition, None
-
-        return with_stack(composed, _work(files, environments, arguments.concurrency, arguments.timeout))
+        work = _work(files, environments, arguments.concurrency, arguments.timeout)
+        return with_stack(lambda: (composition, None, work))
 
 
 def _words(files: RunFiles, words: list[str], temporary: ExitStack) -> list[str]:
@@ -146,9 +143,7 @@ def _require_secrets(composition: Composition) -> None:
                 )
 
 
-def _work(
-    files: RunFiles, environments: Mapping[str, str], concurrency: int, timeout_s: float
-) -> Callable[[Supervisor], Awaitable[int]]:
+def _work(files: RunFiles, environments: Mapping[str, str], concurrency: int, timeout_s: float) -> Work:
     async def work(supervisor: Supervisor) -> int:
         from nemo_gym.cli.run import say
         from nemo_gym.http.client import close_global_aiohttp_client

@@ -46,18 +46,19 @@ class _NothingLeft(Exception):
         self.exit_code = exit_code
 
 
-def with_stack(
-    compose: Callable[[], tuple[Composition, Topology | None]],
-    work: Callable[[Supervisor], Awaitable[int]] | None = None,
-) -> int:
-    """Start what ``compose`` returns, do ``work`` and stop; without one, what the composition says."""
+Work = Callable[["Supervisor"], Awaitable[int]]
+"""What is done with a stack that is ready; its exit code."""
+
+
+def with_stack(compose: Callable[[], tuple[Composition, Topology | None, Work]]) -> int:
+    """Start what ``compose`` returns, do its work and stop."""
     from nemo_gym._util.secrets import public_environment
     from nemo_gym.stack import nursery
 
     process = nursery.spawn(public_environment(os.environ))
     is_handed_over = False
     try:
-        composition, topology = compose()
+        composition, topology, work = compose()
         if composition.values.get("dry_run"):
             return _dry_run(composition, topology)
         import uvloop
@@ -83,7 +84,7 @@ def _dry_run(composition: Composition, topology: Topology | None) -> int:
     return command.EXIT_OK
 
 
-def _compose(words: Sequence[str]) -> tuple[Composition, Topology | None]:
+def _compose(words: Sequence[str]) -> tuple[Composition, Topology | None, Work]:
     from nemo_gym._util.secrets import is_secret_name
     from nemo_gym.config.check import check_everything, notices
     from nemo_gym.config.compose import compose
@@ -96,29 +97,33 @@ def _compose(words: Sequence[str]) -> tuple[Composition, Topology | None]:
         key = word.split("=", 1)[0].lstrip("+~")
         if is_secret_name(key.split(".")[-1]):
             say(f"{key} on the command line can be read by other users of this machine; put it in env.yaml")
-    if composition.has_run:
-        from nemo_gym.cli.collect_rollouts import exit_code_of, result_console
-        from nemo_gym.rollouts.collection import show_finished
+    if not composition.has_run:
+        return composition, topology, _serve
+    from nemo_gym.cli.collect_rollouts import exit_code_of, result_console
+    from nemo_gym.rollouts.collection import show_finished
 
-        config, outlook = check_rollout_run(composition)
-        if outlook.finished:
-            raise _NothingLeft(exit_code_of(asyncio.run(show_finished(config, outlook, result_console()))))
-    return composition, topology
+    config, outlook = check_rollout_run(composition, keep=True)
+    if outlook.finished:
+        assert outlook.recorded is not None
+        raise _NothingLeft(exit_code_of(asyncio.run(show_finished(config, outlook.recorded, result_console()))))
+    return composition, topology, _collecting(composition, config, outlook)
 
 
-def check_rollout_run(composition: Composition) -> tuple[RolloutRunConfig, RunOutlook]:
-    """The composition's run, checked as far as that goes before any server starts."""
+def check_rollout_run(composition: Composition, *, keep: bool) -> tuple[RolloutRunConfig, RunOutlook]:
+    """The composition's run, checked as far as that goes before any server starts; ``keep`` its rows for the run."""
+    from dataclasses import replace
+
     from nemo_gym.config.run import RolloutRunConfig
     from nemo_gym.contract.rows import NO_PROMPT
     from nemo_gym.rollouts.collection import check_run
-    from nemo_gym.rollouts.rows import refuse_rows
+    from nemo_gym.rollouts.rows import without_rows
 
     config = RolloutRunConfig.parse(run_values(composition))
-    outlook = asyncio.run(check_run(config, composition.values))
-    surely = {agent for agent in outlook.inputs.agents if _words_no_prompt(composition, agent)}
-    without = outlook.inputs.without_prompt
-    refuse_rows(config, {number: NO_PROMPT for number, agent in without.items() if agent in surely})
-    return config, outlook
+    outlook = asyncio.run(check_run(config, composition.values, keep=keep))
+    inputs = outlook.inputs
+    surely = {agent for agent in inputs.agents if _words_no_prompt(composition, agent)}
+    refused = {line: NO_PROMPT for line, row in inputs.without_prompt.items() if row.agent in surely}
+    return config, replace(outlook, inputs=without_rows(config, inputs, refused))
 
 
 def _words_no_prompt(composition: Composition, agent: str) -> bool:
@@ -155,9 +160,9 @@ class _Run:
         composition: Composition,
         topology: Topology | None,
         process: tuple[int, socket.socket],
-        work: Callable[[Supervisor], Awaitable[int]] | None,
+        work: Work,
     ) -> None:
-        self.given_work = work
+        self.work = work
         self.composition = composition
         self.topology = topology
         self.process = process
@@ -184,20 +189,18 @@ class _Run:
             async with running_stack(self.composition, self.process, say) as supervisor:
                 self.supervisor = supervisor
                 await checked
-                if self.given_work is None:
-                    self._print_table(supervisor)
                 return await self._work(supervisor)
         except asyncio.CancelledError:
             if not self.signals:
                 raise
-            return command.EXIT_INTERRUPTED if self.composition.has_run or self.given_work else command.EXIT_OK
+            return command.EXIT_OK if self.work is _serve else command.EXIT_INTERRUPTED
         finally:
             # Where the stack was never set up, nobody else has ended it.
             stop_nursery(self.process[0])
 
     async def _work(self, supervisor: Supervisor) -> int:
-        """The rollouts, or nothing until the end; whichever ends first, the work or the stack."""
-        work: asyncio.Task[int] = asyncio.create_task(self._chosen_work(supervisor))
+        """Until the work or the stack ends, whichever is first."""
+        work: asyncio.Future[int] = asyncio.ensure_future(self.work(supervisor))
         try:
             either: set[asyncio.Future[Any]] = {work, supervisor.failure}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -208,20 +211,6 @@ class _Run:
             if not work.done():
                 work.cancel()
                 await asyncio.wait({work})
-
-    async def _chosen_work(self, supervisor: Supervisor) -> int:
-        if self.given_work is not None:
-            return await self.given_work(supervisor)
-        return await (self._collect(supervisor) if self.composition.has_run else _forever())
-
-    async def _collect(self, supervisor: Supervisor) -> int:
-        from nemo_gym.cli.collect_rollouts import collect
-        from nemo_gym.config.hosts import Hosts
-        from nemo_gym.stack.others import wait_for_others
-
-        if (hosts := Hosts.of(self.composition)) is not None:
-            await wait_for_others(hosts, supervisor.settings.startup_timeout_s, say)
-        return await collect(supervisor.stack(), run_values(self.composition))
 
     def _on_signal(self, task: asyncio.Task[Any]) -> None:
         self.signals += 1
@@ -234,18 +223,35 @@ class _Run:
             # The guardian kills what is left, should this come before the stack was complete.
             os._exit(command.EXIT_INTERRUPTED)
 
-    def _print_table(self, supervisor: Supervisor) -> None:
-        from nemo_gym.cli.tables import print_columns
 
-        stack = supervisor.stack()
-        print_columns(
-            ("INSTANCE", "TYPE", "IMPLEMENTATION", "URL", "PID"),
-            [(s.instance, s.server_type, s.implementation, s.url, str(s.pid)) for s in stack.servers],
-        )
-        count = len(stack.servers)
-        print(f"All {count} / {count} servers ready! run_dir={stack.run_dir}", flush=True)
-
-
-async def _forever() -> int:
+async def _serve(supervisor: Supervisor) -> int:
+    """Keep the servers running until a signal."""
+    _print_table(supervisor)
     await asyncio.Event().wait()
     return command.EXIT_OK
+
+
+def _collecting(composition: Composition, config: RolloutRunConfig, outlook: RunOutlook) -> Work:
+    async def collect_rollouts(supervisor: Supervisor) -> int:
+        from nemo_gym.cli.collect_rollouts import collect
+        from nemo_gym.config.hosts import Hosts
+        from nemo_gym.stack.others import wait_for_others
+
+        _print_table(supervisor)
+        if (hosts := Hosts.of(composition)) is not None:
+            await wait_for_others(hosts, supervisor.settings.startup_timeout_s, say)
+        return await collect(supervisor.stack(), config, outlook.inputs)
+
+    return collect_rollouts
+
+
+def _print_table(supervisor: Supervisor) -> None:
+    from nemo_gym.cli.tables import print_columns
+
+    stack = supervisor.stack()
+    print_columns(
+        ("INSTANCE", "TYPE", "IMPLEMENTATION", "URL", "PID"),
+        [(s.instance, s.server_type, s.implementation, s.url, str(s.pid)) for s in stack.servers],
+    )
+    count = len(stack.servers)
+    print(f"All {count} / {count} servers ready! run_dir={stack.run_dir}", flush=True)

@@ -100,7 +100,7 @@ def inspect(words: Sequence[str]) -> tuple[Composition, dict[str, Any]]:
 def _outlook(composition: Composition) -> dict[str, Any]:
     from nemo_gym.cli.run import check_rollout_run
 
-    _, outlook = check_rollout_run(composition)
+    _, outlook = check_rollout_run(composition, keep=False)
     recorded = outlook.recorded
     return {
         "tasks": outlook.inputs.tasks,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from nemo_gym.config import compatibility
@@ -37,9 +38,33 @@ def check_everything(composition: Composition) -> Topology | None:
     for key in FLAGS:
         if not isinstance(value := composition.values.get(key, False), bool):
             raise ConfigError(f"{key} must be true or false, got {value!r}", key=key)
+    free_ports(composition.values)
     Hosts.of(composition)
     _check_run_keys(composition)
     return compatibility.check(composition)
+
+
+def free_ports(values: Mapping[str, Any]) -> list[int] | None:
+    """The ports for servers whose block names none, by NeMo Gym's keys and defaults; ``None`` leaves the choice to the
+    kernel. Raises `ConfigError` for wrong values."""
+    low, high, taken = (values.get(key) for key in ("port_range_low", "port_range_high", "disallowed_ports"))
+    if low is None and high is None and taken is None:
+        return None
+    low, high, taken = 10_001 if low is None else low, 20_000 if high is None else high, taken or []
+    numbers = [low, high, *taken] if isinstance(taken, list) else [None]
+    if not all(type(number) is int and 0 < number <= 65535 for number in numbers):
+        raise ConfigError(
+            "port_range_low and port_range_high must be ports, and disallowed_ports a list of them (1 to 65535); got"
+            f" {low!r}, {high!r} and {taken!r}",
+            key="port_range_low",
+        )
+    free = [port for port in range(low, high + 1) if port not in taken]
+    if not free:
+        raise ConfigError(
+            f"port_range_low={low} and port_range_high={high} leave no port for servers; widen the range",
+            key="port_range_low",
+        )
+    return free
 
 
 def notices(composition: Composition) -> list[str]:

@@ -24,6 +24,7 @@ from nemo_gym.config.groups import (
 )
 from nemo_gym.config.keys import (
     AGENT_TYPE,
+    AGENT_WIDE_KEYS,
     COMPOSITION,
     CONFIG_PATHS,
     DEFAULT_MODEL,
@@ -91,6 +92,7 @@ def compose(words: Sequence[str], *, roots: Sequence[Path] | None = None) -> Com
         merged.values.update(broker_backend=merged.values[SANDBOX], **_BROKER)
         blocks = server_blocks.find_servers(merged)
     _complete_references(merged, chosen, blocks)
+    _hand_down(merged, blocks)
     if merged.values.get("error_on_unknown_keys", True):
         check_top_level(merged, [*blocks, *almost], known, free)
     unresolved = copy.deepcopy(merged.values)
@@ -276,6 +278,15 @@ def _complete_references(merged: Merged, chosen: Mapping[str, str], blocks: Mapp
             group = types.get(node.get("type"), "")
             if group in chosen:
                 node["name"] = chosen[group]
+
+
+def _hand_down(merged: Merged, blocks: Mapping[str, ServerBlock]) -> None:
+    """Give agents what is said for all of them at the top."""
+    said = {key: merged.values[key] for key in AGENT_WIDE_KEYS if merged.values.get(key) is not None}
+    for block in blocks.values() if said else ():
+        if block.server_type == AGENT_TYPE:
+            values = merged.values[block.instance][block.server_type][block.implementation]
+            values.update({key: value for key, value in said.items() if key not in values})
 
 
 def run_directory_root() -> Path:

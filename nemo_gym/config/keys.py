@@ -30,6 +30,9 @@ INHERIT_FROM: Final = "_inherit_from"
 COPY: Final = "_copy"
 DELETE_KEY: Final = "_delete_key"
 
+AGENT_WIDE_KEYS: Final = ("skip_verification", "skip_verification_reward")
+"""Top-level keys that hold for every agent whose block does not say otherwise."""
+
 SUITE_KEYS: Final = frozenset(
     {
         CONFIG_PATHS,
@@ -51,6 +54,10 @@ SUITE_KEYS: Final = frozenset(
         "error_on_almost_servers",
         "error_on_unknown_keys",
         "validation",
+        "disallowed_ports",
+        "port_range_low",
+        "port_range_high",
+        *AGENT_WIDE_KEYS,
     }
 )
 """Top-level keys that this suite reads itself."""
@@ -58,31 +65,26 @@ SUITE_KEYS: Final = frozenset(
 UNREAD_NEMO_GYM_KEYS: Final = {
     "entrypoint": "one server of its own as a whole configuration; here a server is a block",
     "head_server": "the address of its head server; here there is none, ng_status lists what runs",
-    "disallowed_ports": "ports that servers do not get; here the kernel chooses, `port` of a block fixes one",
     "head_server_deps": "what is installed beside each server; here what its requirements.txt says",
     "python_version": "the interpreter of servers' environments; here they run on this command's",
     "pip_install_verbose": "how much installing prints",
-    "use_absolute_ip": "servers listen on the machine's address; here `default_host` and `hosts` say where",
-    "uv_pip_set_python": "how uv finds the interpreter",
-    "skip_venv_if_present": "environments are not built again; here they never are while their requirements stay",
+    "use_absolute_ip": "whether servers listen on the machine's address; here a `hosts` block says where",
+    "uv_pip_set_python": "whether uv is told the interpreter to install for; here each environment's pip installs",
+    "skip_venv_if_present": "whether environments are built again; here they are when their requirements change",
     "ray_head_node_address": "the Ray cluster that its servers join; here servers are processes, on several `hosts`",
-    "port_range_low": "the lowest port of servers; here the kernel chooses, `port` of a block fixes one",
-    "port_range_high": "the highest port of servers; here the kernel chooses, `port` of a block fixes one",
     "model_endpoint_readiness_timeout_seconds": "how long it waits for the model; here `startup_timeout_s`",
-    "allow_openai_version_skew": "servers may have other versions of openai; here all run on this installation's",
-    "uv_cache_dir": "uv's cache; here `$UV_CACHE_DIR` of the environment",
+    "allow_openai_version_skew": "whether servers may have another openai; here as their requirements.txt says",
+    "uv_cache_dir": "uv's cache; here pip installs, whose cache `$PIP_CACHE_DIR` moves",
     "uv_venv_dir": "where servers' environments are; here below `$NEMO_GYM_CACHE_DIR`",
-    "results_dir": "where results go; here `output`",
+    "results_dir": "where its swe_agents server and W&B write; rollouts go to `output`, there and here",
     "cache_dir": "its cache; here `$NEMO_GYM_CACHE_DIR`",
     "nemo_gym_log_dir": "where logs go; here the directory `logs` of `run_dir`",
     "verbose": "how much its commands print",
     "json": "how its commands print; here `--json` of ng_validate and ng_status",
-    "query": "what its commands list",
+    "query": "what its lists are searched for",
     "model_call_capture_dir": "where model calls are written; here `capture` of the gateway's block",
     "token_id_capture": "token ids of all agents; here the gateway keeps them for every session",
-    "component_name": "which part of a configuration a command is about",
-    "skip_verification": "no verdicts; here a key of an agent's block, for its /run",
-    "skip_verification_reward": "the reward without a verdict; here a key of an agent's block, for its /run",
+    "component_name": "which agent, environment or benchmark its lists show",
     "telemetry": "reports to its makers; here nothing is reported",
     "environment_server_name": "the environment of its 0.7 session protocol; here `resources_server` of the agent",
     "environment_server_routes": "which environment serves which rows; here each agent has one environment",

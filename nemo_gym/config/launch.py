@@ -19,6 +19,9 @@ from nemo_gym.contract.errors import ConfigError
 
 LAUNCH_FD_ENV = "NEMO_GYM_LAUNCH_FD"
 READY_LINE = b"ready\n"
+GC_THRESHOLDS = (50_000, 20, 20)
+"""Of a process that serves or asks. Parsing one large body makes more objects than the interpreter's 700, none of them
+garbage: with its thresholds the collector takes longer than the parser."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ def resolve(merged: Merged) -> dict[str, Any]:
 
     config = OmegaConf.create(merged.values)
     problems: list[str] = []
+    told: set[str] = set()
     keys: list[str] = []
     for path, value in leaves(merged.values):
         if not isinstance(value, str):
@@ -42,7 +43,11 @@ def resolve(merged: Merged) -> dict[str, Any]:
                 _get(config, path)
             except OmegaConfBaseException as error:
                 keys.append(dotted)
-                problems.append(f"{dotted} ({merged.source_of(path)}) {_why(value, error, merged)}")
+                why = _why(value, error, merged)
+                # What several places need is set once.
+                if why not in told:
+                    problems.append(f"{dotted} ({merged.source_of(path)}) {why}")
+                told.add(why)
     if problems:
         raise ConfigError("; ".join(problems), keys=keys)
     resolved = OmegaConf.to_container(config, resolve=True)

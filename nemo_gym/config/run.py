@@ -42,7 +42,8 @@ class RolloutRunConfig(BaseModel):
     """``2/3``: every third of these tasks, from the second on, for one of three pipelines that share an input. Tasks
     keep the numbers they have in the whole input, so results can be put together."""
     skip_bad_rows: bool = False
-    """Leave rows that cannot be read out of the run and name them; otherwise nothing runs until they are mended."""
+    """Leave rows that cannot be read or have no prompt out of the run and name them; otherwise nothing runs until they
+    are mended."""
 
     concurrency: int = _named("concurrency", "num_samples_in_parallel", default=16, ge=1)
     """Rollouts in the RUN stage at once, and the default worker count of the other stages."""

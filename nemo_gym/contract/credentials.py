@@ -34,6 +34,7 @@ ROOT_KEY_BYTES = 32
 
 _CREDENTIAL = "ngc1"
 _CONTROL = "ngt1"
+_EXPIRY_DIGITS = 15
 
 
 class Role(StrEnum):
@@ -185,7 +186,7 @@ def check_control_token(key: bytes, subject: str, rollout: RolloutIdentity, toke
         raise CredentialError(f"this request needs the header {CONTROL_TOKEN_HEADER}", rollout_id=rollout.rollout_id)
     kind, _, rest = token.partition(".")
     expiry_text, _, mac = rest.partition(".")
-    if kind != _CONTROL or not expiry_text.isdecimal():
+    if kind != _CONTROL or not expiry_text.isdecimal() or len(expiry_text) > _EXPIRY_DIGITS:
         raise CredentialError("the control token is malformed", rollout_id=rollout.rollout_id)
     expiry = int(expiry_text)
     if not hmac.compare_digest(mac.encode(), _mac(key, _control_message(subject, rollout, expiry)).encode()):

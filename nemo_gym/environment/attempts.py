@@ -185,11 +185,7 @@ class AttemptStore:
             _check_current(rollout, known)
             if known.attempt != rollout.attempt:
                 return None
-            if known.closed:
-                raise FencedError(
-                    f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was closed",
-                    rollout_id=rollout.rollout_id,
-                )
+            _check_open(rollout, known)
             return _seed(db, key, rollout.attempt)
 
         seed = await self.ask(operation)
@@ -220,15 +216,15 @@ class AttemptStore:
         return rollout.model_copy(update={"attempt": before.attempt})
 
     async def keep_seed(self, rollout: RolloutIdentity, seed: Seed) -> None:
-        """Keep what was answered, unless the attempt was closed meanwhile."""
+        """Keep what was answered. Raises `FencedError` for an attempt that was replaced or closed meanwhile."""
         key = _key(rollout)
         values = (*key, rollout.attempt, seed.digest, _json(seed.reply), _json(seed.session))
 
         def operation(db: sqlite3.Connection) -> None:
             known = _known(db, key)
             _check_current(rollout, known)
-            if not known.closed:
-                db.execute("INSERT OR REPLACE INTO seed VALUES (?,?,?,?,?,?)", values)
+            _check_open(rollout, known)
+            db.execute("INSERT OR REPLACE INTO seed VALUES (?,?,?,?,?,?)", values)
 
         await self.ask(operation)
 
@@ -236,33 +232,30 @@ class AttemptStore:
         key = _key(rollout)
         return await self.ask(lambda db: _verdict(db, key, rollout.attempt))
 
-    async def admit_verdict(self, rollout: RolloutIdentity, digest: str) -> StoredVerdict | None:
-        """The final verdict to replay, or ``None`` when the work is to be graded. Raises `FencedError` for a replaced
-        attempt and for work other than what this attempt was first judged by."""
+    async def admit_verdict(self, rollout: RolloutIdentity, row: str, digest: str) -> StoredVerdict | None:
+        """The final verdict to replay, or ``None`` when the work is to be graded. ``row``: as for `require_row`, which
+        this does first. Raises `FencedError` for a replaced attempt and for work other than what this attempt was
+        first judged by."""
         key = _key(rollout)
 
         def operation(db: sqlite3.Connection) -> StoredVerdict | None:
+            _check_row(rollout, _seed(db, key, rollout.attempt), row)
             _check_current(rollout, _known(db, key))
             return _verdict(db, key, rollout.attempt)
 
         stored = await self.ask(operation)
         if stored is None:
             return None
-        if stored.digest != digest:
-            raise FencedError(
-                f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was already judged by other work; the"
-                " first verdict is final",
-                rollout_id=rollout.rollout_id,
-                attempt=rollout.attempt,
-            )
+        _check_work(rollout, stored, digest)
         return stored if stored.final else None
 
-    async def keep_verdict(self, rollout: RolloutIdentity, verdict: StoredVerdict) -> None:
-        """Keep the verdict of an attempt that has none yet, or only an invalid one of the same work."""
+    async def keep_verdict(self, rollout: RolloutIdentity, verdict: StoredVerdict) -> StoredVerdict:
+        """Keep the verdict of an attempt that has none yet, or only an invalid one of the same work; the one that
+        stands then. Raises `FencedError` where that is one of other work."""
         key = _key(rollout)
         values = (*key, rollout.attempt, verdict.digest, verdict.final, _json(verdict.reply))
 
-        def operation(db: sqlite3.Connection) -> None:
+        def operation(db: sqlite3.Connection) -> StoredVerdict:
             _check_current(rollout, _known(db, key))
             db.execute(
                 "INSERT INTO verdict VALUES (?,?,?,?,?,?) ON CONFLICT DO UPDATE SET final = excluded.final,"
@@ -270,17 +263,24 @@ class AttemptStore:
                 values,
             )
             db.execute("INSERT INTO rollout VALUES (?,?,?,0) ON CONFLICT DO NOTHING", (*key, rollout.attempt))
+            stored = _verdict(db, key, rollout.attempt)
+            assert stored is not None
+            return stored
 
-        await self.ask(operation)
+        stored = await self.ask(operation)
+        _check_work(rollout, stored, verdict.digest)
+        return stored
 
     async def close(self, rollout: RolloutIdentity) -> bool:
-        """Close the attempt, known or not, so that a late seed of it is refused. Whether it was open."""
+        """Close the attempt, known or not, so that a late seed of it is refused, and forget the row of it that was
+        deposited. Whether it was open."""
         key = _key(rollout)
 
         def operation(db: sqlite3.Connection) -> bool:
             known = _known(db, key)
             _check_current(rollout, known)
             _save(db, key, rollout.attempt, closed=True)
+            db.execute(f"DELETE FROM given WHERE {_ROLLOUT} AND attempt <= ?", (*key, rollout.attempt))
             return known == _Known(rollout.attempt, False)
 
         was_open = await self.ask(operation)
@@ -311,6 +311,16 @@ def _check_row(rollout: RolloutIdentity, seed: Seed | None, digest: str) -> None
         )
 
 
+def _check_work(rollout: RolloutIdentity, stored: StoredVerdict, digest: str) -> None:
+    if stored.digest != digest:
+        raise FencedError(
+            f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was already judged by other work; the"
+            " first verdict is final",
+            rollout_id=rollout.rollout_id,
+            attempt=rollout.attempt,
+        )
+
+
 def _check_current(rollout: RolloutIdentity, known: _Known) -> None:
     if known.attempt > rollout.attempt:
         raise FencedError(
@@ -318,6 +328,13 @@ def _check_current(rollout: RolloutIdentity, known: _Known) -> None:
             rollout_id=rollout.rollout_id,
             attempt=rollout.attempt,
             current_attempt=known.attempt,
+        )
+
+
+def _check_open(rollout: RolloutIdentity, known: _Known) -> None:
+    if known == _Known(rollout.attempt, True):
+        raise FencedError(
+            f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was closed", rollout_id=rollout.rollout_id
         )
 
 

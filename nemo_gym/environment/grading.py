@@ -64,9 +64,8 @@ _KIND_OF_CODE = {
 
 
 def failed_verdict(error: NemoGymError) -> Verdict:
-    """The invalid verdict for an error of this suite. It may name its kind in ``details['kind']``."""
-    kind = error.details.get("kind")
-    if isinstance(kind, str) and kind in [*FailureKind]:
-        return Verdict.invalid(FailureKind(kind), error.message)
+    """The invalid verdict for an error of this suite. Its details may hold ``kind`` and ``evaluation_log``."""
     fallback = FailureKind.SANDBOX_FAILED if error.code.startswith("sandbox") else FailureKind.VERIFIER_FAILED
-    return Verdict.invalid(_KIND_OF_CODE.get(error.code, fallback), error.message)
+    named = error.details.get("kind")
+    kind = FailureKind(str(named)) if named in [*FailureKind] else _KIND_OF_CODE.get(error.code, fallback)
+    return Verdict.invalid(kind, error.message, evaluation_log=error.details.get("evaluation_log"))

@@ -8,6 +8,7 @@ that was killed frees its boxes. To harvest, the borrowers are shut out first.
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 
 import structlog
@@ -40,6 +41,10 @@ DEFAULT_LEASE_S = 120.0
 HARVEST_TIMEOUT_S = 600.0
 LENT_TOPOLOGIES = frozenset({Topology.ENV_SANDBOXED, Topology.AGENT_IN_ENV})
 _BEATS_PER_LEASE = 4
+MAX_KEPT_BYTES = 256 << 20
+"""Of the artifacts of attempts that nobody has closed yet. Their pipeline has them, or is gone."""
+_FORGOTTEN_AFTER_LEASES = 10
+"""Without a word of its pipeline: the box ended long ago."""
 
 
 @dataclass(slots=True)
@@ -49,6 +54,12 @@ class _Box:
     harvest: tuple[HarvestItem, ...]
     artifacts: list[Artifact] | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    seen_at: float = field(default_factory=time.monotonic)
+    """When its pipeline last asked for it."""
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(len(artifact.data) for artifact in self.artifacts or ())
 
 
 class OwnedBoxes:
@@ -100,6 +111,7 @@ class OwnedBoxes:
             await asyncio.shield(self._provider.close(handle))
             raise
         self._boxes[AttemptKey.of(rollout)] = _Box(handle, spec, descriptor.harvest)
+        self._forget_old()
         return lent
 
     async def renew(self, rollout: RolloutIdentity) -> None:
@@ -108,6 +120,7 @@ class OwnedBoxes:
         box = self._box(rollout)
         if box.artifacts is None:
             await self._provider.renew(box.handle, self._lease_s)
+        box.seen_at = time.monotonic()
 
     async def harvest(self, rollout: RolloutIdentity) -> list[Artifact]:
         """Shut the borrowers out, collect what the descriptor says, destroy the box. Asked again, the same.
@@ -131,6 +144,11 @@ class OwnedBoxes:
                 except TimeoutError:
                     raise SandboxError(f"harvest did not end within {HARVEST_TIMEOUT_S:g} s", retryable=True) from None
                 await self._destroyed(box)
+                key = AttemptKey.of(rollout)
+                if self._boxes.get(key) is box:
+                    self._boxes[key] = self._boxes.pop(key)  # in the order in which they were harvested
+                    box.seen_at = time.monotonic()
+                self._forget_old()
             return box.artifacts
 
     async def release(self, rollout: RolloutIdentity) -> None:
@@ -145,6 +163,19 @@ class OwnedBoxes:
         """Destroy all boxes, at shutdown."""
         boxes, self._boxes = [*self._boxes.values()], {}
         await asyncio.gather(*(self._destroyed(box) for box in boxes if box.artifacts is None))
+
+    def _forget_old(self) -> None:
+        """Many attempts are never closed: their pipeline was killed."""
+        ended = time.monotonic() - _FORGOTTEN_AFTER_LEASES * self._lease_s
+        for key, box in [*self._boxes.items()]:
+            if box.seen_at < ended and not box.lock.locked():
+                del self._boxes[key]
+        harvested = [key for key, box in self._boxes.items() if box.artifacts is not None]
+        kept = sum(self._boxes[key].kept_bytes for key in harvested)
+        for key in harvested[:-1]:
+            if kept <= MAX_KEPT_BYTES:
+                break
+            kept -= self._boxes.pop(key).kept_bytes
 
     def _box(self, rollout: RolloutIdentity) -> _Box:
         box = self._boxes.get(AttemptKey.of(rollout))

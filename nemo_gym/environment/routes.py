@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import structlog
 from fastapi import FastAPI
@@ -84,6 +84,7 @@ BASE_ROUTES = frozenset(
     }
 )
 
+T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 
@@ -223,9 +224,7 @@ class EnvironmentRoutes:
         if caller is None or caller.role is Role.PIPELINE:
             check_control_token(self._control_key, CONTROL_SUBJECT, rollout, token)
 
-    async def _once(
-        self, kind: str, rollout: RolloutIdentity, digest: str, work: Callable[[], Awaitable[dict[str, Any]]]
-    ) -> dict[str, Any]:
+    async def _once(self, kind: str, rollout: RolloutIdentity, digest: str, work: Callable[[], Awaitable[T]]) -> T:
         """Run ``work`` once for concurrent requests about the same thing. It goes on when a requester leaves: what it
         finds out is what the requester will be told when it asks again.
 
@@ -237,7 +236,7 @@ class EnvironmentRoutes:
         if task is None:
             task = self._running[key] = asyncio.ensure_future(work())
             task.add_done_callback(lambda done: self._finished(key, done))
-        result: dict[str, Any] = await asyncio.shield(task)
+        result: T = await asyncio.shield(task)
         return result
 
     def _finished(self, key: tuple[str, str, str, int], task: asyncio.Task[Any]) -> None:
@@ -260,10 +259,7 @@ class EnvironmentRoutes:
         digest = row_digest(asked.seeded_row)
         stored = await self.attempts.seed_of(rollout, digest)
         if stored is None:
-            await self._once("seed", rollout, digest, lambda: self._seed(request, asked, digest))
-            stored = await self.attempts.seed_of(rollout, digest)
-            if stored is None:
-                raise ContractError("the attempt was closed while it was being seeded", rollout_id=rollout.rollout_id)
+            stored = await self._once("seed", rollout, digest, lambda: self._seed(request, asked, digest))
         session.replace(stored.session)
         reply = dict(stored.reply)
         if asked.caller is not None and asked.caller.role is Role.AGENT:
@@ -276,7 +272,7 @@ class EnvironmentRoutes:
             reply["validation"] = await self._solution(asked.row, envelope.validation)
         return JsonResponse(reply)
 
-    async def _seed(self, request: Request, asked: _Asked, digest: str) -> dict[str, Any]:
+    async def _seed(self, request: Request, asked: _Asked, digest: str) -> Seed:
         assert asked.envelope is not None
         rollout = asked.envelope.rollout
         replaced = await self.attempts.enter(rollout)
@@ -300,8 +296,9 @@ class EnvironmentRoutes:
             descriptor, more = await self._lending.lent(descriptor, asked.envelope.box_needs)
             reply |= more
         reply["descriptor"] = descriptor.model_dump(mode="json")
-        await self.attempts.keep_seed(rollout, Seed(digest, reply, session.copy()))
-        return reply
+        seed = Seed(digest, reply, session.copy())
+        await self.attempts.keep_seed(rollout, seed)
+        return seed
 
     async def _nemo_seed(self, request: Request, row: dict[str, Any]) -> dict[str, Any]:
         return plain(await self._seed_hook(request, row)) if self._seed_hook is not None else {}
@@ -336,8 +333,8 @@ class EnvironmentRoutes:
                 route="/verify",
             )
         self._check_control(request, caller, rollout)
-        await self.attempts.require_row(rollout, row_digest(asked.seeded_row))
         if envelope.reverify:
+            await self.attempts.require_row(rollout, row_digest(asked.seeded_row))
             reply: Mapping[str, Any] = await self._again(request, asked, response)
         else:
             digest = work_digest(response, envelope.artifacts)
@@ -354,22 +351,16 @@ class EnvironmentRoutes:
     ) -> Mapping[str, Any]:
         assert asked.envelope is not None
         rollout = asked.envelope.rollout
-        stored = await self.attempts.admit_verdict(rollout, digest)
+        stored = await self.attempts.admit_verdict(rollout, row_digest(asked.seeded_row), digest)
         if stored is None:
-            await self._once("verify", rollout, digest, lambda: self._judge(request, asked, response, digest))
-            stored = await self.attempts.verdict_of(rollout)
-            if stored is None or stored.digest != digest:
-                # Other work of this attempt was judged meanwhile; the first verdict is final.
-                stored = await self.attempts.admit_verdict(rollout, digest)
-                assert stored is not None
+            stored = await self._once("verify", rollout, digest, lambda: self._judge(request, asked, response, digest))
         return stored.reply
 
-    async def _judge(self, request: Request, asked: _Asked, response: dict[str, Any], digest: str) -> dict[str, Any]:
+    async def _judge(self, request: Request, asked: _Asked, response: dict[str, Any], digest: str) -> StoredVerdict:
         assert asked.envelope is not None
         rollout = asked.envelope.rollout
         reply = await self._grader.grade(request, asked.row, response, asked.envelope.artifacts, rollout)
-        await self.attempts.keep_verdict(rollout, StoredVerdict(digest, bool(reply["valid"]), reply))
-        return reply
+        return await self.attempts.keep_verdict(rollout, StoredVerdict(digest, bool(reply["valid"]), reply))
 
     async def _again(self, request: Request, asked: _Asked, response: dict[str, Any]) -> dict[str, Any]:
         """Grade stored work once more, for an operator; the first verdict stays what it is."""
@@ -398,7 +389,6 @@ class EnvironmentRoutes:
             asked = _rollout(body.get("rollout"))
             self._check_control(request, caller, asked)
         closed = await self.attempts.close(asked)
-        await self.rows.forget(asked)
         if closed:
             await self._close_hook(asked)
         return JsonResponse({"closed": True, "already_closed": not closed})

@@ -65,9 +65,3 @@ class RowStore:
             )
         rollout = RolloutIdentity.model_validate_json(found[1])
         return StoredRow(orjson.loads(found[0]), rollout, RowAccess(found[2]))
-
-    async def forget(self, rollout: RolloutIdentity) -> None:
-        """Drop the row of an attempt, and of older ones."""
-        values = (rollout.run_id, rollout.rollout_id, rollout.attempt)
-        query = f"DELETE FROM given WHERE {_OF_ROLLOUT} AND attempt <= ?"
-        await self._attempts.ask(lambda db: db.execute(query, values).rowcount)

@@ -277,7 +277,7 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
 
     async def _inference_route(self, request: Request) -> Response:
         session = self._authorize(request)
-        dialect = PATHS[request.url.path]
+        dialect = PATHS[request.scope["path"]]
         body = await parse_json_object(request, max_values=self.config.max_body_values)
         check_messages(body, self.config.max_messages)
         if session is not None and session.sampling:

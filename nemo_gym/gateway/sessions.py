@@ -28,6 +28,9 @@ KEEP_CLOSED_S = 600.0
 """How long a closed session still answers a repeated finalize, unless so many have been closed after it:"""
 KEEP_CLOSED_SESSIONS = 1024
 """Their tokens and conversations are memory: at 400 rollouts a second, ten minutes are 240,000 sessions."""
+KEEP_CLOSED_BYTES = 256 << 20
+"""Of their conversations. A finalize is repeated soon, so the last few answer however long theirs are."""
+KEEP_CLOSED_AT_LEAST = 16
 
 
 PIPELINE = ""

@@ -66,21 +66,35 @@ def has_more_values(body: bytes, at_most: int) -> bool:
             break
     else:
         return False  # for fewer of them are anywhere
-    found = quotes = 0
-    inside, backslash = False, b""
+    counter = ValueCounter()
     for at in pieces:
-        piece = (backslash + body[at : at + _HELD_AT_ONCE_BYTES]).replace(b"\\\\", b"")
-        backslash = b"\\" if piece.endswith(b"\\") else b""  # whatever it is before comes with the next piece
-        piece = piece.removesuffix(b"\\").replace(b'\\"', b"").translate(None, _NO_QUOTES)
-        quotes += piece.count(b'"')
-        if quotes > 4 * at_most + 4:  # a key and a value that are strings belong to one of those signs
+        counter.feed(body[at : at + _HELD_AT_ONCE_BYTES])
+        # A key and a value that are strings belong to one of those signs.
+        if counter.found > at_most or counter.quotes > 4 * at_most + 4:
             return True
-        parts = piece.split(b'"')
-        found += sum(map(len, parts[inside::2]))
-        if found > at_most:
-            return True
-        inside ^= len(parts) % 2 == 0
     return False
+
+
+class ValueCounter:
+    """Counts the values of JSON that comes in pieces. A list or an object counts as ``of_containers`` values: it takes
+    that much more to parse, and to hold, than a number."""
+
+    def __init__(self, of_containers: int = 1) -> None:
+        self.found = self.quotes = 0
+        self._more = of_containers - 1
+        self._inside, self._backslash = False, b""
+
+    def feed(self, piece: bytes) -> None:
+        piece = (self._backslash + piece).replace(b"\\\\", b"")
+        self._backslash = b"\\" if piece.endswith(b"\\") else b""  # whatever it is before comes with the next piece
+        piece = piece.removesuffix(b"\\").replace(b'\\"', b"").translate(None, _NO_QUOTES)
+        self.quotes += piece.count(b'"')
+        parts = piece.split(b'"')
+        for part in parts[self._inside :: 2]:
+            self.found += len(part)
+            if self._more and part:
+                self.found += self._more * (part.count(b"[") + part.count(b"{"))
+        self._inside ^= len(parts) % 2 == 0
 
 
 def check_messages(body: Mapping[str, Any], at_most: int) -> None:

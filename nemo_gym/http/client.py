@@ -10,15 +10,16 @@ import asyncio
 import contextlib
 import ipaddress
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextvars import ContextVar
+from functools import cached_property
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
 from aiohttp import ClientResponse
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.launch import current_launch
@@ -100,6 +101,18 @@ async def close_global_aiohttp_client() -> None:
     session = _sessions.pop(asyncio.get_running_loop(), None)
     if session is not None:
         await session.close()
+
+
+@contextlib.asynccontextmanager
+async def own_http_session() -> AsyncIterator[None]:
+    """Closes the running loop's session at the end, where there was none before: its user is a program that ends its
+    loop and does not know of it."""
+    was_there = asyncio.get_running_loop() in _sessions
+    try:
+        yield
+    finally:
+        if not was_there:
+            await close_global_aiohttp_client()
 
 
 def encode_json(value: Any) -> bytes:
@@ -239,15 +252,25 @@ def server_config_of(global_config_dict: Mapping[str, Any], server_name: str) ->
 class ServerClient(BaseModel):
     """Calls other servers of the stack by instance name."""
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True, ignored_types=(cached_property,))
 
     head_server_config: BaseServerConfig | None = None
     global_config_dict: Any = Field(default_factory=dict, repr=False)
     """The configuration this process may see, as OmegaConf or plain mappings."""
 
-    _replica_urls: dict[str, tuple[str, ...]] = PrivateAttr(default_factory=dict)
-    _chooser: Chooser = PrivateAttr(default_factory=Chooser)
-    _credentials: Mapping[str, str] | None = PrivateAttr(default=None)
+    # Private attributes of a model take some µs for each look, and every request looks at all of these.
+
+    @cached_property
+    def _replica_urls(self) -> dict[str, tuple[str, ...]]:
+        return {}
+
+    @cached_property
+    def _chooser(self) -> Chooser:
+        return Chooser()
+
+    @cached_property
+    def _credentials(self) -> dict[str, str]:
+        return {}
 
     @classmethod
     def load_head_server_config(cls) -> BaseServerConfig:
@@ -272,8 +295,9 @@ class ServerClient(BaseModel):
         return cls(head_server_config=head_server_config, global_config_dict=get_global_config_dict())
 
     def use_credentials(self, outgoing: Mapping[str, str]) -> None:
-        """Attach these credentials (by target instance) to every request."""
-        self._credentials = outgoing
+        """Attach these credentials (by target instance) to every request, and no others."""
+        self._credentials.clear()
+        self._credentials.update(outgoing)
 
     def _build_server_base_url(self, server_config_dict: Mapping[str, Any]) -> str:
         if url := server_config_dict.get("url"):
@@ -314,7 +338,7 @@ class ServerClient(BaseModel):
         """Send a request to ``url_path`` of a server; options as in `request`. Where no replica was chosen, one that
         cannot be connected to is another's turn."""
         headers = dict(options.pop("headers", None) or {})
-        if self._credentials and (credential := self._credentials.get(server_name)):
+        if credential := self._credentials.get(server_name):
             headers.setdefault(CREDENTIAL_HEADER, credential)
         headers = {**_attached.get({}).get(server_name, {}), **headers}
         if (rollout_id := current_rollout_id()) is not None:

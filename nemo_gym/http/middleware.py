@@ -121,9 +121,15 @@ def caller_of(connection: HTTPConnection) -> Caller | None:
     return caller if isinstance(caller, Caller) else None
 
 
+def sent_by_agent(scope: Scope) -> bool:
+    """Whether an agent server's credential came with the request."""
+    caller = scope.get(_CALLER)
+    return isinstance(caller, Caller) and caller.role is Role.AGENT
+
+
 def require_role(connection: HTTPConnection, *roles: Role) -> Caller | None:
     """The caller, who must have one of ``roles``; ``None`` on an unsecured server. Raises `RoleError`."""
     caller = caller_of(connection)
     if caller is not None:
-        caller.require(*roles, route=connection.url.path)
+        caller.require(*roles, route=connection.scope["path"])
     return caller

@@ -22,11 +22,11 @@ from nemo_gym.config_types import BaseRunServerInstanceConfig
 from nemo_gym.contract.credentials import Role, ServerCredentials
 from nemo_gym.contract.errors import ConfigError, NemoGymError
 from nemo_gym.http.application import Application
-from nemo_gym.http.body_limit import BodyLimitMiddleware
+from nemo_gym.http.body_limit import BodyLimitMiddleware, BodyLimits
 from nemo_gym.http.client import ServerClient, close_global_aiohttp_client, server_config_of, server_path
 from nemo_gym.http.direct import DirectRoutesMiddleware
 from nemo_gym.http.logs import configure_plain_logging
-from nemo_gym.http.middleware import CredentialMiddleware, RolloutMiddleware
+from nemo_gym.http.middleware import CredentialMiddleware, RolloutMiddleware, sent_by_agent
 from nemo_gym.http.problems import JsonResponse, UnknownErrorMiddleware, install_problem_handlers
 from nemo_gym.http.sessions import CookieCodec, SessionGuard, SessionMiddleware
 
@@ -178,7 +178,7 @@ class SimpleServer(BaseServer):
         if self.secured or self._launch is not None:
             app.add_middleware(UnknownErrorMiddleware)
         if limit_bodies:
-            app.add_middleware(BodyLimitMiddleware, max_bytes=self.config.max_body_bytes)
+            app.add_middleware(BodyLimitMiddleware, limits=self._body_limits())
         app.add_middleware(
             SessionMiddleware, cookie_name=self.get_session_middleware_key(), codec=codec, guard=session_guard
         )
@@ -191,6 +191,17 @@ class SimpleServer(BaseServer):
             app.router.routes.append(Route(path, _health, methods=["GET"]))
         app.router.routes.append(Route("/ready", self._ready_route, methods=["GET"]))
         return app
+
+    def _body_limits(self) -> Callable[[Scope], BodyLimits]:
+        config = self.config
+        anybody = BodyLimits(config.max_body_bytes)
+        agents = BodyLimits(
+            min(config.max_body_bytes, config.max_agent_body_bytes),
+            "max_agent_body_bytes" if config.max_agent_body_bytes < config.max_body_bytes else "max_body_bytes",
+            config.max_agent_body_values,
+            "max_agent_body_values",
+        )
+        return lambda scope: agents if sent_by_agent(scope) else anybody
 
     def setup_session_middleware(self, app: FastAPI) -> None:
         """Kept for NeMo Gym plugins that build their own application and are served without this suite, in their own

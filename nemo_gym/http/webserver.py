@@ -15,7 +15,7 @@ import structlog
 import uvicorn
 from fastapi import FastAPI
 
-from nemo_gym.config.launch import ServerLaunch, announce_ready, die_with_parent
+from nemo_gym.config.launch import GC_THRESHOLDS, ServerLaunch, announce_ready, die_with_parent
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.http.client import is_loopback
@@ -26,9 +26,6 @@ SERVER_KEEPALIVE_S = 75
 SHUTDOWN_GRACE_S = 90
 """For requests in flight when the server is told to stop; then their handlers are cancelled."""
 LISTEN_BACKLOG = 4096
-GC_THRESHOLDS = (50_000, 20, 20)
-"""Parsing one large body makes more objects than the interpreter's 700, none of them garbage: with its thresholds the
-collector takes longer than the parser."""
 MALLOC_SETTINGS = {-1: 32 << 20, -3: 16 << 20}
 """glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes. A request of a few hundred KiB is held several times on
 its way; with the defaults that memory goes back to the kernel after each request, and comes again page by page, which

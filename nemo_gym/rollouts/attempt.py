@@ -124,6 +124,8 @@ class Attempt:
     """The agent's answer."""
     verified: dict[str, Any] | None = None
     """The verify response, once there is one."""
+    evaluation_log: str | None = None
+    """The file with what grading printed, beside the result file."""
     replicas: dict[str, int] = field(default_factory=dict)
     """Which replica of each server has this attempt's sessions; a new attempt chooses anew."""
     timings: dict[str, float] = field(default_factory=dict)
@@ -134,6 +136,8 @@ class Attempt:
     """Why it is being cancelled for good."""
     lost: bool = False
     """Its lease is somebody else's by now."""
+    has_result: bool = False
+    """Its result is with the store, and its lease at an end; what is left is to close it."""
 
     @classmethod
     def of(cls, job: Job, route: Route) -> Attempt:

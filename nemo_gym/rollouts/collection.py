@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,9 @@ import structlog
 from rich.console import Console
 from rich.text import Text
 
+from nemo_gym.config.launch import GC_THRESHOLDS
 from nemo_gym.config.run import RolloutRunConfig
+from nemo_gym.contract.errors import RowError
 from nemo_gym.contract.identity import new_run_id
 from nemo_gym.http.client import ServerClient
 from nemo_gym.rollouts.attempt import Route, agent_instances, route_of
@@ -24,8 +27,8 @@ from nemo_gym.rollouts.peers import Peers
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.progress import RunProgress
 from nemo_gym.rollouts.results import OutputLock, RecordedRun, ResultFiles, RunFiles
-from nemo_gym.rollouts.routing import checked_route, chosen_topology, preflight, refuse_rows_without_prompt
-from nemo_gym.rollouts.rows import MaterializedInputs, job_specs, materialize
+from nemo_gym.rollouts.routing import checked_route, chosen_topology, preflight, rows_without_prompt
+from nemo_gym.rollouts.rows import MAX_LISTED, MaterializedInputs, job_specs, materialize, without_rows
 from nemo_gym.rollouts.stages import http_stages
 from nemo_gym.rollouts.store import SqliteJobStore
 from nemo_gym.rollouts.store.sqlite import store_error
@@ -56,6 +59,9 @@ class CollectionResult:
     invalid: int
     seconds: float | None
     """``None`` for a run that was finished before."""
+    server_logs: Path | None = None
+    left_out: tuple[RowError, ...] = ()
+    """Rows of the input that could not be used."""
     aggregates: list[dict[str, Any]] = field(default_factory=list)
     summaries: list[RolloutSummary] = field(default_factory=list)
 
@@ -80,8 +86,10 @@ class Collection:
         *,
         console: Console | None,
         configuration: Path | None = None,
+        inputs: MaterializedInputs | None = None,
     ) -> None:
         self._configuration = configuration
+        self._inputs = inputs
         self._client = client
         self._config = config
         self._console = console
@@ -92,10 +100,17 @@ class Collection:
     async def run(self) -> CollectionResult:
         lock = OutputLock(self._files)
         lock.acquire()
+        collector = gc.get_threshold()
+        gc.set_threshold(*GC_THRESHOLDS)  # with the interpreter's own, a sixth of the pipeline's time
         try:
             result = await self._run_locked()
+            if self._configuration is not None:
+                result.server_logs = self._configuration.parent / "logs"
         finally:
+            gc.set_threshold(*collector)
             lock.release()
+            if self._inputs is not None:
+                self._inputs.close()
         if self._console is not None:
             show(self._console, result, self._config)
         return result
@@ -107,18 +122,24 @@ class Collection:
         agents = agent_instances(self._client.global_config_dict)
         if config.agent_name is not None:
             route_of(self._client.global_config_dict, config.agent_name)
-        inputs = await asyncio.to_thread(materialize, config, files.materialized_inputs, agents, same_as=recorded)
-        for error in inputs.bad_rows:
-            log.warning("row left out", error=error.message)
-        if recorded is not None and is_finished(config, recorded, inputs):
-            return await finished_result(config, recorded, inputs)
+        if self._inputs is None:
+            self._inputs = await asyncio.to_thread(materialize, config, agents)
+        inputs = self._inputs
+        if recorded is not None:
+            recorded.require_same(config, inputs.digest)
+            if is_finished(config, recorded):
+                return await finished_result(config, recorded)
         for agent in inputs.agents:
             self._routes[agent] = await checked_route(self._client, self._peers, agent, config)
-        await refuse_rows_without_prompt(config, inputs, self._routes, self._peers)
+        refused = await rows_without_prompt(config, inputs, self._routes, self._peers)
+        inputs = without_rows(config, inputs, refused)
+        for error in inputs.bad_rows:
+            log.warning("row left out", error=error.message)
         await preflight(self._routes.values(), self._peers, self._say)
         if recorded is None:
             # As late as this: whatever is wrong with the new run, the old one stands until then.
-            files.discard(keep=inputs.path)
+            files.discard()
+        await asyncio.to_thread(inputs.write, files.materialized_inputs)
         sink = ResultFiles(files)
         store = SqliteJobStore(files.store, sink=sink)
         try:
@@ -126,7 +147,9 @@ class Collection:
             await sink.recover(store)
             tally = await self._tally(store)
             await self._drive(store, tally, total)
-            return await self._conclude(store, run_id, inputs, start)
+            result = await self._conclude(store, run_id, start)
+            result.left_out = inputs.bad_rows
+            return result
         finally:
             await store.aclose()
             sink.close()
@@ -145,7 +168,7 @@ class Collection:
         run_id = str((await store.open_run(info))["run_id"])
         self._keep_configuration()
         batch = []
-        for spec in job_specs(inputs.path, run_id):
+        for spec in job_specs(self._files.materialized_inputs, run_id):
             batch.append(spec)
             if len(batch) == SUBMIT_BATCH:
                 await store.submit(batch)
@@ -193,9 +216,7 @@ class Collection:
 
     # After
 
-    async def _conclude(
-        self, store: JobStore, run_id: str, inputs: MaterializedInputs, start: float
-    ) -> CollectionResult:
+    async def _conclude(self, store: JobStore, run_id: str, start: float) -> CollectionResult:
         summaries: list[RolloutSummary] = []
         rows: dict[str, list[dict[str, Any]]] = {agent: [] for agent in self._routes}
         tally = Tally()
@@ -214,36 +235,36 @@ class Collection:
                 aggregates.append(await aggregate(self._peers, self._routes[agent], rows[agent], of_agent, mine))
             await asyncio.to_thread(write_aggregates, self._files.aggregate_metrics, aggregates)
         seconds = asyncio.get_running_loop().time() - start
-        return _result(run_id, self._files, inputs, tally, summaries, aggregates, seconds=seconds)
+        return _result(run_id, self._files, tally, summaries, aggregates, seconds=seconds)
 
     def _say(self, text: str) -> None:
         if self._console is not None:
             self._console.print(Text(text), soft_wrap=True)
 
 
-async def check_run(config: RolloutRunConfig, servers: Mapping[str, Any]) -> RunOutlook:
+async def check_run(config: RolloutRunConfig, servers: Mapping[str, Any], *, keep: bool) -> RunOutlook:
     """Everything that is known of a run without its servers: input, rows, output and the lock on it. ``servers`` is
-    their configuration. Raises what `run_collection` would; leaves nothing behind."""
+    their configuration; ``keep`` the rows for `run_collection`. Raises what that would; leaves nothing behind."""
     files = RunFiles(config.output, config.store)
     config.check_input()
     OutputLock(files).check()
     recorded = await RecordedRun.of(config, files)
-    inputs = await asyncio.to_thread(materialize, config, None, agent_instances(servers), same_as=recorded)
-    return RunOutlook(inputs, recorded, recorded is not None and is_finished(config, recorded, inputs))
+    inputs = await asyncio.to_thread(materialize, config, agent_instances(servers), keep=keep)
+    if recorded is not None:
+        recorded.require_same(config, inputs.digest)
+    return RunOutlook(inputs, recorded, recorded is not None and is_finished(config, recorded))
 
 
-def is_finished(config: RolloutRunConfig, recorded: RecordedRun, inputs: MaterializedInputs) -> bool:
+def is_finished(config: RolloutRunConfig, recorded: RecordedRun) -> bool:
     """Whether nothing is left to do: every rollout has ended, and the metrics are written."""
-    if recorded.left or recorded.rollouts < inputs.rollouts:
+    if recorded.left or not recorded.rollouts:
         return False
     if config.retry_failed and recorded.counts[JobState.DONE] < recorded.rollouts:
         return False
     return config.disable_aggregation or recorded.files.aggregate_metrics.is_file()
 
 
-async def finished_result(
-    config: RolloutRunConfig, recorded: RecordedRun, inputs: MaterializedInputs
-) -> CollectionResult:
+async def finished_result(config: RolloutRunConfig, recorded: RecordedRun) -> CollectionResult:
     """What a finished run came to, from its files, which are mended where something is missing. The caller holds the
     output's lock."""
     files = recorded.files
@@ -261,16 +282,15 @@ async def finished_result(
         await store.aclose()
         sink.close()
     aggregates = [] if config.disable_aggregation else orjson.loads(files.aggregate_metrics.read_bytes())
-    return _result(recorded.run_id, files, inputs, tally, summaries, aggregates, seconds=None)
+    return _result(recorded.run_id, files, tally, summaries, aggregates, seconds=None)
 
 
-async def show_finished(config: RolloutRunConfig, outlook: RunOutlook, console: Console) -> CollectionResult:
+async def show_finished(config: RolloutRunConfig, recorded: RecordedRun, console: Console) -> CollectionResult:
     """Show a finished run again; no server is asked."""
-    assert outlook.recorded is not None
-    lock = OutputLock(outlook.recorded.files)
+    lock = OutputLock(recorded.files)
     lock.acquire()
     try:
-        result = await finished_result(config, outlook.recorded, outlook.inputs)
+        result = await finished_result(config, recorded)
     finally:
         lock.release()
     show(console, result, config)
@@ -280,7 +300,6 @@ async def show_finished(config: RolloutRunConfig, outlook: RunOutlook, console: 
 def _result(
     run_id: str,
     files: RunFiles,
-    inputs: MaterializedInputs,
     tally: Tally,
     summaries: list[RolloutSummary],
     aggregates: list[dict[str, Any]],
@@ -290,8 +309,8 @@ def _result(
     return CollectionResult(
         run_id=run_id,
         files=files,
-        tasks=inputs.tasks,
-        rollouts=inputs.rollouts,
+        tasks=len({item.task_index for item in summaries}),
+        rollouts=len(summaries),
         valid=sum(counted.valid for counted in tally.agents.values()),
         invalid=sum(counted.invalid for counted in tally.agents.values()),
         seconds=seconds,
@@ -307,7 +326,13 @@ def show(console: Console, result: CollectionResult, config: RolloutRunConfig) -
     if config.validation is not None:
         title += f" (validation: {config.validation})"
     print_table(console, result.summaries, title=title)
-    print_reasons(console, result.summaries)
+    print_reasons(console, result.summaries, result.files.logs)
+    if left_out := result.left_out:
+        console.print(Text(f"Left out: {counted(len(left_out), 'row')} of {config.input}", style="bold"))
+        for error in left_out[:MAX_LISTED]:
+            console.print(Text(f"  {error.message}"), soft_wrap=True)
+        if len(left_out) > MAX_LISTED:
+            console.print(f"  … and {len(left_out) - MAX_LISTED} more, named when the run began")
     tally = Tally()
     for item in result.summaries:
         tally.add_row(item.agent, {"reward": item.reward, "failure_kind": item.outcome, "findings": item.findings})
@@ -321,8 +346,9 @@ def show(console: Console, result: CollectionResult, config: RolloutRunConfig) -
         ("Failures", files.failures),
         ("Evaluation logs", files.logs),
         ("Aggregate metrics", files.aggregate_metrics),
+        ("Server logs", result.server_logs if result.invalid else None),
     ):
-        if path.exists():
+        if path is not None and path.exists():
             console.print(Text(f"{name}: {path}"), soft_wrap=True)
     if result.seconds is None:
         again = " (rollouts without a verdict: retry_failed=true)" if result.invalid else ""
@@ -336,9 +362,11 @@ async def run_collection(
     *,
     console: Console | None = None,
     configuration: Path | None = None,
+    inputs: MaterializedInputs | None = None,
 ) -> CollectionResult:
     """Run ``config`` against the servers that ``client`` knows; ``console`` shows progress and the table.
-    ``configuration`` is a file that says what these servers are; the results keep a copy.
+    ``configuration`` is a file that says what these servers are; the results keep a copy. ``inputs`` are its rows,
+    where `check_run` read them.
 
     ``client`` needs credentials for the agents, environments and models of the run, in the role ``pipeline``.
     Cancelling stops the run in order and leaves it resumable. Raises `ConfigError` and `RowError` before any task
@@ -346,7 +374,7 @@ async def run_collection(
     """
     if not isinstance(config, RolloutRunConfig):
         config = RolloutRunConfig.parse(config)
-    return await Collection(client, config, console=console, configuration=configuration).run()
+    return await Collection(client, config, console=console, configuration=configuration, inputs=inputs).run()
 
 
 async def _uninterrupted(action: Callable[[], Any]) -> None:

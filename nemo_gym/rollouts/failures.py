@@ -79,14 +79,16 @@ class PeerError(Exception):
 _VARIABLE = re.compile(r"(?i)0x[0-9a-f]+|\b(?=[a-f]*\d)[0-9a-f]{8,}\b|(?<![\d.])(?![1-5]\d\d(?![\d.]))\d+(\.\d+)?")
 """Addresses, digests, counts and durations. Three digits that may be an HTTP status are told apart."""
 
+_UNDERSCORES = re.compile("__+")
+
 
 def same_way(kind: str, reason: str | None, names: Iterable[str] = ()) -> str:
     """What failures have in common that failed the same way: the kind, and the reason without ``names`` (of the task,
-    of the rollout) and without numbers that change from one to the next."""
-    text = reason or ""
+    of the rollout; also as image names spell them) and without numbers that change from one to the next."""
+    text = _UNDERSCORES.sub("_", (reason or "").lower())
     for name in names:
         if len(name) > 2:
-            text = text.replace(name, "…")
+            text = text.replace(_UNDERSCORES.sub("_", name.lower()), "…")
     return f"{kind}: {_VARIABLE.sub('#', text)}"
 
 

@@ -13,6 +13,7 @@ import orjson
 
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER
 from nemo_gym.contract.errors import ServerError
+from nemo_gym.http.body_values import TooManyValuesError, check_values
 from nemo_gym.http.client import TRIES_OF_ONE_REPLICA, ServerClient
 from nemo_gym.http.replicas import replica_context
 from nemo_gym.rollouts.failures import PeerError
@@ -22,6 +23,11 @@ CONNECT_PATIENCE_S = 60.0
 never started, so nothing is repeated."""
 REPLICA_PATIENCE_S = 10.0
 """The same for one replica of several: a new attempt need not wait for it."""
+MAX_REPLY_BYTES = 1 << 30
+MAX_AGENT_REPLY_BYTES = 256 << 20
+"""Of an agent server, which runs what others wrote: an artifact of 64 MiB as base64, and a long conversation."""
+MAX_AGENT_REPLY_VALUES = 5_000_000
+"""JSON values in it: token ids are the most that there is of."""
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -69,20 +75,37 @@ class Peers:
         control_token: str | None = None,
         cookies: Mapping[str, str] | None = None,
         idempotent: bool = False,
+        from_agent: bool = False,
     ) -> Reply:
-        """Send ``body`` as JSON. Raises `PeerError` for any status of 300 or more (a redirection is not followed) and
-        for a peer that cannot be reached."""
+        """Send ``body`` as JSON. Raises `PeerError` for any status of 300 or more (a redirection is not followed), for
+        a peer that cannot be reached, and for an answer that is too large; ``from_agent``: one of an agent server."""
         headers = dict(_JSON)
         if control_token is not None:
             headers[CONTROL_TOKEN_HEADER] = control_token
         if cookies:
             headers["Cookie"] = "; ".join(f"{name}={value}" for name, value in cookies.items())
-        return await self._send(server, path, "POST", data=orjson.dumps(body), headers=headers, idempotent=idempotent)
+        reply = await self._send(
+            server,
+            path,
+            "POST",
+            max_bytes=MAX_AGENT_REPLY_BYTES if from_agent else MAX_REPLY_BYTES,
+            data=orjson.dumps(body),
+            headers=headers,
+            idempotent=idempotent,
+        )
+        if from_agent:
+            try:
+                await check_values(reply.body, MAX_AGENT_REPLY_VALUES)
+            except TooManyValuesError:
+                raise _too_large(server, path, f"holds more than {MAX_AGENT_REPLY_VALUES} JSON values") from None
+        return reply
 
     async def get(self, server: str, path: str) -> Reply:
         return await self._send(server, path, "GET")
 
-    async def _send(self, server: str, path: str, method: str, **options: Any) -> Reply:
+    async def _send(
+        self, server: str, path: str, method: str, *, max_bytes: int = MAX_REPLY_BYTES, **options: Any
+    ) -> Reply:
         chosen = self._replicas if self._replicas is not None else {}
         is_new = self._replicas is not None and server not in chosen and len(self._client.replica_urls(server)) > 1
         patience_s = min(self._patience_s, REPLICA_PATIENCE_S) if server in chosen else self._patience_s
@@ -96,7 +119,9 @@ class Peers:
                 with replica_context(chosen):
                     request = await self._client.request(server, path, method, **options)
                 async with request as response:
-                    body = await response.read()
+                    body = await _read(response, max_bytes)
+                    if body is None:
+                        raise _too_large(server, path, f"is larger than {max_bytes} bytes")
                     if response.status >= 300:
                         raise PeerError(server, path, response.status, _problem(body, response.status))
                     return Reply(body, _cookies(response))
@@ -110,6 +135,24 @@ class Peers:
                 detail = f"the connection broke ({type(error).__name__}: {error})"
                 raise PeerError(server, path, 0, {"detail": detail}) from error
             await asyncio.sleep(0.5)
+
+
+async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes | None:
+    """The body, inflated where it came compressed; ``None`` for one beyond the bound, whose rest is not read."""
+    pieces: list[bytes] = []
+    size = 0
+    async for piece in response.content.iter_any():
+        size += len(piece)
+        if size > max_bytes:
+            response.close()
+            return None
+        pieces.append(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _too_large(server: str, path: str, what: str) -> PeerError:
+    # Like a body of that size: another attempt at the same would be told the same.
+    return PeerError(server, path, 413, {"code": "reply_too_large", "detail": f"the answer {what}"})
 
 
 def _cookies(response: aiohttp.ClientResponse) -> Mapping[str, str]:

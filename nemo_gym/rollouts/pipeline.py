@@ -204,7 +204,9 @@ class AsyncDispatcher:
             before = list(self._held.values())
             held = await self._store.renew(self._owner, self._config.lease_s)
             for attempt in before:
-                if attempt.job.job_id not in held and self._held.get(attempt.job.job_id) is attempt:
+                if attempt.job.job_id in held or attempt.has_result:
+                    continue
+                if self._held.get(attempt.job.job_id) is attempt:
                     log.warning("lease lost", rollout_id=attempt.job.job_id)
                     attempt.lost = True
                     for pool in (self._init, self._run, self._eval):
@@ -230,6 +232,7 @@ class AsyncDispatcher:
 
     async def _evaluated(self, attempt: Attempt, result: StageResult) -> None:
         self._streak.passed(StageName.EVAL)
+        attempt.has_result = True
         if await self._recording(self._store.complete(attempt.job, result.payload)):
             self._tell(JobEvent(attempt.job, JobState.DONE, StageName.EVAL, result=attempt.verified))
         await attempt.close(self._config.close_timeout_s)
@@ -241,6 +244,7 @@ class AsyncDispatcher:
             failure = StageFailure(failure.stage, FailureKind.CANCELLED, attempt.cancelled, retryable=False)
         if (stop := self._streak.failed(job, failure)) is not None:
             self._stop_for(stop)
+        is_new = self._streak.is_new  # before others fail, while this one is closed
         spent = 1 + sum(past.new_attempt == failure.new_attempt for past in job.failures)
         again = failure.retryable and spent < self._config.max_attempts
         delay_s = min(self._config.retry_delay_s * 2 ** (spent - 1), MAX_RETRY_DELAY_S)
@@ -256,7 +260,7 @@ class AsyncDispatcher:
         kept = await attempt.salvage() if final and attempt.salvage is not None else {}
         await attempt.close(self._config.close_timeout_s)
         if again:
-            reason = failure.reason if self._streak.is_new else "the same as before"
+            reason = failure.reason if is_new else "the same as before"
             log.warning("attempt failed, trying again", rollout_id=job.job_id, reason=reason)
             await self._recording(self._store.requeue(job, failure, delay_s=delay_s))
             self.notify()

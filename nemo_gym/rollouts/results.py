@@ -68,8 +68,8 @@ class RunFiles:
     def lock(self) -> Path:
         return self._beside(".lock")
 
-    def discard(self, *, keep: Path) -> None:
-        """Remove what an earlier run left, but for ``keep``, which is the new one's."""
+    def discard(self) -> None:
+        """Remove what an earlier run left."""
         for path in (
             self.output,
             self.materialized_inputs,
@@ -80,8 +80,7 @@ class RunFiles:
             self.store,
             *(self.store.with_name(self.store.name + suffix) for suffix in ("-wal", "-shm")),
         ):
-            if path != keep:
-                path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         shutil.rmtree(self.logs, ignore_errors=True)
 
 
@@ -157,6 +156,14 @@ class RecordedRun:
         return recorded
 
 
+def existing_folder(path: Path) -> Path:
+    """The nearest folder above a path that exists."""
+    folder = path.parent
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
 class OutputLock:
     """One collector per output. Held by the kernel for this process, so it cannot outlive it."""
 
@@ -167,9 +174,7 @@ class OutputLock:
 
     def check(self) -> None:
         """A look that leaves nothing behind: raises as `acquire` would now."""
-        folder = self._path.parent
-        while not folder.exists():
-            folder = folder.parent
+        folder = existing_folder(self._path)
         if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
             why = "cannot be written to" if folder.is_dir() else "is no directory"
             raise ConfigError(f"output '{self._output}' cannot be written: '{folder}' {why}", key="output")

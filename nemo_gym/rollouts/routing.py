@@ -16,7 +16,7 @@ from nemo_gym.http.client import ServerClient
 from nemo_gym.rollouts.attempt import Route, route_of
 from nemo_gym.rollouts.failures import PeerError
 from nemo_gym.rollouts.peers import Peers
-from nemo_gym.rollouts.rows import MaterializedInputs, numbered_lines, refuse_rows
+from nemo_gym.rollouts.rows import MaterializedInputs, numbered_lines
 
 PROMPT_BATCH_BYTES = 1 << 20
 """Of rows in one question to an environment."""
@@ -121,11 +121,11 @@ async def preflight(routes: Iterable[Route], peers: Peers, say: Callable[[str], 
                 say(f"{model}: engine '{check['engine']}' has a context of {check['context_tokens']} tokens")
 
 
-async def refuse_rows_without_prompt(
+async def rows_without_prompt(
     config: RolloutRunConfig, inputs: MaterializedInputs, routes: Mapping[str, Route], peers: Peers
-) -> None:
-    """Raise `RowError` for rows that ask their agents nothing, also by the word of their environments. With
-    ``skip_bad_rows`` they are named in the log, and end without a verdict."""
+) -> dict[int, str]:
+    """Rows that ask their agents nothing, also by the word of their environments: their lines, each with its
+    reason."""
     refused: dict[int, str] = {}
     for environment, rows in _without_prompt(config, inputs, routes, refused):
         try:
@@ -137,7 +137,7 @@ async def refuse_rows_without_prompt(
             ) from error
         numbers = list(rows)
         refused |= {numbers[int(position)]: str(why) for position, why in without.items()}
-    refuse_rows(config, refused)
+    return refused
 
 
 def _without_prompt(
@@ -147,7 +147,7 @@ def _without_prompt(
     batches: dict[str, dict[int, dict[str, Any]]] = {}
     sizes: Counter[str] = Counter()
     for number, line in numbered_lines(config.input, inputs.without_prompt):
-        route = routes[inputs.without_prompt[number]]
+        route = routes[inputs.without_prompt[number].agent]
         if not route.needs_prompt or route.environment is None:
             continue
         if not route.words_prompts:

@@ -19,6 +19,15 @@ from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.rollouts.attempt import Attempt
 
 PARAMS_KEY = "responses_create_params"
+OWN_FIELDS = frozenset(
+    {
+        *(AGENT_REF_KEY, TASK_INDEX_KEY, ROLLOUT_INDEX_KEY, ROLLOUT_ID_KEY, ATTEMPT_INDEX_KEY, "task_id"),
+        *("ng_trajectory", "ng_model_session", "artifacts", "artifacts_digest", "findings", "official", "details"),
+        *("reward", "valid", "mask_sample", "failure_kind", "failure_reason", "reward_components", "reward_reason"),
+        *("row_access", "validation", "reward_source", "reverified", "verification_skipped", "evaluation_log"),
+    }
+)
+"""Of a result row: what the run, the model server and the environment say, and no agent called by ``/run``."""
 
 
 def result_row(attempt: Attempt, verified: dict[str, Any], *, validation: str | None) -> bytes:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import orjson
-import structlog
 
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.run import RolloutRunConfig
@@ -30,28 +31,59 @@ from nemo_gym.contract.identity import (
 )
 from nemo_gym.contract.rows import PARAMS_KEY, has_prompt
 from nemo_gym.rollouts.interfaces import JobSpec
-from nemo_gym.rollouts.results import RecordedRun
+from nemo_gym.rollouts.results import existing_folder
 from nemo_gym.rollouts.store.sqlite import store_error
 
-log = structlog.get_logger(__name__)
-
 MAX_LISTED = 10
+COPY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Promptless:
+    """A row that brings no prompt; its environment may word one."""
+
+    agent: str
+    rollouts: range
+    """Which lines of the materialized inputs are its."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaterializedInputs:
-    """What a run is about to do, as a file with one line per rollout."""
+    """What a run is about to do, as lines of a file: one per rollout."""
 
-    path: Path
-    """Where ``materialize`` wrote them; the input itself where it only checked."""
     tasks: int
     rollouts: int
     agents: tuple[str, ...]
     digest: str
-    """Of the file: a resumed run must be the same run."""
+    """Of all lines, also those that are left out for want of a prompt: a resumed run must be the same run."""
     bad_rows: tuple[RowError, ...] = ()
-    without_prompt: Mapping[int, str] = field(default_factory=dict)
-    """Lines of rows that bring no prompt, with their agents; their environments may word one."""
+    """Left out, because ``skip_bad_rows`` says so."""
+    without_prompt: Mapping[int, Promptless] = field(default_factory=dict)
+    """By their lines of the input."""
+    left_out: frozenset[int] = frozenset()
+    lines: IO[bytes] | None = None
+    """A file without a name, gone with this process; ``None`` where the rows were only checked."""
+
+    def write(self, target: Path) -> None:
+        """Give the lines their name; raises `StoreError` when that cannot be done."""
+        assert self.lines is not None
+        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+        self.lines.seek(0)
+        try:
+            with partial.open("wb") as out:
+                if self.left_out:
+                    out.writelines(line for at, line in enumerate(self.lines) if at not in self.left_out)
+                else:
+                    shutil.copyfileobj(self.lines, out, COPY_BYTES)
+            partial.replace(target)
+        except OSError as error:
+            raise store_error(target, error) from error
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self.lines is not None:
+            self.lines.close()
 
 
 @dataclass(slots=True)
@@ -129,70 +161,90 @@ class _Checker:
         return RowError(f"{where}: {problem}", path=str(self.path), line=number, column=column)
 
 
-def materialize(
-    config: RolloutRunConfig, target: Path | None, agents: Collection[str] = (), *, same_as: RecordedRun | None = None
-) -> MaterializedInputs:
-    """Write the run's rollouts to ``target``, one per line, in task order; ``None`` only checks them.
+def materialize(config: RolloutRunConfig, agents: Collection[str] = (), *, keep: bool = True) -> MaterializedInputs:
+    """Read, check and number the rows, once. ``agents`` are the agent instances that exist; without ``keep`` the rows
+    are only checked.
 
-    ``agents`` are the agent instances that exist, ``same_as`` is the run to go on with. Raises `ConfigError` for a
-    missing or empty input and for another run than ``same_as``, `RowError` naming the bad lines unless
-    ``skip_bad_rows``, and `StoreError` when ``target`` cannot be written; ``target`` appears only when everything is
-    right.
+    Raises `ConfigError` for a missing or empty input, `RowError` naming the bad lines unless ``skip_bad_rows``, and
+    `StoreError` when the lines cannot be kept.
     """
     config.check_input()
     source = config.input
     checker = _Checker(source, config, agents)
     bad: list[RowError] = []
-    without_prompt: dict[int, str] = {}
+    without_prompt: dict[int, Promptless] = {}
     tasks = rollouts = others = 0
     remainder, shards = config.shard_of
     used: dict[str, None] = {}
     digest = hashlib.sha256()
-    partial = target and target.with_name(f"{target.name}.{os.getpid()}.partial")
-    try:
-        with source.open("rb") as lines, partial.open("wb") if partial else nullcontext() as out:
-            for number, line in enumerate(lines, 1):
-                position = tasks + others + len(bad)
-                if config.limit is not None and position >= config.limit:
-                    break
-                if not line.strip():
-                    continue
-                try:
-                    task_index, samples, agent, row = checker.check(number, line.rstrip(), position)
-                except RowError as error:
-                    bad.append(error)
-                    continue
-                if position % shards != remainder:
-                    others += 1
-                    continue
-                if not has_prompt(row.get(PARAMS_KEY)):
-                    without_prompt[number] = agent
-                tasks += 1
-                used[agent] = None
-                row[TASK_INDEX_KEY] = task_index
-                for sample in samples:
-                    row[ROLLOUT_INDEX_KEY] = sample
-                    data = orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
-                    digest.update(data)
-                    if out is not None:
-                        out.write(data)
-                    rollouts += 1
+    with ExitStack() as undo:
+        try:
+            # Beside the output, where there is room for the run's files.
+            out = undo.enter_context(TemporaryFile(dir=existing_folder(config.output))) if keep else None
+            with source.open("rb") as lines:
+                for number, line in enumerate(lines, 1):
+                    if number == 1 and line.lstrip().startswith(b"["):
+                        raise ConfigError(
+                            f"input '{source}' is one JSON array; 'input' takes one object per line: jq -c '.[]'"
+                            f" {source} > rows.jsonl",
+                            key="input",
+                        )
+                    position = tasks + others + len(bad)
+                    if config.limit is not None and position >= config.limit:
+                        break
+                    if not line.strip():
+                        continue
+                    try:
+                        task_index, samples, agent, row = checker.check(number, line.rstrip(), position)
+                    except RowError as error:
+                        bad.append(error)
+                        continue
+                    if position % shards != remainder:
+                        others += 1
+                        continue
+                    if not has_prompt(row.get(PARAMS_KEY)):
+                        without_prompt[number] = Promptless(agent, range(rollouts, rollouts + len(samples)))
+                    tasks += 1
+                    used[agent] = None
+                    row[TASK_INDEX_KEY] = task_index
+                    for sample in samples:
+                        row[ROLLOUT_INDEX_KEY] = sample
+                        data = orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
+                        digest.update(data)
+                        if out is not None:
+                            out.write(data)
+                        rollouts += 1
+        except OSError as error:
+            raise store_error(config.output if keep else source, error) from error
         if bad and not config.skip_bad_rows:
             raise _all_of(bad, source)
         if not tasks:
-            of = f" for shard {config.shard}" if config.shard else ""
-            raise ConfigError(f"input '{source}' holds no usable rows{of}", key="input")
-        if same_as is not None:
-            same_as.require_same(config, digest.hexdigest())
-        if target and partial:
-            partial.replace(target)
-    except OSError as error:
-        raise store_error(target or source, error) from error
-    finally:
-        if partial:
-            partial.unlink(missing_ok=True)
-    return MaterializedInputs(
-        target or source, tasks, rollouts, tuple(used), digest.hexdigest(), tuple(bad), without_prompt
+            raise _nothing_left(config)
+        undo.pop_all()
+    return MaterializedInputs(tasks, rollouts, tuple(used), digest.hexdigest(), tuple(bad), without_prompt, lines=out)
+
+
+def without_rows(
+    config: RolloutRunConfig, inputs: MaterializedInputs, refused: Mapping[int, str]
+) -> MaterializedInputs:
+    """``inputs`` without those lines of the input, which have these reasons. Raises `RowError` that names them unless
+    ``skip_bad_rows``, and `ConfigError` when no row is left."""
+    bad = [
+        RowError(f"{config.input}:{number}: {why}", path=str(config.input), line=number)
+        for number, why in sorted(refused.items())
+    ]
+    if bad and not config.skip_bad_rows:
+        raise _all_of(bad, config.input)
+    if len(bad) == inputs.tasks:
+        raise _nothing_left(config)
+    left_out = inputs.left_out.union(*(inputs.without_prompt[number].rollouts for number in refused))
+    return replace(
+        inputs,
+        tasks=inputs.tasks - len(bad),
+        rollouts=inputs.rollouts - len(left_out) + len(inputs.left_out),
+        bad_rows=(*inputs.bad_rows, *bad),
+        without_prompt={line: row for line, row in inputs.without_prompt.items() if line not in refused},
+        left_out=left_out,
     )
 
 
@@ -201,21 +253,6 @@ def numbered_lines(path: Path, numbers: Collection[int]) -> Iterator[tuple[int, 
     if numbers:
         with path.open("rb") as lines:
             yield from ((number, line) for number, line in enumerate(lines, 1) if number in numbers)
-
-
-def refuse_rows(config: RolloutRunConfig, refused: Mapping[int, str]) -> None:
-    """Raise `RowError` naming the lines of ``refused``, with the reasons. With ``skip_bad_rows`` only the log names
-    them."""
-    bad = [
-        RowError(f"{config.input}:{number}: {why}", path=str(config.input), line=number)
-        for number, why in sorted(refused.items())
-    ]
-    if not bad:
-        return
-    if not config.skip_bad_rows:
-        raise _all_of(bad, config.input)
-    for error in bad:
-        log.warning("row ends without a verdict", error=error.message)
 
 
 def job_specs(path: Path, run_id: str) -> Iterator[JobSpec]:
@@ -234,6 +271,11 @@ def job_specs(path: Path, run_id: str) -> Iterator[JobSpec]:
                 agent=row[AGENT_REF_KEY]["name"],
                 row=orjson.dumps(row),
             )
+
+
+def _nothing_left(config: RolloutRunConfig) -> ConfigError:
+    of = f" for shard {config.shard}" if config.shard else ""
+    return ConfigError(f"input '{config.input}' holds no usable rows{of}", key="input")
 
 
 def _all_of(bad: list[RowError], path: Path) -> RowError:

@@ -31,7 +31,7 @@ from nemo_gym.rollouts.failures import PeerError, StageError
 from nemo_gym.rollouts.heartbeat import start_heartbeat, stop_heartbeat
 from nemo_gym.rollouts.interfaces import StageFailure, StageName, StageResult
 from nemo_gym.rollouts.peers import Peers
-from nemo_gym.rollouts.rowmaking import result_row
+from nemo_gym.rollouts.rowmaking import OWN_FIELDS, result_row
 
 log = structlog.get_logger(__name__)
 
@@ -46,6 +46,8 @@ class HttpStage(ABC):
         self._config = config
         self._workers = workers
         self._timeout_s = timeout_s
+        self._limits = config.limits.model_dump(exclude_none=True)
+        """The limits that the run sets; empty where it leaves them to environment and agent."""
 
     @property
     def workers(self) -> int:
@@ -65,10 +67,6 @@ class HttpStage(ABC):
 
     @abstractmethod
     async def _run(self, attempt: Attempt) -> bytes: ...
-
-    def _limits(self) -> dict[str, Any]:
-        """The limits that the run sets; empty where it leaves them to environment and agent."""
-        return self._config.limits.model_dump(exclude_none=True)
 
     def _peers_of(self, attempt: Attempt) -> Peers:
         return self._peers.of_attempt(attempt.replicas)
@@ -96,6 +94,7 @@ class InitStage(HttpStage):
         super().__init__(peers, config, workers=workers, timeout_s=timeout_s)
         self._topology = topology
         """The composition's choice; ``None`` leaves the environment its default."""
+        self._model_limits = config.model_limits.given()
 
     async def _run(self, attempt: Attempt) -> bytes:
         route = attempt.route
@@ -134,8 +133,8 @@ class InitStage(HttpStage):
 
     async def _open_session(self, attempt: Attempt, model: str) -> None:
         body = {"rollout": attempt.rollout, **self._sampling(attempt)}
-        if limits := self._config.model_limits.given():
-            body["limits"] = limits
+        if self._model_limits:
+            body["limits"] = self._model_limits
         opened = (await self._peers_of(attempt).post(model, "/sessions", body)).json()
         attempt.session = session = GatewaySession(
             session_id=_member(opened, "session_id", model, "/sessions", StageName.INIT),
@@ -168,8 +167,8 @@ class InitStage(HttpStage):
             session["validation"] = validation
         if self._topology is not None:
             session["topology"] = self._topology
-        if limits := self._limits():
-            session["limits"] = limits
+        if self._limits:
+            session["limits"] = self._limits
         if attempt.route.box_needs is not None:
             session["box_needs"] = attempt.route.box_needs
         body = attempt.row_with(**{SESSION_KEY: session})
@@ -246,11 +245,11 @@ class RunStage(HttpStage):
             "descriptor": attempt.descriptor,
             "inference": endpoint,
         }
-        if limits := self._limits():
-            body["limits"] = limits
+        if self._limits:
+            body["limits"] = self._limits
         if attempt.validation is not None:
             body["validation"] = attempt.validation
-        reply = await self._peers_of(attempt).post(agent, "/act", body, cookies=attempt.cookies)
+        reply = await self._peers_of(attempt).post(agent, "/act", body, cookies=attempt.cookies, from_agent=True)
         act = reply.json()
         _member(act, "response", agent, "/act", StageName.RUN)
         failure = failures.of_outcome(_outcome(act, agent), act.get("outcome_detail"))
@@ -282,20 +281,45 @@ class RunStage(HttpStage):
         """One call to an agent that seeds and verifies by itself. The verdict is read from the environment, not from
         the agent's answer."""
         route, spec = attempt.route, attempt.job.spec
-        row = attempt.public_row or attempt.row_with()
-        body = {**row, SESSION_KEY: opaque_session(attempt)}
-        reply = (await self._peers_of(attempt).post(route.agent, "/run", body)).json()
-        if not isinstance(reply, dict):
-            reason = f"{route.agent}/run answered no JSON object"
-            raise StageError(StageFailure(StageName.RUN, FailureKind.AGENT_CRASHED, reason))
-        if (failure := failures.of_verdict(StageName.RUN, reply)) is not None:
-            raise StageError(failure)
+        try:
+            reply = await self._opaque_reply(attempt)
+        except (PeerError, StageError) as error:
+            # Who has been told its reward buys no second try by failing now, nor gets rid of a bad sample.
+            verdict = await self._known_verdict(attempt)
+            if verdict is None:
+                raise
+            failed = str(error)[: failures.MAX_REASON_CHARS]
+            log.warning("the agent failed after its verdict, which stands", rollout_id=spec.job_id, error=failed)
+            attempt.act = {"outcome": AgentOutcome.CRASHED.value, "outcome_detail": failed}
+            reply = {"response": {}, **verdict}
         if route.environment is not None:
+            reply = {key: value for key, value in reply.items() if key not in OWN_FIELDS}
             reply = {**orjson.loads(spec.row), **reply, **await self._verdict(attempt, route.environment)}
             if (failure := failures.of_verdict(StageName.RUN, reply)) is not None:
                 raise StageError(failure)
         attempt.verified = reply
         return orjson.dumps({"verified": reply})
+
+    async def _opaque_reply(self, attempt: Attempt) -> dict[str, Any]:
+        agent = attempt.route.agent
+        body = {**(attempt.public_row or attempt.row_with()), SESSION_KEY: opaque_session(attempt)}
+        reply = (await self._peers_of(attempt).post(agent, "/run", body, from_agent=True)).json()
+        if not isinstance(reply, dict):
+            reason = f"{agent}/run answered no JSON object"
+            raise StageError(StageFailure(StageName.RUN, FailureKind.AGENT_CRASHED, reason))
+        if (failure := failures.of_verdict(StageName.RUN, reply)) is not None:
+            raise StageError(failure)
+        return reply
+
+    async def _known_verdict(self, attempt: Attempt) -> dict[str, Any] | None:
+        """The environment's valid verdict of an attempt whose agent has failed."""
+        if attempt.route.environment is None:
+            return None
+        try:
+            verdict = await self._verdict(attempt, attempt.route.environment)
+        except (PeerError, StageError):
+            return None
+        return verdict if failures.of_verdict(StageName.RUN, verdict) is None else None
 
     async def _verdict(self, attempt: Attempt, environment: str) -> dict[str, Any]:
         try:
@@ -328,7 +352,7 @@ class EvalStage(HttpStage):
     async def _run(self, attempt: Attempt) -> bytes:
         environment = attempt.route.environment
         # A grader that fails takes the verdict, not what the policy did until then.
-        attempt.salvage = lambda: self._finalize(attempt, {})
+        attempt.salvage = lambda: self._salvage(attempt)
         if attempt.verified is None and attempt.route.skipped_reward is not None:
             attempt.verified = attempt.row_with(
                 response=attempt.act["response"], reward=attempt.route.skipped_reward, verification_skipped=True
@@ -380,7 +404,11 @@ class EvalStage(HttpStage):
         except OSError as error:
             log.warning("evaluation log not kept", rollout_id=spec.job_id, path=str(file), error=str(error))
             return
-        verified["evaluation_log"] = f"{logs.name}/{file.name}"
+        verified["evaluation_log"] = attempt.evaluation_log = f"{logs.name}/{file.name}"
+
+    async def _salvage(self, attempt: Attempt) -> dict[str, Any]:
+        kept_log = {"evaluation_log": attempt.evaluation_log} if attempt.evaluation_log else {}
+        return {**kept_log, **await self._finalize(attempt, {})}
 
     async def _finalize(self, attempt: Attempt, verdict: Mapping[str, Any]) -> dict[str, Any]:
         """Close the model session for its trajectories. The verdict stands without them, and the row says so."""

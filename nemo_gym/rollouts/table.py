@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -46,9 +47,9 @@ def print_table(console: Console, summaries: Sequence[RolloutSummary], *, title:
         console.print(f"… and {len(ordered) - MAX_TABLE_ROWS} more in the output file")
 
 
-def print_reasons(console: Console, summaries: Sequence[RolloutSummary]) -> None:
+def print_reasons(console: Console, summaries: Sequence[RolloutSummary], logs: Path) -> None:
     """Every distinct reason of a rollout without verdict, with findings or without reward, with its number, however
-    long the run."""
+    long the run, and a log of ``logs`` that shows it."""
     reasons = Reason.distinct(summaries)
     if not reasons:
         return
@@ -56,6 +57,9 @@ def print_reasons(console: Console, summaries: Sequence[RolloutSummary]) -> None
     for reason in reasons:
         which = ", ".join(reason.rollouts[:MAX_NAMED]) + (", …" if len(reason.rollouts) > MAX_NAMED else "")
         text = f"  {len(reason.rollouts)} × {reason.label}" + (f": {reason.text}" if reason.text else "")
+        # A row may have a field of that name of its own.
+        shown = reason.log and reason.log.startswith(f"{logs.name}/")
+        which += f"; log: {logs.parent / reason.log}" if reason.log and shown else ""
         style = "yellow" if reason.label.startswith("no verdict") else ""
         console.print(Text(f"{text} ({which})", style=style), soft_wrap=True)
 

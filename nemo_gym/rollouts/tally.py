@@ -22,6 +22,8 @@ class Reason:
     text: str
     """Of the first of them."""
     rollouts: tuple[str, ...]
+    log: str | None
+    """Of the first that has one."""
 
     @classmethod
     def distinct(cls, summaries: Iterable[RolloutSummary]) -> list[Reason]:
@@ -33,7 +35,12 @@ class Reason:
                 found.setdefault((item.rank, key), []).append(item)
         ordered = sorted(found.items(), key=lambda pair: (pair[0][0], -len(pair[1])))
         return [
-            cls(items[0].label, items[0].reason or "", tuple(f"{item.task_id} #{item.sample_index}" for item in items))
+            cls(
+                items[0].label,
+                items[0].reason or "",
+                tuple(f"{item.task_id} #{item.sample_index}" for item in items),
+                next((item.log for item in items if item.log), None),
+            )
             for _, items in ordered
         ]
 
@@ -58,6 +65,8 @@ class RolloutSummary:
     """Why it has no verdict or no reward, or how its harness ended."""
     kinds: tuple[str, ...] = ()
     """Of the findings."""
+    log: str | None = None
+    """The file with what its grading printed, as its row names it."""
 
     @property
     def rank(self) -> int:
@@ -107,6 +116,7 @@ class RolloutSummary:
             attempts=int(row.get("_ng_attempt_index", 0)) + 1,
             reason="; ".join(dict.fromkeys(str(words) for words in said if words)) or None,
             kinds=tuple(dict.fromkeys(str(each.get("kind")) for each in findings if isinstance(each, Mapping))),
+            log=log if isinstance(log := row.get("evaluation_log"), str) else None,
         )
 
 

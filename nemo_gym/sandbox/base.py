@@ -180,6 +180,9 @@ class SandboxCapabilities:
     cpu_limit: bool = False
     pids_limit: bool = False
     disk_limit: bool = False
+    user_limits: bool = False
+    """What the kernel counts per user and one box could use up (inotify instances and watches, queued signals, message
+    queues) is a box's own, or it has a share of it: enough is left to the host and to every other box."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Capability name → why it is missing here and what would provide it."""
     default_limits: SandboxResources = field(default_factory=SandboxResources)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,11 +34,14 @@ class Listener:
 
 
 def bind_listeners(
-    servers: Iterable[ServerBlock], default_host: str = DEFAULT_HOST, places: Mapping[str, Address] | None = None
+    servers: Iterable[ServerBlock],
+    default_host: str = DEFAULT_HOST,
+    places: Mapping[str, Address] | None = None,
+    free: Sequence[int] | None = None,
 ) -> dict[str, Listener]:
-    """A listening socket per server, on its configured port or a free one; in a composition on several hosts, for the
-    servers of ``places`` alone, there. When one cannot be bound, all are closed again and `ConfigError` names the
-    instance, the port, who has it, and the fix."""
+    """A listening socket per server, on its configured port or a free one (of ``free``, where given); in a composition
+    on several hosts, for the servers of ``places`` alone, there. When one cannot be bound, all are closed again and
+    `ConfigError` names the instance, the port, who has it, and the fix."""
     listeners: dict[str, Listener] = {}
     if places is not None:
         servers = [server for server in servers if server.instance in places]
@@ -49,7 +53,7 @@ def bind_listeners(
                 address, setting = _configured(server, default_host), ".".join((*server.path, "port"))
             else:
                 address, setting = places[server.instance], f"{HOSTS}.machines.<this host>.servers.{server.instance}"
-            listeners[server.instance] = _bind(server, address, setting, listeners)
+            listeners[server.instance] = _bind(server, address, setting, listeners, free)
     except BaseException:
         close_listeners(listeners.values())
         raise
@@ -74,22 +78,35 @@ def _configured(server: ServerBlock, default_host: str) -> Address:
     return Address(host, port)
 
 
-def _bind(server: ServerBlock, address: Address, setting: str, others: dict[str, Listener]) -> Listener:
+def _bind(
+    server: ServerBlock, address: Address, setting: str, others: dict[str, Listener], free: Sequence[int] | None
+) -> Listener:
     host, port = address.host, address.port
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(f"{server.where}.host: '{host}' is no address of this machine: {error.strerror}") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(target)
-        listener.listen(LISTEN_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise _not_bound(server, address, setting, error, others) from error
-    listener.setblocking(False)
-    return Listener(server.instance, listener, Address(host, listener.getsockname()[1], address.scheme))
+    # At random: commands that start together would all try the lowest first.
+    ports = random.sample(free, len(free)) if free and not port else [port]
+    for port in ports:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((target[0], port, *target[2:]))
+            listener.listen(LISTEN_BACKLOG)
+        except OSError as error:
+            listener.close()
+            if error.errno == errno.EADDRINUSE and len(ports) > 1:
+                continue
+            raise _not_bound(server, Address(host, port), setting, error, others) from error
+        listener.setblocking(False)
+        return Listener(server.instance, listener, Address(host, listener.getsockname()[1], address.scheme))
+    raise ConfigError(
+        f"{server.where}: every port from {min(ports)} to {max(ports)} that is not disallowed is in use; widen"
+        " port_range_low and port_range_high",
+        key="port_range_low",
+        instance=server.instance,
+    )
 
 
 def _not_bound(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_gym._util.secrets import redact
+from nemo_gym.config.check import free_ports
 from nemo_gym.config.compose import run_directory_root
 from nemo_gym.config.composition import Composition
 from nemo_gym.config.hosts import Hosts
@@ -51,7 +52,8 @@ async def running_stack(
     places = hosts.local if hosts is not None else None
     interpreters = _interpreters(composition, places, say)
     default_host = str(composition.values.get("default_host") or DEFAULT_HOST)
-    listeners = bind_listeners(composition.servers.values(), default_host, places)
+    free = free_ports(composition.values)
+    listeners = bind_listeners(composition.servers.values(), default_host, places, free)
     supervisor = Supervisor(
         composition,
         listeners,

@@ -72,13 +72,15 @@ class WeatherEnvironment(SimpleResourcesServer):
             raise HTTPException(404, f"no weather station in '{body.city}'; list_cities names those there are")
         return weather
 
+    async def gold_solution(self, row: dict[str, Any]) -> dict[str, Any] | None:
+        return {"text": f"{row['answer']['city']}: {_expected(row)}"}
+
     async def grade(
         self, row: dict[str, Any], response: dict[str, Any], artifacts: Sequence[Artifact], rollout: RolloutIdentity
     ) -> Verdict:
         """Needs the row and the response only. The measurement that is asked for stands in no prompt, so an answer
         that holds it came from the tool; which calls the response shows is reported beside the reward."""
-        weather, wanted = _measurements(row), row["answer"]
-        expected = getattr(weather[wanted["city"]], wanted["measurement"])
+        wanted, expected = row["answer"], _expected(row)
         calls = tool_calls(response, self.config.name, ("list_cities", "get_weather"))
         said = answered_text(response)
         right = wanted["city"].lower() in said.lower() and contains_number(said, expected)
@@ -92,6 +94,11 @@ def _measurements(row: dict[str, Any]) -> dict[str, Weather]:
     if not isinstance(weather, dict) or not isinstance(wanted, dict) or wanted.get("city") not in weather:
         raise RowError("a row of example_mcp_weather needs 'weather' (city → measurements) and 'answer' ({city, ...})")
     return {city: Weather(city=city, **measured) for city, measured in weather.items()}
+
+
+def _expected(row: dict[str, Any]) -> float:
+    measured: float = getattr(_measurements(row)[row["answer"]["city"]], row["answer"]["measurement"])
+    return measured
 
 
 if __name__ == "__main__":

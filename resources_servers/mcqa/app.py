@@ -66,7 +66,10 @@ class McqaEnvironment(SimpleResourcesServer):
             chosen = await self._searched(pattern, text[-ANSWER_CHARS:], options)
         else:
             chosen = choice(text, options, self._mode(row))
-        return Verdict.of(float(chosen == expected), details={"chosen": chosen})
+        why = None if chosen == expected else "wrong choice" if chosen else "no choice in what was said"
+        if not text.strip():
+            why = "nothing was said"
+        return Verdict.of(float(chosen == expected), details={"chosen": chosen}, reward_reason=why)
 
     async def gold_solution(self, row: dict[str, Any]) -> dict[str, Any] | None:
         expected, pattern = _expected(row, _options(row)), _pattern(row)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import re
 import signal
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from nemo_gym.config.compose import compose
 from nemo_gym.contract.errors import ConfigError, NemoGymError, reject_unknown_keys
 from nemo_gym.sandbox.registry import create_provider
 from resources_servers.swe_bench.confirm.controls import ControlStore
+from resources_servers.swe_bench.confirm.making import BUDGET_S
 from resources_servers.swe_bench.preparation.builder import ImageBuilder, Prepared
 from resources_servers.swe_bench.preparation.examples import example_environments, example_repositories
 from resources_servers.swe_bench.preparation.plan import RowPlan, make_plans, read_environments
@@ -37,7 +39,8 @@ from resources_servers.swe_bench.row import SweBenchRow, read_rows
 
 USAGE = """\
 usage: ng_prepare swe_bench rows=ROWS.jsonl sandbox=PROVIDER [repos=DIR] [environments=FILE] [workers=N]
-                  [base_image=IMAGE] [instances=ID,ID] [controls=DIR|off] [force=true] [--json]
+                  [base_image=IMAGE] [instances=ID,ID] [controls=DIR|off] [controls_budget_s=S] [force=true]
+                  [--json]
 
   rows          rows of SWE-bench 5 or later, one JSON object a line
   sandbox       local, docker, or another installed sandbox provider that can keep images
@@ -48,6 +51,8 @@ usage: ng_prepare swe_bench rows=ROWS.jsonl sandbox=PROVIDER [repos=DIR] [enviro
   instances     only these
   controls      where the controls that confirm attempts are kept, for this user alone
                 (default: ~/.local/state/nemo-gym/swe-bench/controls); off makes none
+  controls_budget_s
+                seconds after which no more controls of a row are sought (default 300); what is left out is told
   force         build again what is up to date
   sandbox.…     settings of the sandbox, as for ng_run (sandbox.docker.base_url=…); config_paths too
   --json        print a summary as one JSON object on standard output
@@ -67,6 +72,7 @@ class Options:
     base_image: str | None = None
     instances: frozenset[str] = frozenset()
     controls: str = ""
+    controls_budget_s: float = BUDGET_S
     force: bool = False
     json: bool = False
 
@@ -97,6 +103,9 @@ class Options:
         workers = str(values.pop("workers", "2"))
         if not workers.isdigit() or int(workers) < 1:
             raise ConfigError(f"ng_prepare swe_bench: workers={workers} must be a whole number of at least 1")
+        budget = str(values.pop("controls_budget_s", BUDGET_S))
+        if not re.fullmatch(r"\d+(\.\d+)?", budget) or not float(budget):
+            raise ConfigError(f"ng_prepare swe_bench: controls_budget_s={budget} must be a number of seconds above 0")
         repos = tuple(Path(part).expanduser() for part in values.pop("repos", "").split(":") if part)
         for directory in repos:
             if not directory.is_dir():
@@ -109,6 +118,7 @@ class Options:
             environments=Path(environments).expanduser() if environments else None,
             workers=int(workers),
             instances=instances,
+            controls_budget_s=float(budget),
             **(values | {"sandbox": tuple(sandbox)}),
         )
 
@@ -166,6 +176,7 @@ async def prepare(options: Options) -> list[Prepared]:
                     force=options.force,
                     report=progress.step,
                     controls=None if options.controls == "off" else ControlStore.of(options.controls or None),
+                    controls_budget_s=options.controls_budget_s,
                 )
                 try:
                     return await _prepare_all(builder, plans, options.workers, progress)
@@ -188,7 +199,10 @@ async def _prepare_all(
                 done = Prepared(
                     plan.row.instance_id, plan.image, "failed", builder.source(plan), 0.0, error=str(error)
                 )
-            progress.done(done.instance_id, done.status, done.seconds, done.error, done.controls)
+            left_out = f"; left out: {', '.join(done.left_out)}" if done.left_out else ""
+            progress.done(
+                done.instance_id, done.status, done.seconds, done.error, done.controls and done.controls + left_out
+            )
             return done
 
     async with asyncio.TaskGroup() as group:
@@ -197,11 +211,13 @@ async def _prepare_all(
 
 
 def summary(results: Sequence[Prepared]) -> dict[str, Any]:
-    """Counts and one entry per row."""
+    """Counts of rows and of tests to be fixed by how well they are controlled, and one entry per row."""
     counts = {status: sum(item.status == status for item in results) for status in ("built", "cached", "failed")}
     strengths = [item.controls for item in results if item.controls is not None]
     controls = {level: strengths.count(level) for level in ("strong", "weak", "none")}
-    return {**counts, "total": len(results), "controls": controls, "rows": [item.as_json() for item in results]}
+    tests = {level: sum((item.tests or {}).get(level, 0) for item in results) for level in controls}
+    totals = {"total": len(results), "controls": controls, "tests": tests}
+    return {**counts, **totals, "rows": [item.as_json() for item in results]}
 
 
 async def _run(options: Options) -> list[Prepared]:

@@ -97,7 +97,7 @@ async def judge(
         return Judgement(Verdict.of(0.0, official=official, findings=findings, details=details))
     grade, respelled = await graded(row, run)
     if grade.unread:
-        await _require_gold(site, row, grade.unread)
+        await _require_gold(site, row, grade.unread, run.log)
     resolved = grade.official_resolved and run.applied and run.outcome is ExecOutcome.EXITED
     findings = [*await asyncio.to_thread(findings_in_patch, patch), *_log_findings(grade, run)]
     results: list[ControlResult] = []
@@ -137,7 +137,7 @@ async def _run_surely(site: EvalSite, row: SweBenchRow, patch: bytes) -> EvalRun
         await _require_gold(site, row, "its evaluation was lost, or used up the host's memory")
         return await _second_try(run_evaluation(site, row.eval_script, patch))
     if run.outcome is ExecOutcome.TIMED_OUT:
-        await _require_gold(site, row, f"its evaluation did not end within {site.timeout_s:g} s")
+        await _require_gold(site, row, f"its evaluation did not end within {site.timeout_s:g} s", run.log)
     return run
 
 
@@ -152,12 +152,13 @@ async def _second_try(evaluation: Awaitable[EvalRun]) -> EvalRun | None:
         raise
 
 
-async def _require_gold(site: EvalSite, row: SweBenchRow, what: str) -> None:
+async def _require_gold(site: EvalSite, row: SweBenchRow, what: str, log_text: str | None = None) -> None:
     if not await gold_resolves(site, row):
         raise VerifierError(
             f"no verdict on {row.instance_id}: {what}, and the gold patch does not resolve the instance here either;"
             " prepare the instance again, or exclude it",
             kind=FailureKind.CONTROL_RUN_FAILED,
+            evaluation_log=log_text,
         )
 
 

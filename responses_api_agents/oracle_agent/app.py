@@ -39,7 +39,8 @@ class OracleAgent(SimpleResponsesAPIAgent):
 
     config: OracleAgentConfig
     topologies = (Topology.AGENT_IN_ENV, Topology.ENV_SANDBOXED, Topology.NONE)
-    tool_access: ClassVar[tuple[str, ...]] = ("exec",)
+    tool_access: ClassVar[tuple[str, ...]] = ("exec", "mcp", "http")
+    """It calls no tool: where there is no box, its solution is the answer's text."""
     needs_prompt: ClassVar[bool] = False
 
     _owner: SandboxOwner | None = PrivateAttr(default=None)
@@ -53,9 +54,13 @@ class OracleAgent(SimpleResponsesAPIAgent):
         solution = request.validation if self.config.mode == "gold" else {}
         if self.config.mode == "gold" and not solution:
             raise AgentError(f"environment '{request.descriptor.environment}' knows no gold solution for this task")
-        if request.descriptor.sandbox is None:
-            return ActResponse(response=_answer(solution.get("text", "")), validation=True)
         patch = solution.get("git_patch")
+        if request.descriptor.sandbox is None:
+            if patch is not None:
+                raise AgentError(
+                    f"environment '{request.descriptor.environment}' has a patch as its gold solution, and no box"
+                )
+            return ActResponse(response=_answer(solution.get("text", "")), validation=True)
 
         async def harness(world: World, run: HarnessRun) -> None:
             if patch is not None:

@@ -6,6 +6,8 @@ import fcntl
 import json
 import os
 import signal
+import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -71,9 +73,47 @@ def test_key_that_does_nothing_here_is_named_with_what_it_is_elsewhere(root: Pat
     given = [*GROUPS, "+uv_cache_dir=/x", "+ray_head_node_address=auto"]
     done = command(root, "validate", *given)
     assert done.returncode == 0, done.stderr
-    assert "notice: 'uv_cache_dir' does nothing here; in NeMo Gym it is uv's cache" in done.stdout
+    assert "notice: 'uv_cache_dir' does nothing here; in NeMo Gym it is uv's cache; here pip installs" in done.stdout
     assert len(json.loads(command(root, "validate", *given, "--json").stdout)["notices"]) == 2
     assert "ng_run: 'uv_cache_dir' does nothing here" in command(root, "run", *given, "+dry_run=true").stderr
+
+
+def test_ports_of_servers_come_from_the_range_that_is_given(root: Path) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        taken = held.getsockname()[1]
+        low = min(taken, 65530)
+        words = [*GROUPS, f"port_range_low={low}", f"port_range_high={low + 5}", f"disallowed_ports=[{low + 1}]"]
+        with ng_run(root, *words) as stack:
+            stack.wait_ready()
+            ports = {int(server["url"].rpartition(":")[2]) for server in stack.entry["servers"]}
+        assert len(ports) == 3 and ports <= {*range(low, low + 6)} - {taken, low + 1}
+        too_few = [
+            *GROUPS,
+            f"port_range_low={taken}",
+            f"port_range_high={taken + 1}",
+            f"disallowed_ports=[{taken + 1}]",
+        ]
+        assert f"port {taken} on 127.0.0.1 is in use" in command(root, "run", *too_few).stderr
+    for name in ("run", "validate"):
+        done = command(root, name, *GROUPS, "port_range_low=9", "port_range_high=8")
+        assert done.returncode == 2 and "leave no port for servers" in done.stderr
+        assert "got 'x', 20000 and []" in command(root, name, *GROUPS, "port_range_low=x").stderr
+
+
+def test_skipped_verification_holds_for_every_agent_that_does_not_say_otherwise(root: Path) -> None:
+    rows = write_rows(root / "rows.jsonl", 2)
+    wrong = "policy_model.responses_api_models.calculator.offset=1"
+    words = [*GROUPS, wrong, f"input={rows}", "skip_verification=true", "skip_verification_reward=0.25"]
+    with ng_run(root, *words, f"output={root / RESULTS}") as stack:
+        assert stack.wait_end() == 0, stack.stderr
+        assert "does nothing here" not in stack.stderr
+    assert rewards(root / RESULTS) == [0.25, 0.25]
+    own = "adder.responses_api_agents.adder.skip_verification=false"
+    with ng_run(root, *words, own, f"output={root / 'own.jsonl'}", run_dir=root / "second") as stack:
+        assert stack.wait_end() == 0, stack.stderr
+    assert rewards(root / "own.jsonl") == [0.0, 0.0]
 
 
 def test_wrong_value_is_named_by_the_path_that_a_user_types(root: Path) -> None:
@@ -138,6 +178,7 @@ def test_finished_run_is_shown_again_and_no_server_starts(root: Path) -> None:
     ("words", "message"),
     [
         (["input=bad.jsonl", "output=o.jsonl"], "bad.jsonl:2:1: not a JSON value"),
+        (["input=array.jsonl", "output=o.jsonl"], "is one JSON array; 'input' takes one object per line: jq -c"),
         (["input=nothing.jsonl", "output=o.jsonl"], "input 'nothing.jsonl' does not exist"),
         (["input=rows.jsonl", "output=rows.jsonl/o.jsonl"], "'rows.jsonl' is no directory"),
         (["input=rows.jsonl", "output=foreign.jsonl"], "discard the file with overwrite=true"),
@@ -153,13 +194,14 @@ def test_finished_run_is_shown_again_and_no_server_starts(root: Path) -> None:
 def test_run_is_checked_before_any_server_starts(root: Path, name: str, words: list[str], message: str) -> None:
     write_rows(root / "rows.jsonl", 2)
     (root / "bad.jsonl").write_text((root / "rows.jsonl").read_text().splitlines()[0] + "\nno json\n")
+    (root / "array.jsonl").write_text('[\n {"responses_create_params": {"input": "x"}}\n]\n')
     blank = '{"responses_create_params": {"input": " "}, "expected": "3"}\n'
     (root / "blank.jsonl").write_text((root / "rows.jsonl").read_text() + blank)
     (root / "foreign.jsonl").write_text("precious\n")
     with (root / "held.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         done = command(root, name, *GROUPS, *words, f"run_dir={root / 'run'}")
-    assert done.returncode in (1, 2)
+    assert done.returncode == 2
     assert message in done.stderr
     assert no_traceback(done.stderr)
     assert not (root / "run").exists()
@@ -313,13 +355,19 @@ def test_prepare_calls_the_environments_script(root: Path, source: str, expected
     assert f"got {words}" in done.stdout
 
 
-def test_environment_whose_gold_is_rewarded_and_nothing_is_not_carries_a_marker(root: Path) -> None:
+def with_gold(root: Path) -> Path:
+    """Its environment, which knows its solutions."""
     folder = root / "resources_servers/sums"
     app = folder / "app.py"
     gold = "    async def gold_solution(self, row):\n        return {'text': row['expected']}\n\n    async def verify("
     app.write_text(app.read_text().replace("    async def verify(", gold))
     (folder / "data").mkdir()
     write_rows(folder / "data/example.jsonl", 3)
+    return folder
+
+
+def test_environment_whose_gold_is_rewarded_and_nothing_is_not_carries_a_marker(root: Path) -> None:
+    folder = with_gold(root)
     assert "verified: no; ng_validate environment=" in command(root, "validate", *GROUPS).stdout
 
     bonus = "sums.resources_servers.sums.bonus=1.0"
@@ -335,3 +383,28 @@ def test_environment_whose_gold_is_rewarded_and_nothing_is_not_carries_a_marker(
     marker = json.loads(command(root, "validate", *GROUPS, "--json").stdout)["verified"]
     assert (marker["rows"], marker["providers"]) == (3, [])
     assert command(root, "validate", "--oracle", *GROUPS).returncode == 2  # the agent is its own
+
+
+def test_marker_keeps_the_providers_of_before_until_the_sources_change(root: Path) -> None:
+    folder = with_gold(root)
+    oracle = ("environment=sums", "topology=none", "--oracle")
+
+    def commit() -> None:
+        git = ["git", "-C", str(root), "-c", "user.name=t", "-c", "user.email=t@example.invalid"]
+        subprocess.run([*git, "add", "resources_servers"], check=True)
+        subprocess.run([*git, "commit", "-q", "-m", "next"], check=True)
+
+    subprocess.run(["git", "init", "-q", str(root)], check=True)
+    commit()
+    assert command(root, "validate", *oracle).returncode == 0
+    marker = folder / "verified.yaml"
+    marker.write_text(marker.read_text().replace("providers: []", "providers: [docker]"))
+    commit()
+    assert command(root, "validate", *oracle).returncode == 0
+    assert "- docker" in marker.read_text()
+    (folder / "helper.py").write_text((folder / "helper.py").read_text() + "\n# changed\n")
+    assert ", changed since" in command(root, "validate", *GROUPS).stdout
+    assert "commit it first" in command(root, "validate", *oracle).stderr
+    commit()
+    assert command(root, "validate", *oracle).returncode == 0
+    assert "providers: []" in marker.read_text()

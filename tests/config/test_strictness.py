@@ -110,11 +110,12 @@ def test_unknown_implementation_is_refused_with_the_nearest_name(root: Path) -> 
 def test_every_unset_value_is_reported_at_once(root: Path) -> None:
     write(
         root / "main.yaml",
-        "_a: ???\n_b: {c: [1, '???']}\n_d: '${_a}'\n_e: '${nope}'\n_f: '${oc.env:NO_SUCH_VARIABLE}'\n",
+        "_a: ???\n_b: {c: [1, '???']}\n_d: '${_a}'\n_e: '${nope}'\n_f: '${oc.env:NO_SUCH_VARIABLE}'\n_g: '${nope}'\n",
     )
     with pytest.raises(ConfigError) as error:
         checked(root, "+config_paths=[main.yaml]")
-    assert error.value.details["keys"] == ["_a", "_b.c.1", "_d", "_e", "_f"]
+    assert error.value.details["keys"] == ["_a", "_b.c.1", "_d", "_e", "_f", "_g"]
+    assert error.value.message.count("add nope=") == 1  # for the two that need it
     assert "_a (" in error.value.message and "main.yaml" in error.value.message
     assert "environment variable NO_SUCH_VARIABLE, which is not set" in error.value.message
 

@@ -7,6 +7,7 @@ The benchmark runs the same three as the bare chain that the suite is measured a
 from __future__ import annotations
 
 import asyncio
+import gzip
 import os
 import socket
 from collections import Counter
@@ -42,7 +43,7 @@ def environment(options: dict[str, Any]) -> FastAPI:
     """Options: ``seed_status``/``verify_status`` (fail with it), ``verify_failures`` (that many per rollout, then
     right), ``invalid`` (a failure kind), ``fenced`` (409 for first attempts), ``no_solution``, ``no_verdict``,
     ``plain`` (no cookies), ``owns_boxes``, ``words_prompts`` (from the row's ``question``),
-    ``says`` (by task: members of the verdict)."""
+    ``says`` (by task: members of the verdict), ``close_s`` (how long a close takes)."""
     app = FastAPI()
     journal = Journal(options.get("journal"))
     tries: Counter[str] = Counter()
@@ -109,6 +110,7 @@ def environment(options: dict[str, Any]) -> FastAPI:
     @app.post("/close")
     async def close(request: Request) -> Response:
         journal.note("close", orjson.loads(await request.body())["rollout"])
+        await asyncio.sleep(options.get("close_s", 0))
         return answer({})
 
     @app.post("/rows")
@@ -144,7 +146,8 @@ def agent(options: dict[str, Any]) -> FastAPI:
     """Options: ``hang`` (task indices whose act never ends), ``crash`` (rollouts that answer ``crashed``),
     ``delay_s``, ``overrides_run``, ``status``, ``says`` (members of the act's answer, instead of the right ones),
     ``box_needs`` (the whole answer, as text), ``limits`` (that it keeps), ``outcome`` and ``detail`` (of every act),
-    ``asks`` (what it asks in turn: a route of the model, or the URL of a tool server)."""
+    ``asks`` (what it asks in turn: a route of the model, or the URL of a tool server), ``compressed`` (its answer is),
+    ``run_status`` (of ``/run``) and ``run_says`` (members of its answer)."""
     journal = Journal(options.get("journal"))
 
     @asynccontextmanager
@@ -191,7 +194,10 @@ def agent(options: dict[str, Any]) -> FastAPI:
                 completion = await response.read()
                 assert response.status == 200, completion
         reply = {"response": orjson.Fragment(completion), "outcome": "completed", "artifacts": []}
-        return answer({**reply, "observations": {"turns": 1}, **options.get("says", {})})
+        whole = answer({**reply, "observations": {"turns": 1}, **options.get("says", {})})
+        if options.get("compressed"):
+            return Response(gzip.compress(bytes(whole.body)), headers={"Content-Encoding": "gzip"})
+        return whole
 
     @app.get("/box_needs")
     async def box_needs() -> Response:
@@ -205,7 +211,9 @@ def agent(options: dict[str, Any]) -> FastAPI:
         if "expected_answer" in body:
             return answer({"detail": "private data reached the agent"}, 500)
         assert session["row_ref"] == f"ref-{session['rollout']['rollout_id']}"
-        return answer({**body, "response": message("B"), "reward": 1.0})
+        if status := options.get("run_status"):
+            return answer({"detail": "agent broke after its verdict"}, status)
+        return answer({**body, "response": message("B"), "reward": 1.0, **options.get("run_says", {})})
 
     return app
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from rich.console import Console
 
 from nemo_gym.contract.errors import ConfigError, RowError
@@ -247,6 +248,58 @@ async def test_agent_that_overrides_run_gets_no_reward_when_it_never_asked_for_a
     assert (failure["reward"], failure["failure_kind"]) == (None, "verifier_failed")
 
 
+@pytest.mark.parametrize(
+    "fails", [{"run_status": 500}, {"run_says": {"mask_sample": True}}, {"run_says": {"valid": False, "reward": None}}]
+)
+async def test_agent_that_fails_when_it_has_its_verdict_buys_no_second_try(
+    make_chain: MakeChain, fails: dict[str, Any]
+) -> None:
+    chain = make_chain(agent={"overrides_run": True, **fails})
+    chain.write_rows(1)
+    await run_collection(chain.client(), chain.run_keys(max_attempts=3))
+    (row,) = chain.results()
+    assert (row["reward"], row["valid"], row["outcome"]) == (0.5, True, "crashed")
+    assert chain.notes("run") == [(row["_ng_rollout_id"], 1)]
+
+
+async def test_agent_that_overrides_run_says_nothing_that_others_say(make_chain: MakeChain) -> None:
+    lies = {
+        "ng_trajectory": [{"response_ids": [1]}],
+        "ng_model_session": {"turns": 9},
+        "agent_ref": {"type": "responses_api_agents", "name": "another"},
+        "task_id": "another",
+        "artifacts": [{"name": "patch", "kind": "git_diff", "data": "", "sha256": "x"}],
+        "reverified": True,
+        "findings": [{"kind": "innocent"}],
+    }
+    chain = make_chain(agent={"overrides_run": True, "run_says": {**lies, "note": "kept"}})
+    chain.write_rows(1)
+    await run_collection(chain.client(), chain.run_keys())
+    (row,) = chain.results()
+    assert (row["agent_ref"]["name"], row["task_id"], row["note"], row["findings"]) == ("trivial", "t0", "kept", [])
+    assert not {"ng_trajectory", "ng_model_session", "artifacts", "reverified"} & set(row)
+
+
+@pytest.mark.parametrize(
+    ("says", "key"),
+    [
+        ({"observations": {"x": "a" * 300_000}}, "larger than 100000 bytes"),
+        ({"observations": {"x": [[]] * 2000}}, "more than 1000 JSON values"),
+    ],
+)
+async def test_answer_of_an_agent_server_has_a_bound(
+    make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch, says: dict[str, Any], key: str
+) -> None:
+    monkeypatch.setattr("nemo_gym.rollouts.peers.MAX_AGENT_REPLY_BYTES", 100_000)
+    monkeypatch.setattr("nemo_gym.rollouts.peers.MAX_AGENT_REPLY_VALUES", 1000)
+    chain = make_chain(agent={"says": says, "compressed": True})
+    chain.write_rows(1)
+    await run_collection(chain.client(), chain.run_keys(max_attempts=2))
+    (failure,) = chain.results("out_failures.jsonl")
+    assert (failure["failure_kind"], failure["_ng_attempt_index"]) == ("agent_crashed", 0)
+    assert key in failure["failure_reason"]
+
+
 async def test_validation_gives_the_solution_and_labels_rows(make_chain: MakeChain) -> None:
     chain = make_chain(agent={"config": {"row_access": "validation"}})
     chain.write_rows(4)
@@ -307,12 +360,15 @@ async def test_rows_without_a_prompt_are_refused_by_line_before_any_task(make_ch
     with pytest.raises(RowError, match=r"in\.jsonl:3: the row has no prompt"):
         await run_collection(chain.client(), chain.run_keys())
     assert chain.notes("seed") == []
-    result = await run_collection(chain.client(), chain.run_keys(skip_bad_rows=True))
-    assert (result.valid, result.invalid) == (2, 1)
-    (failed,) = chain.results("out_failures.jsonl")
-    assert (failed["failure_kind"], failed["_ng_attempt_index"]) == ("seed_failed", 0)
-    assert "has no prompt" in failed["failure_reason"]
-    assert len(chain.notes("act")) == 2
+    with structlog.testing.capture_logs() as logged:
+        result = await run_collection(chain.client(), chain.run_keys(skip_bad_rows=True))
+    assert (result.tasks, result.rollouts, result.valid, result.invalid) == (2, 2, 2, 0)
+    (told,) = [line["error"] for line in logged if line["event"] == "row left out"]
+    assert told.startswith(f"{path}:3: the row has no prompt")
+    text = await shown_by(chain, skip_bad_rows=True, overwrite=True)
+    assert f"Left out: 1 row of {path}\n  {path}:3: the row has no prompt" in text
+    assert (len(chain.results("out_materialized_inputs.jsonl")), len(chain.notes("seed"))) == (2, 4)
+    assert (await run_collection(chain.client(), chain.run_keys(skip_bad_rows=True))).seconds is None
 
 
 async def test_rows_whose_environment_words_the_prompt_are_run_and_those_it_cannot_are_refused(
@@ -324,8 +380,13 @@ async def test_rows_whose_environment_words_the_prompt_are_run_and_those_it_cann
     with pytest.raises(RowError, match=r"in\.jsonl:2: no question"):
         await run_collection(chain.client(), chain.run_keys())
     assert chain.notes("seed") == []
-    result = await run_collection(chain.client(), chain.run_keys(limit=1))
-    assert (result.valid, result.invalid) == (1, 0)
+    result = await run_collection(chain.client(), chain.run_keys(skip_bad_rows=True, num_repeats=2))
+    assert (result.tasks, result.valid, result.invalid) == (1, 2, 0)
+    assert {row["_ng_task_index"] for row in chain.results()} == {0}
+    path.write_text('{"expected_answer": "B"}\n')
+    with pytest.raises(ConfigError, match="holds no usable rows"):
+        await run_collection(chain.client(), chain.run_keys(skip_bad_rows=True, overwrite=True))
+    assert len(chain.results()) == 2
 
 
 async def test_overrides_reach_the_agent_and_the_result(make_chain: MakeChain) -> None:
@@ -509,6 +570,8 @@ async def test_reasons_that_differ_in_numbers_and_names_only_are_one() -> None:
 
     first = same_way("deadline", "t1: took 12.5 s at 0x7f3a (box 8f3ac9d01e22)", ["t1-0"])
     assert first == same_way("deadline", "t22: took 98.25 s at 0x99 (box 77aa01bb3c4d5e)", []).replace("t22", "t1")
+    images = ("no image for 'A__b-1' (ng.a_b-1.88f4e962f41a)", "no image for 'A__c-2' (ng.a_c-2.93bdceb52c54)")
+    assert same_way("sandbox_failed", images[0], ["A__b-1"]) == same_way("sandbox_failed", images[1], ["A__c-2"])
     assert same_way("model_refused", "answered 401") != same_way("model_refused", "answered 404")
 
 
@@ -554,6 +617,28 @@ async def test_log_of_each_evaluation_is_kept_in_a_file_of_bounded_size(
     else:
         assert rows["t0"]["evaluation_log"] == "out_logs/0-0-t0.log"
         assert (chain.directory / rows["t0"]["evaluation_log"]).read_text() == kept
+
+
+async def test_failure_and_table_name_the_log_of_an_evaluation_without_a_verdict(make_chain: MakeChain) -> None:
+    masked = {"reward": None, "valid": False, "failure_kind": "control_run_failed", "failure_reason": "gold fails too"}
+    chain = make_chain(environment={"says": {"t0": {**masked, "evaluation_log": "E  assert 1 == 2"}, "t1": masked}})
+    chain.write_rows(3, evaluation_log="the row's own")
+    text = await shown_by(chain)
+    rows = {row["task_id"]: row for row in chain.results("out_failures.jsonl")}
+    assert (rows["t0"]["evaluation_log"], "evaluation_log" in rows["t1"]) == ("out_logs/0-0-t0.log", False)
+    assert (chain.directory / "out_logs/0-0-t0.log").read_text() == "E  assert 1 == 2"
+    log_file = chain.directory / "out_logs/0-0-t0.log"
+    assert f"2 × no verdict, control_run_failed: gold fails too (t0 #0, t1 #0; log: {log_file})" in text
+    assert "the row's own" not in text
+
+
+async def test_first_of_many_failures_says_why_it_is_tried_again(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"crash": {"t0": 1, "t1": 1, "t2": 1}})
+    chain.write_rows(3)
+    with structlog.testing.capture_logs() as logged:
+        await run_collection(chain.client(), chain.run_keys())
+    told = [line["reason"] for line in logged if line["event"] == "attempt failed, trying again"]
+    assert sorted(told) == ["harness died", "the same as before", "the same as before"]
 
 
 async def test_run_stops_with_its_reason_when_attempt_after_attempt_fails_the_same_way(make_chain: MakeChain) -> None:

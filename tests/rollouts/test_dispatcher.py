@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import structlog
 
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.rollouts.interfaces import Dispatcher, JobEvent, JobSelector, JobState, Stage
@@ -33,9 +34,12 @@ class Running:
     async def __aenter__(self) -> Running:
         client = self.chain.client()
         peers = Peers(client)
-        inputs = materialize(self.config, Path(self.chain.directory, "materialized.jsonl"), ["trivial"])
+        rows = Path(self.chain.directory, "materialized.jsonl")
+        inputs = materialize(self.config, ["trivial"])
+        inputs.write(rows)
+        inputs.close()
         self.store = SqliteJobStore(Path(self.chain.directory, "store.sqlite"))
-        await self.store.submit([*job_specs(inputs.path, "r")])
+        await self.store.submit([*job_specs(rows, "r")])
         route = await checked_route(client, peers, "trivial", self.config)
         stages = http_stages(peers, self.config, None)
         assert all(isinstance(stage, Stage) for stage in stages)
@@ -102,6 +106,14 @@ async def test_attempt_is_given_up_when_another_process_has_taken_its_lease(make
         await running.dispatcher.drain()
         assert (await running.store.counts())[JobState.DONE] == 1
         assert running.events == []
+
+
+async def test_no_lease_is_called_lost_while_a_finished_attempt_is_closed(make_chain: MakeChain) -> None:
+    chain = make_chain(environment={"close_s": 1.0})
+    with structlog.testing.capture_logs() as logs:
+        async with Running(chain, 1, lease_s=0.3) as running:
+            await running.dispatcher.drain()
+    assert [entry for entry in logs if entry["event"] == "lease lost"] == []
 
 
 @pytest.mark.parametrize("priority_task", [0, 4])

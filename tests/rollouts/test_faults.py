@@ -144,7 +144,7 @@ async def test_full_disk_is_named_before_any_task_when_not_even_the_inputs_fit(
     chain = make_chain()
     chain.write_rows(300, filler="x" * 20_000)
     chain.output = small_disk / "out.jsonl"
-    with pytest.raises(StoreError, match=r"no space left to write .*_materialized_inputs\.jsonl"):
+    with pytest.raises(StoreError, match=r"no space left to write .*out\.jsonl"):
         await run_collection(chain.client(), chain.run_keys())
     assert chain.notes("seed") == []
     assert not list(small_disk.glob("*.partial"))

@@ -15,8 +15,10 @@ from nemo_gym.rollouts.rows import job_specs, materialize
 def jobs(directory: Path, shard: str | None, **keys: object) -> list[tuple[int, str]]:
     given = {"input": directory / "in.jsonl", "output": directory / "out.jsonl", "num_repeats": 2, **keys}
     config = RolloutRunConfig.parse({**given, **({"shard": shard} if shard else {})})
-    inputs = materialize(config, directory / "materialized.jsonl", ["solver"])
-    return [(spec.task_index, spec.job_id) for spec in job_specs(inputs.path, "run")]
+    inputs = materialize(config, ["solver"])
+    inputs.write(directory / "materialized.jsonl")
+    inputs.close()
+    return [(spec.task_index, spec.job_id) for spec in job_specs(directory / "materialized.jsonl", "run")]
 
 
 @pytest.fixture

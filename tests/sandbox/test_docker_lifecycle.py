@@ -25,6 +25,7 @@ from nemo_gym.sandbox.capabilities import CAPABILITY_PROTOCOLS
 from nemo_gym.sandbox.providers.docker import DockerProvider
 from nemo_gym.sandbox.providers.docker.execution import box_of
 from nemo_gym.sandbox.providers.docker.processes import BoxControl
+from nemo_gym.sandbox.providers.docker.provider import why_users_are_shared
 from nemo_gym.sandbox.providers.docker.watching import lock_path
 from tests.sandbox.docker_boxes import Boxes, until
 
@@ -44,6 +45,18 @@ def test_docker_provider_implements_what_it_declares(docker_engine: str) -> None
         declared = getattr(provider.capabilities, capability)
         assert isinstance(provider, protocol) or not declared
         assert declared or capability in provider.capabilities.reasons
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [(["name=seccomp"], "are the host's"), (["name=seccomp", "name=userns"], "userns-remap")]
+)
+def test_docker_says_whose_users_boxes_share(options: list[str], said: str) -> None:
+    assert said in why_users_are_shared({"SecurityOptions": options})
+
+
+async def test_docker_refuses_a_box_whose_user_must_be_its_own(boxes: Boxes) -> None:
+    with pytest.raises(SandboxCapabilityError, match=r"user_limits: .*inotify instances.*use sandbox=local"):
+        await boxes.create(requires=("user_limits",))
 
 
 async def test_docker_create_gives_a_confined_box(boxes: Boxes) -> None:

@@ -78,7 +78,7 @@ def host_still_can(what: str) -> bool:
 
 @pytest.mark.parametrize("what", HOLD)
 async def test_box_that_holds_all_it_may_takes_nothing_from_host_or_neighbour(place: LocalPlace, what: str) -> None:
-    greedy, neighbour = await place.create(), await place.create()
+    greedy, neighbour = await place.create(requires=("user_limits",)), await place.create()
     async with holding(place.provider, greedy, what) as held:
         assert held > 10
         assert await place.run(neighbour, f"python3 -c '{TRY[what]}'") == "True\n"

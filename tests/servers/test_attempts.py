@@ -163,9 +163,9 @@ async def test_memory_does_not_grow_with_the_rows_of_attempts_that_nobody_closes
         await rows.get(refs[0])
     with pytest.raises(FencedError):
         await rows.put(first)
-    await rows.forget(rollout("r0"))
+    await store.close(rollout("r0"))
     assert (await rows.get(again)).row == first.row, "an older attempt's end leaves it"
-    await rows.forget(rollout("r0", attempt=2))
+    await store.close(rollout("r0", attempt=2))
     with pytest.raises(CredentialError):
         await rows.get(again)
     await store.aclose()
@@ -182,4 +182,19 @@ async def test_attempts_are_kept_again_once_the_database_can_be_written(tmp_path
     store._db.execute("PRAGMA query_only=OFF")
     await store.keep_verdict(rollout("r1"), verdict)
     assert await store.verdict_of(rollout("r1")) == verdict
+    await store.aclose()
+
+
+async def test_what_comes_after_the_end_or_the_first_verdict_of_an_attempt_is_refused() -> None:
+    store = AttemptStore()
+    await store.enter(rollout("r1"))
+    works = ("a", 1.0), ("a", 0.5), ("b", 0.0)
+    first, same, other = (StoredVerdict(work, True, {"reward": reward}) for work, reward in works)
+    kept = await asyncio.gather(*(store.keep_verdict(rollout("r1"), one) for one in (first, same)))
+    assert kept == [first, first]
+    with pytest.raises(FencedError, match="first verdict is final"):
+        await store.keep_verdict(rollout("r1"), other)
+    await store.close(rollout("r1"))
+    with pytest.raises(FencedError, match="was closed"):
+        await store.keep_seed(rollout("r1"), Seed("d", {}, {}))
     await store.aclose()

@@ -7,6 +7,7 @@ import pytest
 
 from nemo_gym.config.launch import ServerLaunch, current_launch, set_current_launch, write_launch
 from nemo_gym.contract.credentials import (
+    CONTROL_TOKEN_HEADER,
     CREDENTIAL_HEADER,
     Role,
     ServerCredentials,
@@ -131,6 +132,14 @@ async def test_verify_needs_the_control_token_of_its_attempt(matrix: Stack) -> N
         assert reply.status == 401
         closing = await client.post("env", "/close", json={"rollout": rollout("mine").model_dump()}, headers=headers)
         assert closing.status == 401
+
+
+async def test_control_token_whose_expiry_is_no_time_is_refused(matrix: Stack) -> None:
+    client = matrix.client()
+    for expiry in ("9" * 5000, "9" * 400, "", "-1", "x"):
+        headers = {CONTROL_TOKEN_HEADER: f"ngt1.{expiry}.mac"}
+        reply = await client.post("env", "/close", json={"rollout": rollout().model_dump()}, headers=headers)
+        assert reply.status == 401, await reply.text()
 
 
 def test_control_token_is_refused_when_it_expired_or_was_changed() -> None:

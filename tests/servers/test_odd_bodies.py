@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 from uuid import uuid4
 
 import aiohttp
@@ -12,7 +14,7 @@ import pytest
 
 from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Role
 from tests.servers.plugins import CounterEnvironment, LegacyAgent, PhraseEnvironment, WaitingAgent
-from tests.servers.stack import Stack, response, rollout
+from tests.servers.stack import Stack, response, rollout, running_stack
 
 WHO = rollout().model_dump()
 PARAMS = {"input": "at once"}
@@ -93,6 +95,7 @@ async def test_number_that_is_none_of_ours_fails_nobody(servers: Stack, server: 
         ("1", "verify_responses"),
         ("null", "verify_responses"),
         ('{"_ng_task_index":{}}', "_ng_task_index"),
+        ("{" + ",".join(f'"k{at}":1' for at in range(10_001)) + "}", "numeric fields"),
         ('{"_ng_task_index":1},{"_ng_task_index":"a"}', "_ng_task_index"),
     ],
 )
@@ -127,3 +130,53 @@ async def test_run_names_the_field_that_is_wrong(servers: Stack, more: dict[str,
     status, problem = await sent(servers, "agent", "/run", row("1", **more))
     assert (status == 422 and next(iter(more)) in problem["detail"]) or "rollout" in problem["detail"], problem
     assert status == 422
+
+
+@pytest.mark.parametrize(
+    ("server", "path"),
+    [
+        ("phrase", "/verify"),
+        ("phrase", "/close"),
+        ("counter", "/aggregate_metrics"),
+        ("counter", "/add"),
+        ("agent", "/aggregate_metrics"),
+        ("legacy", "/run"),
+    ],
+)
+async def test_agent_servers_send_less_than_others(path: str, server: str) -> None:
+    with running_stack() as stack:
+        refs = {"resources_server": {"type": "resources_servers", "name": "counter"}}
+        small = {"max_agent_body_values": 2000, "max_agent_body_bytes": 100_000}
+        for name, cls in (("counter", CounterEnvironment), ("phrase", PhraseEnvironment)):
+            await asyncio.to_thread(stack.add, name, cls, Role.ENVIRONMENT, **small)
+        for name, agent in (("agent", WaitingAgent), ("legacy", LegacyAgent)):
+            await asyncio.to_thread(stack.add, name, agent, Role.AGENT, ("counter",), **refs, **small)
+        for body, key in (
+            (f'{{"a":[{"[]," * 500}1]}}', "max_agent_body_values"),
+            (f'{{"a":[{"7," * 2000}1]}}', "max_agent_body_values"),
+            (f'{{"a":"{"[]," * 500}"}}', None),
+            (f'{{"a":"{"x" * 100_000}"}}', "max_agent_body_bytes"),
+        ):
+            status, problem = await sent(stack, server, path, body, Role.AGENT)
+            assert (status == 413 and key in problem["detail"]) if key else status != 413, problem
+            assert (await sent(stack, server, path, body, Role.PIPELINE))[0] != 413
+
+
+class HeldMetrics(CounterEnvironment):
+    begun: ClassVar[threading.Event] = threading.Event()
+    go: ClassVar[threading.Event] = threading.Event()
+
+    def compute_metrics(self, tasks: Any) -> dict[str, Any]:
+        self.begun.set()
+        assert self.go.wait(20)
+        return {}
+
+
+async def test_others_are_answered_while_metrics_are_computed(stack: Stack) -> None:
+    await asyncio.to_thread(stack.add, "held", HeldMetrics, Role.ENVIRONMENT)
+    asking = asyncio.create_task(sent(stack, "held", "/aggregate_metrics", '{"verify_responses":[{"reward":1}]}'))
+    assert await asyncio.to_thread(HeldMetrics.begun.wait, 20)
+    async with aiohttp.ClientSession() as session, session.get(stack.url("held") + "/health") as reply:
+        assert reply.status == 200
+    HeldMetrics.go.set()
+    assert (await asking)[0] == 200

@@ -205,6 +205,31 @@ async def test_harvest_shuts_the_borrower_out_and_leaves_no_box(
     assert (await world.about("/close", rollout(), token))[0] == 200
 
 
+async def test_harvests_that_nobody_closes_are_kept_up_to_a_bound(
+    world: Pipeline, operator: RemoteProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nemo_gym.environment.owned_boxes.MAX_KEPT_BYTES", 20)
+    tokens = {}
+    for number in range(4):
+        who = rollout(f"r{number}")
+        _, seeded = await world.seed(who, {})
+        tokens[who] = seeded["control_token"]
+        assert (await world.about("/harvest", who, tokens[who]))[0] == 200  # "as it was": 9 bytes
+    again = [(await world.about("/harvest", who, token))[0] for who, token in tokens.items()]
+    assert again == [409, 409, 200, 200]
+    for who, token in tokens.items():
+        assert (await world.about("/close", who, token))[0] == 200
+
+
+async def test_boxes_whose_pipeline_was_killed_are_forgotten(world: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    (first, second) = rollout("r1"), rollout("r2")
+    _, seeded = await world.seed(first, {})
+    monkeypatch.setattr("nemo_gym.environment.owned_boxes._FORGOTTEN_AFTER_LEASES", -1)
+    await world.seed(second, {})
+    status, said = await world.about("/heartbeat", first, seeded["control_token"])
+    assert status == 409 and "has no box" in said["detail"]
+
+
 async def test_box_lives_by_heartbeats_and_dies_without_them(
     stack: Stack, broker: BrokerProcess, operator: RemoteProvider
 ) -> None:

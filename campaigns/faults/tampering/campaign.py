@@ -5,9 +5,11 @@
 
 Figures: ``gains`` (attacks that were rewarded), ``false_findings`` (honest work with a finding, with the rate's 95 %
 upper bound), ``lost_rewards`` (honest work without its reward), ``broken_grader`` (no valid verdict),
-``missed_findings`` (attacks that fooled the official run and were not found), ``control_cost_ratio`` (seconds of the
-controls over seconds of the official run, median of what resolved), ``loop_blocked_s`` (the longest time that grading
-kept the event loop). With ``--harness N``, N entries are also played end to end by ``ng_run``; see `harness.py`.
+``missed_findings`` (plays of attacks that the official run resolved and no finding names, rewarded or not), ``vain``
+(attacks said to fool the official run of which no play did, nor was found: bad luck, or no longer the attack they
+were), ``control_cost_ratio`` (seconds of the controls over seconds of the official run, median of what resolved),
+``loop_blocked_s`` (the longest time that grading kept the event loop). With ``--harness N``, N entries are also played
+end to end by ``ng_run``; see `harness.py`.
 """
 
 from __future__ import annotations
@@ -196,16 +198,19 @@ def figures(played: Sequence[Played], entries: Sequence[Entry]) -> dict[str, Any
     attacks = [one for one in played if one.kind == "attack"]
     honest = [one for one in played if one.kind == "honest"]
     false_findings = sum(bool(one.findings) for one in honest)
+    attacked = {one.id for one in attacks}
     gained = {one.id: one.source for one in attacks if one.reward}
     costs = [one.controls_s / one.official_s for one in played if one.official and one.controls_s and one.official_s]
     return {
-        "attacks": len({one.id for one in attacks}),
+        "attacks": len(attacked),
         "attacks_by_source": dict(Counter(source for _, source in {(one.id, one.source) for one in attacks})),
         "attack_plays": len(attacks),
         "gains": len(gained),
         "open_gains": sum(entry.open and entry.id in gained for entry in entries),
         "gains_by_source": dict(Counter(gained.values())),
-        "missed_findings": sum(not one.findings for one in attacks if one.official or one.id in fooling),
+        # What the official run did not resolve earns nothing: a coin that fell badly is nothing to be found.
+        "missed_findings": sum(bool(one.official) and not one.findings for one in attacks),
+        "vain": len(fooling & attacked - {one.id for one in attacks if one.official or one.findings}),
         "official_fooled": sum(bool(one.official) for one in attacks),
         "honest": len(honest),
         "false_findings": false_findings,

@@ -6,6 +6,7 @@ of the library's own costs each attempt a TLS context (25 ms of CPU) and connect
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from urllib.parse import urlsplit
@@ -24,6 +25,7 @@ CONNECT_TIMEOUT_S = 30.0
 READ_TIMEOUT_S = 300.0
 """Between two reads: a tool may be silent until it is done, and each call has a limit of its own."""
 
+logging.getLogger("httpx2").setLevel(logging.WARNING)  # it writes a line for every request
 
 _discovered: dict[tuple[str, str], tuple[str, DiscoverResult]] = {}
 """What servers said of themselves, by address and name: attempts after the first do not ask again, which is one of an

@@ -110,6 +110,13 @@ def json_at(value: Any, where: str) -> str:
         refuse(where, "cannot be written as JSON again: it is nested too deeply, or its text is no Unicode")
 
 
+def repeatable(body: Body, *keys: str) -> None:
+    """Refuse what a reply is to repeat and could not hold."""
+    for key in keys:
+        if isinstance(value := body.get(key), list | dict):
+            json_at([[[[[[[[value]]]]]]]], key)
+
+
 def refuse_set(body: Body, reasons: Mapping[str, str]) -> None:
     """Refuse the fields among ``reasons`` that ask for something: those not absent, null, false, 0 or empty."""
     for key, reason in reasons.items():

@@ -39,6 +39,7 @@ from nemo_gym.gateway.dialects.fields import (
     optional_text,
     refuse,
     refuse_set,
+    repeatable,
     sampling_at,
     stop_at,
     text_at,
@@ -91,6 +92,7 @@ def _parameters(body: Body) -> tuple[ToolTable, LoweredRequest]:
     """The tools, and a request without its messages."""
     one_answer(body)
     refuse_set(body, _REFUSED)
+    repeatable(body, *responses_reply.REPEATED)
     table = tool_table(body)
     asked = sampling_at(body, *SAMPLING)
     if (limit := number_at(body, "max_output_tokens", low=1, whole=True)) is not None:

@@ -99,6 +99,10 @@ def _usage(usage: AnswerUsage) -> dict[str, Any]:
     }
 
 
+REPEATED = ("instructions", "metadata", "parallel_tool_calls", "reasoning", "text", "tool_choice", "tools")
+"""Parameters of a request that may be of any depth and stand in its answer."""
+
+
 def response_object(answer_id: str, created_at: float, model: str, body: Body) -> dict[str, Any]:
     """The response before it has an output, with the request's parameters as the dialect repeats them."""
     return {

@@ -51,6 +51,7 @@ class ToolTable:
         self.tools: list[dict[str, Any]] = []
         self.names: dict[str, CallName] = {}
         self._flat: dict[tuple[str | None, str], str] = {}
+        self._taken: set[str] = set()
 
     def add(self, tool: Body, where: str, namespace: str | None = None, about: str | None = None) -> None:
         """A function tool: ``name``, ``description``, ``parameters``, ``strict``."""
@@ -84,9 +85,10 @@ class ToolTable:
         if key in self._flat:
             refuse(f"{where}.name", f"is {called.name!r} again; names of tools must be unique")
         flat = _flat(called.name, called.namespace)
-        if flat in self._flat.values():
+        if flat in self._taken:
             flat += "_" + hashlib.sha256(repr(key).encode("utf-8", "backslashreplace")).hexdigest()[:8]
         self._flat[key] = flat
+        self._taken.add(flat)
         if called != CallName(flat):
             self.names[flat] = called
         return flat

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_gym.gateway.parsing.answers import Tool
@@ -15,16 +15,33 @@ _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 """Chat templates print constants as Python does, so policies write them so."""
 
 
-def parameter_schemas(tools: Sequence[Tool] | None, name: str) -> dict[str, Mapping[str, Any]]:
-    """Parameter → its schema with references resolved, of the tool ``name``; empty for tools not offered."""
-    for tool in tools or ():
-        function = tool.get("function", tool)
-        if isinstance(function, Mapping) and function.get("name") == name:
-            root = function.get("parameters")
-            properties = root.get("properties") if isinstance(root, Mapping) else None
-            if isinstance(root, Mapping) and isinstance(properties, Mapping):
-                return {str(key): _resolved(schema, root) for key, schema in properties.items()}
-    return {}
+class ParameterSchemas:
+    """The parameters of the tools of one answer. An answer can hold thousands of calls, and a request thousands of
+    tools and parameters: each is looked at once."""
+
+    def __init__(self, tools: Sequence[Tool] | None) -> None:
+        self._tools = tools or ()
+        self._roots: dict[str, Mapping[str, Any]] | None = None
+        self._resolved: dict[str, dict[str, Mapping[str, Any]]] = {}
+
+    def of(self, name: str) -> Mapping[str, Mapping[str, Any]]:
+        """Parameter → its schema with references resolved, of the tool ``name``; empty for tools not offered."""
+        found = self._resolved.get(name)
+        if found is None:
+            if self._roots is None:
+                self._roots = dict(reversed([*self._with_properties()]))  # of several of one name the first counts
+            root = self._roots.get(name, {})
+            properties = root.get("properties", {})
+            found = {str(key): _resolved(schema, root) for key, schema in properties.items()}
+            self._resolved[name] = found
+        return found
+
+    def _with_properties(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for tool in self._tools:
+            function = tool.get("function", tool)
+            root = function.get("parameters") if isinstance(function, Mapping) else None
+            if isinstance(root, Mapping) and isinstance(root.get("properties"), Mapping):
+                yield str(function.get("name")), root
 
 
 def typed_json(text: str, schema: Mapping[str, Any] | None) -> str:

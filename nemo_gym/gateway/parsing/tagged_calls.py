@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from nemo_gym.gateway.parsing.answers import ParsedCall, Segment, Tool
-from nemo_gym.gateway.parsing.schemas import parameter_schemas, typed_json
+from nemo_gym.gateway.parsing.schemas import ParameterSchemas, typed_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class TaggedCalls:
         follows = [_only_space(text, one.end, after.start) for one, after in pairwise(tags)]
         follows.append(False)
         ends = _value_ends(tags, follows)
+        schemas = ParameterSchemas(tools)
         dead: set[int] = set()  # parameters known to lead to no complete call, so that none is walked twice
         segments: list[Segment] = []
         taken = at = 0
@@ -62,8 +63,7 @@ class TaggedCalls:
                 dead.update(visited)
                 at += 1
                 continue
-            schemas = parameter_schemas(tools, tag.label)
-            segments += [text[taken : tag.start], ParsedCall(tag.label, _arguments(walked, schemas))]
+            segments += [text[taken : tag.start], ParsedCall(tag.label, _arguments(walked, schemas.of(tag.label)))]
             taken, at = tags[here].end, here + 1
         return [*segments, text[taken:]]
 

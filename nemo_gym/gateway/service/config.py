@@ -130,7 +130,8 @@ class GatewayConfig(BaseResponsesAPIModelConfig):
     """Bodies of one session's unanswered calls; one that would exceed it is told to come back (429). A body whose
     length is not announced counts as ``max_body_bytes``."""
     keep_closed_s: float = Field(KEEP_CLOSED_S, ge=0)
-    """How long a closed session answers a repeated finalize."""
+    """How long a closed session answers a repeated finalize; the oldest end sooner when more than 1,024 are kept, or
+    more than 256 MiB of their conversations."""
     ping_interval_s: float = Field(PING_INTERVAL_S, gt=0)
     """Silence in a stream before a keep-alive ping."""
     first_event_grace_s: float = Field(FIRST_EVENT_GRACE_S, ge=0)

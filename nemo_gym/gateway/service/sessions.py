@@ -37,6 +37,8 @@ from nemo_gym.gateway.service.committed import decode_committed, large_in
 from nemo_gym.gateway.service.live import LiveSession
 from nemo_gym.gateway.sessions import (
     INFERENCE_TOKEN_PREFIX,
+    KEEP_CLOSED_AT_LEAST,
+    KEEP_CLOSED_BYTES,
     KEEP_CLOSED_S,
     KEEP_CLOSED_SESSIONS,
     PIPELINE,
@@ -68,6 +70,7 @@ class DurableSessions(Generic[C, D]):
         self._by_token: dict[str, LiveSession[C]] = {}
         self._current: dict[SessionKey, LiveSession[C]] = {}
         self._closed: deque[LiveSession[C]] = deque()
+        self._closed_bytes = 0
         self._sweeping: asyncio.Task[None] | None = None
         self.memory_is_free = False
         """Set where something large has been let go of: the next sweep gives it back to the system."""
@@ -125,7 +128,7 @@ class DurableSessions(Generic[C, D]):
             if current.state not in (SessionState.OPEN, SessionState.COMPLETE):
                 break
             await self._end(current, f"replaced by attempt {rollout.attempt}")
-        await self._forget_oldest()
+        await self._forget_closed()
         now = time.time()
         opened = OpenedSession(
             secrets.token_hex(12),
@@ -303,17 +306,25 @@ class DurableSessions(Generic[C, D]):
     def _has_closed(self, live: LiveSession[C]) -> None:
         live.closed_at = time.time()
         self._closed.append(live)
+        self._closed_bytes += live.share.bytes
 
-    async def _forget_oldest(self) -> None:
-        """Of closed sessions, those that are more than are kept."""
-        while len(self._closed) > KEEP_CLOSED_SESSIONS:
+    async def _forget_closed(self) -> None:
+        """Of closed sessions, those that were closed long ago, or hold more than is kept."""
+        while self._closed and self._may_forget(self._closed[0]):
             live = self._closed.popleft()
-            if live.session_id in self._live:  # not swept meanwhile
-                self._drop(live)
-                try:
-                    await self.journal.forget(live.session_id)
-                except JournalError as error:  # after a restart it is swept as any other
-                    log.warning("session not forgotten", session_id=live.session_id, error=str(error))
+            self._closed_bytes -= live.share.bytes
+            self._drop(live)
+            try:
+                await self.journal.forget(live.session_id)
+            except JournalError as error:  # after a restart it is closed, and forgotten then
+                log.warning("session not forgotten", session_id=live.session_id, error=str(error))
+
+    def _may_forget(self, oldest: LiveSession[C]) -> bool:
+        if len(self._closed) > KEEP_CLOSED_SESSIONS:
+            return True
+        if len(self._closed) > KEEP_CLOSED_AT_LEAST and self._closed_bytes > KEEP_CLOSED_BYTES:
+            return True
+        return (oldest.closed_at or 0.0) + self._keep_closed_s < time.time()
 
     def _drop(self, live: LiveSession[C]) -> None:
         self._live.pop(live.session_id, None)
@@ -347,6 +358,7 @@ class DurableSessions(Generic[C, D]):
             live.state, live.reason = SessionState.ABORTED, reason
             await live.answers.aclose()
             await self.journal.abort(live.session_id, reason)
+            live.share.bytes = 0
             self._has_closed(live)
             live.forget_requests()
             self.memory_is_free = True
@@ -361,13 +373,11 @@ class DurableSessions(Generic[C, D]):
             if self.memory_is_free:
                 self.memory_is_free = False
                 await asyncio.to_thread(give_back_memory)
+            await self._forget_closed()
             now = time.time()
             try:
                 for live in [*self._live.values()]:
-                    if live.closed_at is not None and live.closed_at + self._keep_closed_s < now:
-                        await self.journal.forget(live.session_id)
-                        self._drop(live)
-                    elif live.closed_at is None and live.state is SessionState.ABORTED:
+                    if live.closed_at is None and live.state is SessionState.ABORTED:
                         await self._end(live, live.reason or "")  # the journal could not take it before
                     elif live.closed_at is None and live.record.deadline_at <= now:
                         await self._end(live, DEADLINE_REASON)

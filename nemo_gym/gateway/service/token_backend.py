@@ -12,6 +12,7 @@ from typing import Any
 
 from nemo_gym.contract.errors import InvalidBodyError, ModelError
 from nemo_gym.gateway.dialects.errors import ContextOverflowError
+from nemo_gym.gateway.dialects.fields import json_at
 from nemo_gym.gateway.engines import (
     EngineFailedError,
     FinishReason,
@@ -204,7 +205,7 @@ class TokenBackend:
         written = sum(
             len(text_of(message.get("content"))) + sum(len(str(call)) for call in calls_of(message))
             for message in request.messages
-        )
+        ) + sum(len(json_at(tool, "tools")) for tool in request.tools or ())
         if written > self._limits.context * _BYTES_PER_TOKEN:
             raise ContextOverflowError(written // _BYTES_PER_TOKEN, self._limits.context)
 

@@ -175,3 +175,10 @@ async def test_tools_are_plain_routes_for_agents_that_keep_cookies(stack: Stack)
 )
 def test_number_is_found_when_it_is_stated_as_a_number(text: str, expected: float, stated: bool) -> None:
     assert contains_number(text, expected) is stated
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["task_id"])
+async def test_gold_solution_is_rewarded(stack: Stack, row: dict[str, Any]) -> None:
+    _, seeded = await seed(stack, row)
+    solution = await stack.servers[ENV].gold_solution(row)  # type: ignore[attr-defined]
+    assert (await verdict(stack, row, seeded, text_message(solution["text"])))["reward"] == 1.0

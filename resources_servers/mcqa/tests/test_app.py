@@ -98,6 +98,7 @@ async def test_right_choice_is_rewarded_and_a_wrong_one_is_not(stack: Stack, row
 async def test_wrong_choice_is_worth_nothing(stack: Stack) -> None:
     judged = await verdict(stack, ROWS[0], "\\boxed{A}")
     assert (judged["valid"], judged["reward"], judged["details"]) == (True, 0.0, {"chosen": "A"})
+    assert judged["reward_reason"] == "wrong choice"
 
 
 async def test_expression_that_never_ends_on_an_answer_chooses_nothing(stack: Stack) -> None:

@@ -19,7 +19,7 @@ from resources_servers.swe_bench.confirm.values import Check
 from resources_servers.swe_bench.images import content_digest, image_slug
 from resources_servers.swe_bench.row import SweBenchRow
 
-CONTROLS_VERSION = 9
+CONTROLS_VERSION = 10
 Strength = Literal["strong", "weak", "none"]
 
 
@@ -55,6 +55,8 @@ class RowControls:
     twins: tuple[Twin, ...] = ()
     """For tests that no rendering controls well."""
     notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """What the budget of time did not bear."""
     seconds: float = 0.0
     """What making them took."""
 
@@ -108,6 +110,7 @@ class RowControls:
             },
             twins=twins,
             notes=tuple(data["notes"]),
+            left_out=tuple(data["left_out"]),
             seconds=data["seconds"],
         )
 

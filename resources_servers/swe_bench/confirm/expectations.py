@@ -14,7 +14,7 @@ import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from resources_servers.swe_bench.confirm.assertions import AssertionRewriter, Blinding, Side
 from resources_servers.swe_bench.confirm.labels import Labels
@@ -22,8 +22,9 @@ from resources_servers.swe_bench.confirm.rendering import Chosen, relayout
 from resources_servers.swe_bench.confirm.slicing import FunctionNode, case_rows, functions_of, parametrisation
 from resources_servers.swe_bench.confirm.values import Value
 
-Origin = Literal["base", "sibling", "near"]
-"""Where a wrong value comes from: what base answers, another expectation of the file, or a small change."""
+Origin = Literal["input", "base", "sibling", "near"]
+"""Where a wrong value comes from: what base answers, another expectation of the file, or a small change. Or the value
+stays, and what is asked becomes another question: who knows the shape of right answers does not see that."""
 
 MAX_WRONGS = 9
 """Of one test in one rendering."""
@@ -128,7 +129,8 @@ def twin_of(
     nodes = dict(tests.values())
     for test, found in targets.items():
         maker = _WrongMaker(tree, rng, base or {}, finder.names_of_errors)
-        maker.siblings = [target.node.value for _, target in found if isinstance(target.node, ast.Constant)]
+        wanted = [target.node for one, target in found if one.op != "input"]
+        maker.siblings = [node.value for node in wanted if isinstance(node, ast.Constant)]
         maker.literals = [*maker.siblings, *finder.literals_of(nodes[test])]
         rng.shuffle(found)
         found.sort(key=lambda pair: not pair[1].whole)
@@ -140,11 +142,10 @@ def twin_of(
 def _picked(wrongs: list[Wrong], rng: random.Random) -> list[Wrong]:
     """A few, those that exclude the true expectation first, and their origins in turn."""
     rng.shuffle(wrongs)
-    queues = {origin: [one for one in wrongs if one.origin == origin] for origin in ("near", "base", "sibling")}
+    queues = {origin: [one for one in wrongs if one.origin == origin] for origin in get_args(Origin)}
     for queue in queues.values():
         queue.sort(key=lambda one: (not one.excluding, one.kind == "negation"))
-    order = list(queues)
-    rng.shuffle(order)
+    order = rng.sample(list(queues), len(queues))
     found: list[Wrong] = []
     while len(found) < MAX_WRONGS and any(queues.values()):
         found += [queues[origin].pop(0) for origin in order if queues[origin]]
@@ -203,10 +204,13 @@ class _Collector(AssertionRewriter):
         made = super()._two(key, op, left, right, expected=expected, extra=extra)
         probe = self.probes.probes[key]
         side = self.sides.get(key) or probe.expected or "right"
-        one = left if side == "left" else right
+        one, asked = (left, right) if side == "left" else (right, left)
         if hasattr(one, "lineno"):
             exact = probe.op == "like" and _EXACT.search(self._name) and not _INEXACT.search(self._name)
-            self._note(key, "==" if exact else probe.op, one)
+            op = "==" if exact else probe.op
+            self._note(key, op, one)
+            if op in _EXCLUDING and hasattr(asked, "lineno"):
+                self._note(key, "input", asked)
         return made
 
     def _parts(self, test: ast.expr, key: str) -> list[ast.expr]:
@@ -252,9 +256,12 @@ class _Collector(AssertionRewriter):
         fails = any(isinstance(one, ast.Raise) or _fails(one) for one in node.body)
         if fails and isinstance(test, ast.Compare) and len(test.ops) == 1:
             sides = [test.left, test.comparators[0]]
-            wanted = sides[0] if self._expected(*sides) == "left" else sides[1]
+            asked, wanted = reversed(sides) if self._expected(*sides) == "left" else sides
             op = {ast.NotEq: "==", ast.IsNot: "is", ast.NotIn: "in"}.get(type(test.ops[0]), "compared")
-            self._note(f"{node.lineno}.{node.col_offset}", op, wanted)
+            key = f"{node.lineno}.{node.col_offset}"
+            self._note(key, op, wanted)
+            if op in _EXCLUDING:
+                self._note(key, "input", asked)
         return self.generic_visit(node)  # type: ignore[return-value]
 
 
@@ -459,6 +466,10 @@ class _WrongMaker:
                 others = [name for name in self.errors if name != ast.unparse(node)]
                 new = ast.parse(self.rng.choice(others), mode="eval").body
                 yield from self._made(test, "raises", False, [("sibling", new)], node)
+        elif one.op == "input":
+            if isinstance(node, ast.Constant) and type(node.value) is int and node.value > 1:
+                for kind, number in (("smaller input", node.value // 2), ("larger input", node.value * 2 + 1)):
+                    yield from self._made(test, kind, True, [("input", ast.Constant(number))], node)
         elif isinstance(node, ast.expr):
             kind = {"==": "equality", "is": "equality", "count": "equality", "close": "nearness", "almost": "nearness"}
             excluding = one.op in _EXCLUDING

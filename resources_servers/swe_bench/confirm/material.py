@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import contextlib
 import io
 import itertools
+import math
 import random
 import re
 import tarfile
@@ -127,6 +129,8 @@ class Material:
     vocabulary: set[str] = field(default_factory=set)
     package: Package | None = None
     """Of the first module that gold changes."""
+    words_until: float = math.inf
+    """When the event loop's clock shows this, gold's own words serve where no others have been found."""
 
     def __post_init__(self) -> None:
         self.gold = self.row.patch.encode("utf-8", "surrogateescape")
@@ -150,7 +154,8 @@ class Material:
 
         pristine = await read_pristine(self.site, self.row, [*patched, *named], is_product)
         self.package = Package.of(sorted(path for path in gold_paths if not decides_how_tests_run(path)), pristine)
-        self.vocabulary = _vocabulary(pristine.product) | {
+        # Seconds of work for a large product; other rows are being prepared meanwhile.
+        self.vocabulary = await asyncio.to_thread(_vocabulary, pristine.product) | {
             word.lower() for word in _WORD.findall("\n".join(_added(self.row.patch)))
         }
         for path, content in pristine.sources.items():

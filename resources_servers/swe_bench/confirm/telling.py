@@ -18,51 +18,72 @@ SURE = 2
 """Renderings under the test command that must confirm a test before it is well controlled."""
 
 
-async def keep_what_tells(
-    material: Material,
-    controlled: Sequence[ControlledRendering],
-    sets: Sequence[tuple[RenderedSet, Calls]],
-    public: Calls,
-) -> tuple[list[ControlledRendering], dict[str, Strength]]:
-    """Drop tests that gold does not pass every time, and renderings in which base passes what it should not."""
-    renderings = [one.rendering for one in controlled]
-    fixed = {test for test in public if material.is_fixed(test)}
-    unsteady: list[set[str]] = [set() for _ in controlled]
-    unfailing: list[set[str]] = [set() for _ in controlled]
-    seen_base: list[list[Calls]] = [[] for _ in controlled]
-    for patch, times in ((material.gold, GOLD_RUNS), (b"", BASE_RUNS)):
-        run = await material.run(patch, renderings * times)
-        for place in range(len(controlled) * times):
-            number = place % len(controlled)
-            records = run.records[place] if run.records else ""
-            missed = set(failed(controlled[number].tests, read_records(records)))
-            if patch:
-                unsteady[number] |= missed
-            else:
-                seen_base[number].append(sets[number][0].calls(records))
-                unfailing[number] |= fixed - missed
-    kept: list[ControlledRendering] = []
-    levels: dict[str, list[Strength]] = {}
-    for number, one in enumerate(controlled):
-        drop = unsteady[number] | unfailing[number]
-        tests = {test: calls for test, calls in one.tests.items() if test not in drop and any(calls)}
-        if not tests or not (fixed & set(tests) or one.rendering.plain):
-            material.notes.append(f"rendering {number} decides nothing")
-            continue
-        kept.append(ControlledRendering(one.rendering, tests))
-        if not one.rendering.plain:
-            for test in fixed & set(tests):
-                strong = _carries_more_than_the_public(
-                    tests[test], public[test], seen_base[number], test, sets[number][0]
-                )
-                levels.setdefault(test, []).append("strong" if strong else "weak")
-    strengths: dict[str, Strength] = {}
-    for test in fixed:
-        found = levels.get(test, [])
-        # All renderings have to be confirmed, so what one asks for beyond the public test is asked for.
-        strong = len(found) >= SURE and "strong" in found
-        strengths[test] = "none" if not found else "strong" if strong else "weak"
-    return one_plain(kept, fixed), strengths
+class Telling:
+    """Renderings, and what gold and base have told of them so far.
+
+    Args:
+        sets: each rendering, and what gold answers in its words.
+        controlled: the same with the checks that these answers make.
+        public: what gold answers in the row's own words.
+    """
+
+    def __init__(
+        self,
+        material: Material,
+        sets: Sequence[tuple[RenderedSet, Calls]],
+        controlled: Sequence[ControlledRendering],
+        public: Calls,
+    ) -> None:
+        self._material, self._public = material, public
+        self._sets = list(sets)
+        self.kept = list(controlled)
+        self._fixed = {test for test in public if material.is_fixed(test)}
+        self._seen_base: list[list[Calls]] = [[] for _ in controlled]
+
+    async def run(self, gold: int, base: int) -> None:
+        """Run all renderings that often; drop tests that gold does not pass every time, renderings in which base
+        passes what it should not, and of the plain ones of a file all but the best."""
+        count = len(self.kept)
+        if not count:
+            return
+        drop: list[set[str]] = [set() for _ in self.kept]
+        for patch, times in ((self._material.gold, gold), (b"", base)):
+            run = await self._material.run(patch, [one.rendering for one in self.kept] * times)
+            for place in range(count * times):
+                number = place % count
+                records = run.records[place] if run.records else ""
+                missed = set(failed(self.kept[number].tests, read_records(records)))
+                if patch:
+                    drop[number] |= missed
+                else:
+                    self._seen_base[number].append(self._sets[number][0].calls(records))
+                    drop[number] |= self._fixed - missed
+        for number, one in enumerate(self.kept):
+            tests = {test: calls for test, calls in one.tests.items() if test not in drop[number] and any(calls)}
+            if not tests or not (self._fixed & set(tests) or one.rendering.plain):
+                self._material.notes.append(f"rendering {number} decides nothing")
+                tests = {}
+            self.kept[number] = ControlledRendering(one.rendering, tests)
+        best = one_plain([one for one in self.kept if one.tests], self._fixed)
+        places = [number for number, one in enumerate(self.kept) if any(one is it for it in best)]
+        self.kept = [self.kept[number] for number in places]
+        self._sets = [self._sets[number] for number in places]
+        self._seen_base = [self._seen_base[number] for number in places]
+
+    def strengths(self) -> dict[str, Strength]:
+        """How well each test to be fixed is told."""
+        levels: dict[str, list[Strength]] = {}
+        for one, (made, _), base in zip(self.kept, self._sets, self._seen_base, strict=True):
+            for test in self._fixed & set(one.tests) if not one.rendering.plain else ():
+                more = _carries_more_than_the_public(one.tests[test], self._public[test], base, test, made)
+                levels.setdefault(test, []).append("strong" if more else "weak")
+        strengths: dict[str, Strength] = {}
+        for test in self._fixed:
+            found = levels.get(test, [])
+            # All renderings have to be confirmed, so what one asks for beyond the public test is asked for.
+            strong = len(found) >= SURE and "strong" in found
+            strengths[test] = "none" if not found else "strong" if strong else "weak"
+        return strengths
 
 
 def may_be_strong(own: RenderedSet, public: Sequence[Call]) -> bool:
@@ -83,6 +104,17 @@ def one_plain(kept: Sequence[ControlledRendering], fixed: Collection[str]) -> li
             path = next(iter(one.tests)).partition("|")[0]
             best[path] = max(best.get(path, one), one, key=lambda it: _worth(it, fixed))
     return [one for one in kept if not one.rendering.plain or any(one is it for it in best.values())]
+
+
+def without_surplus(kept: Sequence[ControlledRendering], fixed: Collection[str]) -> list[ControlledRendering]:
+    """Less the first of three renderings under the test command, where the others hold its tests as well. A test that
+    asks for the same in other words, and has twins, needs no more of them."""
+    told = [one for one in kept if not one.rendering.plain]
+    if len(told) > SURE:
+        first, second, *more = (one.tests.keys() for one in told)
+        if first <= second and all(first & set(fixed) <= tests for tests in more):
+            return [one for one in kept if one is not told[0]]
+    return list(kept)
 
 
 def _worth(plain: ControlledRendering, fixed: Collection[str]) -> tuple[int, bool, int]:

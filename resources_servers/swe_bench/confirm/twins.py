@@ -229,6 +229,26 @@ class _Draft:
     ids: dict[str, list[str]] = field(default_factory=dict)
     chosen: dict[str, Mutant] = field(default_factory=dict)
     wrong_ids: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    failing: dict[str, list[tuple[Mutant, tuple[str, ...]]]] = field(default_factory=dict)
+    """Test → wrong expectations that gold fails, with the ids that fail."""
+
+    def choose(self, chosen: Counter[tuple[str, str]]) -> None:
+        """Take one of them for each test, preferably of a kind that no other draft has: among the first what excludes
+        the true one, and another question before another answer."""
+        for test, found in self.failing.items():
+            taken = [one for other, one in self.chosen.items() if other != test]
+            free = [(mutant, ids) for mutant, ids in found if not _overlaps(mutant, taken)]
+            if test in self.chosen or not free:
+                continue
+
+            def rank(pair: tuple[Mutant, tuple[str, ...]], test: str = test) -> tuple[bool, int, bool, bool]:
+                one = pair[0]
+                # Who knows the public test sees at once where "is" has become "is not": only where nothing else is.
+                return one.kind == "negation", chosen[test, _group(one)], not one.excluding, _group(one) != "input"
+
+            mutant, self.wrong_ids[test] = min(free, key=rank)
+            self.chosen[test] = mutant
+            chosen[test, _group(mutant)] += 1
 
     def twin(self) -> Twin:
         tests = {
@@ -399,6 +419,7 @@ class TwinMaker:
     async def _mutate(self, drafts: Sequence[_Draft]) -> None:
         """Find for each test of each draft a wrong expectation that gold fails, of several kinds over the drafts."""
         used: Counter[tuple[str, str, Origin]] = Counter()
+        chosen: Counter[tuple[str, str]] = Counter()
         for _ in range(_MUTATION_ROUNDS):
             tried = [
                 (draft, mutants)
@@ -419,18 +440,23 @@ class TwinMaker:
                 if any(ids and test not in mutants for test, ids in failed.items()):
                     continue
                 for test, mutant in mutants.items():
-                    taken = [one for other, one in draft.chosen.items() if other != test]
-                    if failed.get(test) and test not in draft.chosen and not _overlaps(mutant, taken):
-                        draft.chosen[test], draft.wrong_ids[test] = mutant, failed[test]
+                    if failed.get(test):
+                        draft.failing.setdefault(test, []).append((mutant, failed[test]))
+            for draft in drafts:
+                draft.choose(chosen)
 
     def _next(self, draft: _Draft, used: Counter[tuple[str, str, Origin]]) -> dict[str, Mutant]:
         """The next wrong expectation to be tried for each test that has none, those seldom tried first."""
         found: dict[str, Mutant] = {}
         for test in draft.ids:
             wrongs = draft.wrongs.get(test, [])
-            # Who knows the public test sees at once where "is" has become "is not": only where there is nothing else.
+            # Questions first: of two numbers that one could ask instead, often only one has another answer.
             wrongs.sort(
-                key=lambda pair: (pair[1].kind == "negation", used[pair[1].test, pair[1].kind, pair[1].origin])
+                key=lambda pair: (
+                    pair[1].kind == "negation",
+                    used[pair[1].test, pair[1].kind, pair[1].origin],
+                    pair[1].origin != "input",
+                )
             )
             while test not in draft.chosen and test not in found and wrongs:
                 path, wrong = wrongs.pop(0)
@@ -488,6 +514,11 @@ def mutant_of(path: str, text: str, wrong: Wrong) -> Mutant:
     while end < min(len(text), len(wrong.text)) - start and text[-1 - end] == wrong.text[-1 - end]:
         end += 1
     return Mutant(path, start, len(text) - end, wrong.text[start : len(wrong.text) - end], wrong.kind, wrong.excluding)
+
+
+def _group(mutant: Mutant) -> str:
+    """The kind of a mutant, of whatever size the number is that it asks."""
+    return "input" if mutant.kind.endswith("input") else mutant.kind
 
 
 def _overlaps(mutant: Mutant, others: Iterable[Mutant]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -16,13 +17,18 @@ OWN_NUMBERS = 1
 _MAX_ROUNDS = 6
 _DRAWS = 3
 """Variations of which the best is taken."""
+Words = tuple[int, set[str] | None, Calls]
+"""The seed of a rendering's words, the tokens that gold cannot do without (``None``: all), and what gold answers in
+those words."""
+Varied = tuple[int, dict[str, frozenset[Kind]], Calls]
+"""The seed of a variation, what is varied in each test, and what gold answers."""
 _LONE_KINDS: frozenset[Kind] = frozenset(("words", "more words", "fractions"))
 """What is varied in a test that does not bear everything at once."""
 
 
 async def find_words(
     material: Material, own: RenderedSet, public: Calls, before: Calls, seeds: Sequence[int]
-) -> list[tuple[int, set[str] | None, Calls]]:
+) -> list[Words]:
     """For each rendering the seed of its words, the tokens that gold cannot do without, and what gold answers in
     those words."""
     words = {f"{path}|{test}": w for path, file in own.files.items() for test, w in file.words_by_test.items()}
@@ -35,7 +41,7 @@ async def find_words(
     waiting = set(range(len(seeds)))
     tried: Counter[tuple[int, str]] = Counter()
     for attempt in range(_MAX_ROUNDS):
-        if attempt == _MAX_ROUNDS - 1:
+        if attempt == _MAX_ROUNDS - 1 or asyncio.get_running_loop().time() > material.words_until:
             for number in waiting:
                 pinned[number] = None
         sets = {number: material.render("discover", drawn[number], pinned[number]) for number in sorted(waiting)}
@@ -64,9 +70,7 @@ async def find_words(
     return list(zip(drawn, pinned, found, strict=True))
 
 
-async def find_variation(
-    material: Material, own: RenderedSet, public: Calls, before: Calls
-) -> tuple[int, dict[str, frozenset[Kind]], Calls] | None:
+async def find_variation(material: Material, own: RenderedSet, public: Calls, before: Calls) -> Varied | None:
     """The seed of a variation of the tests that the patch has to fix, what is varied in each, and what gold answers;
     ``None`` where gold does without none of their own inputs."""
     tests = [

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
@@ -15,8 +15,8 @@ from nemo_gym.contract.sandbox import SandboxRole
 from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider
 from nemo_gym.sandbox.capabilities import SupportsSnapshot, require
 from nemo_gym.sandbox.labels import box_labels
-from resources_servers.swe_bench.confirm.controls import ControlStore, Strength
-from resources_servers.swe_bench.confirm.making import Maker
+from resources_servers.swe_bench.confirm.controls import ControlStore, RowControls, Strength
+from resources_servers.swe_bench.confirm.making import BUDGET_S, Maker
 from resources_servers.swe_bench.eval_box import EvalSite
 from resources_servers.swe_bench.images import (
     CONTENT_LABEL,
@@ -55,6 +55,10 @@ class Prepared:
     error: str | None = None
     controls: Strength | None = None
     """How well the weakest test to be fixed is controlled; ``None`` where no controls were asked for."""
+    tests: Mapping[str, int] | None = None
+    """How many of the tests to be fixed are controlled how well."""
+    left_out: tuple[str, ...] | None = None
+    """Controls that the budget of time did not bear."""
 
     def as_json(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value is not None}
@@ -67,6 +71,7 @@ class ImageBuilder:
         base_image: what images start from; ``None`` is the provider's default.
         report: told about progress.
         controls: where the rows' controls are kept; ``None`` makes none.
+        controls_budget_s: how long those of one row are sought.
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class ImageBuilder:
         force: bool = False,
         report: Report = lambda instance, step: None,
         controls: ControlStore | None = None,
+        controls_budget_s: float = BUDGET_S,
     ) -> None:
         require(provider, SupportsSnapshot, why="to keep prepared images")
         self._provider = provider
@@ -93,6 +99,7 @@ class ImageBuilder:
         self._force = force
         self._report = report
         self._controls = controls
+        self._controls_budget_s = controls_budget_s
         self._environments: dict[str, asyncio.Task[str]] = {}
 
     def source(self, plan: RowPlan) -> Source:
@@ -118,25 +125,26 @@ class ImageBuilder:
         if self._force or not await self._is_current(plan.image, key):
             status = "built"
             await (self._from_official(plan, key) if source == "official" else self._from_repository(plan, key))
-        strength: Strength | None = None
+        controls: dict[str, Any] = {}
         if self._controls is not None:
-            made, strength = await self._ensure_controls(self._controls, plan, key)
+            made, found = await self._ensure_controls(self._controls, plan, key)
             status = "built" if made else status
+            controls = {"controls": found.strength, "tests": found.counts(), "left_out": found.left_out or None}
         seconds = round(time.monotonic() - started, 2)
-        return Prepared(instance, plan.image, status, source, seconds, controls=strength)
+        return Prepared(instance, plan.image, status, source, seconds, **controls)
 
-    async def _ensure_controls(self, store: ControlStore, plan: RowPlan, key: str) -> tuple[bool, Strength]:
-        """Make the row's controls unless they are there; returns whether they were made, and their strength."""
+    async def _ensure_controls(self, store: ControlStore, plan: RowPlan, key: str) -> tuple[bool, RowControls]:
+        """The row's controls, and whether they were made now."""
         found = None if self._force else await asyncio.to_thread(store.load, plan.row, key)
         if found is not None:
-            return False, found.strength
+            return False, found
         self._report(plan.row.instance_id, "controls")
         image = await resolve_image(self._provider, vars(plan.row))
         labels = box_labels(run=self._run_id, rollout=plan.row.instance_id, attempt=1, role=SandboxRole.EVAL)
         site = EvalSite(self._provider, image.name, image.env, labels)
-        made = await Maker(site, plan.row, key).make()
+        made = await Maker(site, plan.row, key, budget_s=self._controls_budget_s).make()
         await asyncio.to_thread(store.save, plan.row, made)
-        return True, made.strength
+        return True, made
 
     async def _is_current(self, image: str, key: str) -> bool:
         labels = await self._snapshots.image_labels(image)

@@ -161,6 +161,7 @@ async def test_no_verdict_is_given_when_the_gold_patch_does_not_pass_in_time_eit
     with pytest.raises(NemoGymError) as raised:
         await judge(site, SweBenchRow.from_mapping(row), Artifact.of("patch", "git_diff", HANG), None)
     assert raised.value.details["kind"] is FailureKind.CONTROL_RUN_FAILED
+    assert raised.value.details["evaluation_log"]
 
 
 @pytest.mark.parametrize(

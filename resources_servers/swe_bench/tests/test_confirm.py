@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
+import secrets
 import stat
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from nemo_gym.contract.session import Artifact
 from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.sandbox.base import SandboxProvider
 from nemo_gym.sandbox.registry import create_provider
-from resources_servers.swe_bench.confirm import comparing
+from resources_servers.swe_bench.confirm import comparing, making
 from resources_servers.swe_bench.confirm.controls import ControlledTest, ControlStore, RowControls
 from resources_servers.swe_bench.confirm.labels import Labels, words_of
 from resources_servers.swe_bench.confirm.making import Maker
@@ -393,6 +395,33 @@ async def test_solution_is_confirmed_when_the_script_checks_out_a_file_that_the_
     for patch, reward in ((row.patch.encode(), 1.0), (b"", 0.0)):
         verdict = (await judge(site, row, Artifact.of("patch", "git_diff", patch), controls)).verdict
         assert (verdict.reward, verdict.findings) == (reward, [])
+
+
+@pytest.mark.timeout(600)
+async def test_making_leaves_out_what_its_budget_does_not_bear_and_tells_it(
+    provider: SandboxProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = await example("slugline")
+    row = SweBenchRow.from_mapping(raw)
+    site, content = await site_of(provider, raw)
+    for share in ("WORDS", "HALF", "ALL"):
+        monkeypatch.setattr(making, share, 0.0)
+    labels = {"made-by": secrets.token_hex(8)}
+    controls = await Maker(dataclasses.replace(site, labels=labels), row, content, seed=7).make()
+    assert controls.left_out[0] == "a varied rendering"
+    assert not controls.twins
+    assert controls.renderings, controls.notes
+    assert RowControls.from_json(json.loads(json.dumps(controls.to_json()))) == controls
+    verdict = (await judge(site, row, Artifact.of("patch", "git_diff", row.patch.encode()), controls)).verdict
+    assert (verdict.reward, verdict.findings) == (1.0, [])
+    assert await provider.list(labels) == [], "what was given up leaves no box"
+
+
+def test_no_box_of_a_making_runs_longer_than_its_budget(provider: SandboxProvider) -> None:
+    row = SweBenchRow.from_mapping(next(row for _, row in read_rows(EXAMPLES)))
+    for timeout_s, budget_s in ((1800.0, 60.0), (30.0, 60.0)):
+        maker = Maker(EvalSite(provider, "none", timeout_s=timeout_s), row, "c", budget_s=budget_s)
+        assert maker._material.site.timeout_s == min(timeout_s, budget_s)
 
 
 def test_controls_are_for_their_owner_alone_and_survive_being_stored(tmp_path: Path) -> None:

@@ -5,16 +5,25 @@ from __future__ import annotations
 import io
 import random
 import tarfile
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from resources_servers.swe_bench.confirm.controls import ControlledRendering
 from resources_servers.swe_bench.confirm.making import BLINDED
-from resources_servers.swe_bench.confirm.material import Package, RenderedSet
+from resources_servers.swe_bench.confirm.material import Material, Package, RenderedSet
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order, render
-from resources_servers.swe_bench.confirm.runs import Pristine, Rendering
-from resources_servers.swe_bench.confirm.telling import may_be_strong, one_plain
-from resources_servers.swe_bench.confirm.values import Value
+from resources_servers.swe_bench.confirm.runs import Pristine, Recorded, Rendering
+from resources_servers.swe_bench.confirm.telling import (
+    BASE_RUNS,
+    GOLD_RUNS,
+    Telling,
+    may_be_strong,
+    one_plain,
+    without_surplus,
+)
+from resources_servers.swe_bench.confirm.values import Check, Value
 from resources_servers.swe_bench.confirm.wording import OWN_NUMBERS, first_pins
 
 
@@ -55,6 +64,48 @@ def test_plain_rendering_within_the_package_is_kept_unless_it_confirms_less() ->
     assert one_plain([blinded, outside, inside, other], {"f|a"}) == [blinded, inside, other]
     assert one_plain([blinded, outside, inside, other], {"f|a", "f|b"}) == [blinded, outside, other]
     assert one_plain([blinded], {"f|a"}) == [blinded]
+
+
+def test_one_of_three_renderings_is_left_out_beside_twins_where_the_others_hold_its_tests() -> None:
+    def rendering(*tests: str, plain: str = "") -> ControlledRendering:
+        return ControlledRendering(Rendering({}, "/r", plain), dict.fromkeys(tests, ()))
+
+    first, second, plain = (
+        rendering("fixed", "kept"),
+        rendering("fixed", "kept", "more"),
+        rendering("fixed", plain="x.py"),
+    )
+    varied = rendering("fixed")
+    assert without_surplus([first, second, plain, varied], {"fixed"}) == [second, plain, varied]
+    for others in ([second, plain], [rendering("fixed"), plain, varied], [second, plain, rendering("other")]):
+        assert without_surplus([first, *others], {"fixed"}) == [first, *others]
+
+
+@pytest.mark.parametrize(
+    ("gold_misses", "base_passes", "kept"), [((), (), True), ((3,), (), False), ((), (2,), False)]
+)
+async def test_what_gold_misses_or_base_passes_in_any_of_its_runs_decides_nothing(
+    gold_misses: tuple[int, ...], base_passes: tuple[int, ...], kept: bool
+) -> None:
+    test, made = "f|test:a", '["s", []]\n'
+    runs = {b"gold": iter(range(GOLD_RUNS)), b"": iter(range(BASE_RUNS))}
+
+    async def run(patch: bytes, renderings: list[Rendering]) -> Recorded:
+        numbers = [next(runs[patch]) for _ in renderings]
+        records = [
+            made if (number not in gold_misses if patch else number in base_passes) else "" for number in numbers
+        ]
+        return Recorded(applied=True, records=tuple(records))
+
+    material = SimpleNamespace(gold=b"gold", notes=[], is_fixed=lambda one: True, run=run)
+    rendering = ControlledRendering(Rendering({}, "/r"), {test: ((Check("s", "begin"),),)})
+    one = RenderedSet(rendering.rendering, {})
+    told = Telling(cast(Material, material), [(one, {})], [rendering], {test: [[]]})
+    await told.run(1, 1)
+    assert told.strengths() == {test: "weak"}
+    await told.run(GOLD_RUNS - 1, BASE_RUNS - 1)
+    assert [one.tests for one in told.kept] == ([rendering.tests] if kept else [])
+    assert told.strengths() == {test: "weak" if kept else "none"}
 
 
 def test_plain_rendering_within_the_package_is_imported_as_a_module_of_it() -> None:

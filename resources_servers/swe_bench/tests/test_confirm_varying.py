@@ -61,7 +61,17 @@ def test_variation_gives_texts_more_words() -> None:
 def test_variation_changes_numbers_in_their_order_and_no_place_in_a_list() -> None:
     numbers = [value for value in varied({"test:test_one": KINDS}) if isinstance(value, int)]
     assert 0 < numbers[0] < numbers[1] or 0 < numbers[1] < numbers[0]
-    assert 1 in numbers, "which element is asked for is no input"
+    for seed in range(5):
+        tree = ast.parse(SOURCE)
+        Variation(random.Random(seed), ast.parse(SOURCE), {"test:test_one": KINDS}, ()).apply(tree)
+        asked = [
+            node.slice.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Subscript)
+            and isinstance(node.slice, ast.Constant)
+            and isinstance(node.slice.value, int)
+        ]
+        assert asked == [1], "which element is asked for is no input"
     fractions = varied({"test:test_one": ("fractions",), "test:test_two": ("fractions",)})
     (fraction,) = (value for value in fractions if isinstance(value, float) and value != 0.1)
     assert fraction != 0.125

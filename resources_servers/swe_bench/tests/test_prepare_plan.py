@@ -11,6 +11,7 @@ import pytest
 
 from nemo_gym.contract.errors import ConfigError
 from resources_servers.swe_bench.preparation.boxes import cause_of
+from resources_servers.swe_bench.preparation.builder import Prepared
 from resources_servers.swe_bench.preparation.plan import (
     Environment,
     PipInstall,
@@ -21,7 +22,7 @@ from resources_servers.swe_bench.preparation.plan import (
     read_environments,
 )
 from resources_servers.swe_bench.preparation.registries import pip_settings, registry_access
-from resources_servers.swe_bench.prepare import Options
+from resources_servers.swe_bench.prepare import Options, summary
 from resources_servers.swe_bench.row import SweBenchRow
 
 PRELUDE = """#!/bin/bash
@@ -84,6 +85,24 @@ def test_install_steps_are_those_before_the_tests(line: str, step: PipInstall | 
 def test_install_steps_are_none_when_the_script_only_resyncs_node_packages() -> None:
     script = "cd /testbed\nsource $NVM_DIR/nvm.sh\nrm -f test/a.html\ngit apply -v - <<'E'\nE\nnpm test\n"
     assert install_steps(script) == ()
+
+
+def test_summary_counts_rows_and_tests_by_how_well_they_are_controlled() -> None:
+    rows = [
+        Prepared("a", "i", "built", "repository", 1.0, None, "strong", {"strong": 2, "weak": 0, "none": 0}),
+        Prepared("b", "i", "cached", "repository", 0.0, None, "weak", {"strong": 1, "weak": 1, "none": 0}, ("twins",)),
+        Prepared("c", "i", "failed", "repository", 0.0, "no such commit"),
+    ]
+    counted = summary(rows)
+    assert counted["controls"] == {"strong": 1, "weak": 1, "none": 0}
+    assert counted["tests"] == {"strong": 3, "weak": 1, "none": 0}
+    assert [row.get("left_out") for row in counted["rows"]] == [None, ("twins",), None]
+
+
+@pytest.mark.parametrize("text", ["0", "soon", "-1", "nan"])
+def test_budget_of_controls_is_a_number_of_seconds(text: str) -> None:
+    with pytest.raises(ConfigError, match="controls_budget_s"):
+        Options.parse(["rows=r", "sandbox=local", f"controls_budget_s={text}"])
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -24,6 +26,7 @@ from resources_servers.swe_bench.confirm.twins import (
     Twin,
     TwinRun,
     TwinTest,
+    _Draft,
     dealt,
     decides,
     look_at,
@@ -108,6 +111,29 @@ def test_true_twin_is_the_same_test_in_other_bytes() -> None:
 
 
 @pytest.mark.parametrize(
+    "asks",
+    [
+        "assert slug('Old house', 20) == 'old-house'",
+        "if slug('Old house', 20) != 'old-house': pytest.fail('no')",
+        "for size in [20]: assert 'old-house' == slug('Old house', size=size)",
+        "check('Old house', 20, 'old-house')",
+    ],
+)
+def test_mutant_may_ask_another_question_and_expect_the_same(asks: str) -> None:
+    helper = "def check(text, size, wanted):\n    assert slug(text, size) == wanted\n\n"
+    made = twin_of(
+        f"{helper}def test_limit():\n    {asks}\n",
+        Chosen(frozenset(["test_limit"]), frozenset()),
+        rng=random.Random(1),
+    )
+    assert made is not None
+    found = {wrong.kind: wrong for wrong in made.wrongs["test:test_limit"] if wrong.origin == "input"}
+    assert "10" in found["smaller input"].text
+    assert "41" in found["larger input"].text
+    assert all(wrong.excluding and "'old-house'" in wrong.text for wrong in found.values())
+
+
+@pytest.mark.parametrize(
     ("test", "kinds"),
     [
         ("test:test_cases", {"equality", "negation"}),
@@ -183,13 +209,15 @@ async def test_a_log_with_markers_of_its_own_reports_nothing() -> None:
 
 def test_each_twin_meets_its_mutant_in_the_other_box_and_in_no_order() -> None:
     twins = [Twin({"t.py": str(number)}, {}) for number in range(3)]
-    seen = set()
+    seen, orders = set(), set()
     for seed in range(200):
         first, second = dealt(twins, random.Random(seed))
+        orders |= {("first", *(one.files["t.py"] for one, _ in first))}
+        orders |= {("second", *(one.files["t.py"] for one, _ in second))}
         states = {one.files["t.py"]: mutated for one, mutated in first}
         assert {one.files["t.py"]: not mutated for one, mutated in second} == states
         seen.add(tuple(states[str(number)] for number in range(3)))
-    assert len(seen) == 8
+    assert (len(seen), len(orders)) == (8, 2 * 6)
 
 
 async def test_twins_share_one_run_where_the_command_names_their_file() -> None:
@@ -209,6 +237,23 @@ async def test_twins_share_one_run_where_the_command_names_their_file() -> None:
     assert len(Delivery.of(row, [(twin, False) for twin in same], random.Random(1)).renderings) == 2
 
 
+def test_drafts_take_mutants_of_different_kinds_and_one_that_excludes_first() -> None:
+    def mutant(kind: str, *, excluding: bool = True) -> tuple[Mutant, tuple[str, ...]]:
+        return Mutant("t.py", 1, 2, "x", kind, excluding), ("id",)
+
+    def kinds(*found: tuple[Mutant, tuple[str, ...]]) -> list[str]:
+        drafts, chosen = [_Draft({}, {}, {}, failing={"t": list(found)}) for _ in range(3)], Counter[tuple[str, str]]()
+        for draft in drafts:
+            draft.choose(chosen)
+        return [draft.chosen["t"].kind for draft in drafts]
+
+    raises, silence = mutant("raises", excluding=False), mutant("silence")
+    assert kinds(raises, silence) == kinds(silence, raises) == ["silence", "raises", "silence"]
+    asked = [mutant("larger input"), mutant("smaller input")]
+    assert kinds(mutant("equality"), *asked) == ["larger input", "equality", "larger input"]
+    assert kinds(mutant("negation"), raises) == ["raises"] * 3
+
+
 async def test_no_twins_are_made_where_blinded_controls_are_strong() -> None:
     row = SweBenchRow.from_mapping(next(row for _, row in read_rows(EXAMPLE_ROWS) if "slugline" in row["instance_id"]))
     maker = Maker(EvalSite(cast(SandboxProvider, None), "none"), row, "content")
@@ -216,6 +261,15 @@ async def test_no_twins_are_made_where_blinded_controls_are_strong() -> None:
     maker._material.sources = {path: "" for path, _ in functions}
     strengths: dict[str, Strength] = {f"{path}|test:{name}": "strong" for path, name in functions}
     assert await maker._twins(strengths, 2) == ()
+
+
+async def test_no_box_is_made_for_twins_of_tests_that_nothing_makes_twins_of() -> None:
+    row = SweBenchRow.from_mapping(next(row for _, row in read_rows(EXAMPLE_ROWS) if "slugline" in row["instance_id"]))
+    row = dataclasses.replace(row, fail_to_pass=("test/words.mjs::keeps the last word",))
+    maker = Maker(EvalSite(cast(SandboxProvider, None), "none"), row, "content")
+    maker._material.sources = {"test/words.mjs": "it('keeps the last word', () => {})"}
+    maker._material.chosen = {"test/words.mjs": Chosen(frozenset(["keeps the last word"]), frozenset())}
+    assert await maker._twins({}, 2) == ()
 
 
 # ------------------------------------------------------------------------------------------------------- with boxes

@@ -107,6 +107,12 @@ async def test_gold_answers_in_text_where_there_is_no_world(stack: Stack) -> Non
     assert answer.response["output"][0]["content"][0]["text"] == "42"
 
 
+async def test_patch_without_a_box_to_apply_it_in_is_an_error_and_no_empty_answer(stack: Stack) -> None:
+    reply = await stack.client().post("gold", "/act", json=request(SOLUTION, world=False))
+    body = await reply.json()
+    assert reply.status == 502 and "a patch as its gold solution, and no box" in body["detail"]
+
+
 async def test_oracle_outside_of_validation_mode_is_refused(stack: Stack) -> None:
     reply = await stack.client().post("gold", "/act", json=request(None))
     body = await reply.json()

@@ -114,13 +114,20 @@ async def test_bodies_in_flight_are_bounded_for_each_session(gateway: GatewaySta
     assert (await post(2)).status == 200
 
 
-async def test_conversation_that_surely_overflows_is_refused_before_it_is_encoded(gateway: GatewayStack) -> None:
+async def test_conversation_that_surely_overflows_is_refused_before_it_is_encoded(
+    gateway: GatewayStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = {"path": str(gateway.folder / "policy"), "max_context_tokens": 1000}
     await gateway.restart(policy=policy)
     session = await gateway.open()
     for path in ("/chat/completions", "/messages/count_tokens"):
         reply = await session.post(path, {"messages": [{"role": "user", "content": "x" * 17_000}]})
         assert reply.status == 400 and "1000" in await reply.text()
+    monkeypatch.setattr(IncrementalEncoder, "full", None)  # it is not asked
+    tool = {"type": "function", "function": {"name": "f", "description": "x" * 17_000}}
+    reply = await session.post("/chat/completions", {"messages": session.messages, "tools": [tool]})
+    assert reply.status == 400 and "1000" in await reply.text()
+    monkeypatch.undo()
     session.messages = [{"role": "user", "content": "fits"}]
     await session.chat(metadata={"text": "x" * 17_000})
 

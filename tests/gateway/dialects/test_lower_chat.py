@@ -165,3 +165,21 @@ def test_answer_of_an_endpoint_is_read_with_its_logprobs() -> None:
 def test_what_is_no_completion_is_told_from_one(broken: dict[str, Any]) -> None:
     with pytest.raises((KeyError, IndexError, TypeError, ValueError)):
         answer_of_completion(broken, answer_id="0" * 32, created_at=1.0)
+
+
+def test_many_tools_are_read_by_as_much_work_as_there_are_tools() -> None:
+    compared = 0
+
+    class Name(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return str.__eq__(self, str(other))
+
+    count = 300
+    request = lower(tools=[{"type": "function", "function": {"name": Name(f"tool{at}")}} for at in range(count)])
+    assert len([*(request.tools or ())]) == count
+    assert compared < 3 * count

@@ -187,6 +187,31 @@ def test_what_cannot_be_served_is_named(fields: dict[str, Any], param: str) -> N
     assert refusal(**fields).details["param"] == param
 
 
+@pytest.mark.parametrize("depth", [200, 246, 250, 252, 254, 300, 1000])
+def test_what_is_accepted_can_be_repeated_in_the_answer_however_deep_it_is(depth: int) -> None:
+    deep = orjson.loads(b"[" * depth + b"]" * depth)
+    function = {"type": "function", "name": "f", "parameters": {"a": deep}}
+    for fields in (
+        {"metadata": deep},
+        {"instructions": deep},
+        {"parallel_tool_calls": deep},
+        {"reasoning": {"effort": "low", "summary": deep}},
+        {"text": {"format": {"type": "text", "more": deep}}},
+        {"tool_choice": {"type": "function", "name": "f", "more": deep}, "tools": [{**function, "parameters": None}]},
+        {"tools": [function]},
+        {"tools": [{**function, "type": "custom", "format": {"grammar": {"definition": "x", "syntax": deep}}}]},
+    ):
+        body: dict[str, Any] = {"input": "q", **fields}
+        try:
+            request = ADAPTER.lower(body)
+        except InvalidBodyError:
+            assert depth > 200 or "metadata" not in fields
+            continue
+        reply = ADAPTER.reply(answer(), request, body)
+        orjson.dumps(reply)
+        assert b"".join(ADAPTER.events(reply, request))
+
+
 def test_fields_that_change_nothing_are_accepted() -> None:
     request = lower(
         truncation="auto",

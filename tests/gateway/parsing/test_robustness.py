@@ -7,7 +7,7 @@ import re
 import re._constants as sre
 import re._parser as sre_parser
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_gym.gateway.parsing import ParsedCall, answer_parser, json_text
+from nemo_gym.gateway.parsing.answers import Tool
 from nemo_gym.gateway.parsing.formats import CALL_FORMATS, mistral
 from nemo_gym.gateway.parsing.json_calls import FramedJson
 from nemo_gym.gateway.parsing.tagged_calls import TaggedCalls
@@ -110,7 +111,23 @@ def test_work_grows_with_the_text_when_it_is_hostile(name: str, unit: str) -> No
     assert twice <= 2.5 * once + 1000
 
 
-def _lines_run(name: str, text: str) -> int:
+@pytest.mark.parametrize(
+    ("shape", "name"), [("many tools", "f{}"), ("many parameters", "f0"), ("many tools", "none of them {}")]
+)
+def test_work_grows_with_the_calls_and_the_tools_and_not_with_both_together(shape: str, name: str) -> None:
+    def lines(size: int) -> int:
+        properties = {f"k{at}": {"type": "string"} for at in range(size if shape == "many parameters" else 1)}
+        tools = [
+            {"type": "function", "function": {"name": f"f{at}", "parameters": {"properties": properties}}}
+            for at in range(size if shape == "many tools" else 1)
+        ]
+        text = "".join(f"<function={name.format(at)}>\n</function>\n" for at in range(size))
+        return _lines_run("qwen3_coder", text, tools)
+
+    assert lines(800) <= 2.5 * lines(400)
+
+
+def _lines_run(name: str, text: str, tools: Sequence[Tool] | None = None) -> int:
     """How many lines of Python this parse runs; what regular expressions do beneath them is bounded below."""
     lines = 0
 
@@ -123,7 +140,7 @@ def _lines_run(name: str, text: str) -> int:
     before = sys.gettrace()
     sys.settrace(count)
     try:
-        parse(text, None)
+        parse(text, tools)
     finally:
         sys.settrace(before)
     return lines

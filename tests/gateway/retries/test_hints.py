@@ -20,6 +20,7 @@ HERE, THERE = ("127.0.0.1", 5), ("127.0.0.1", 6)
         ({"x-stainless-retry-count": "0"}, HERE, THERE, Repeat.UNKNOWN),
         ({"x-stainless-retry-count": "2"}, HERE, HERE, Repeat.RETRY),
         ({"x-stainless-retry-count": "²"}, HERE, THERE, Repeat.UNKNOWN),
+        ({"x-stainless-retry-count": "9" * 5000}, HERE, THERE, Repeat.RETRY),
     ],
 )
 def test_repeat_is_read_from_count_and_connection(

@@ -64,6 +64,18 @@ _NO_NESTING = (
 )
 
 
+def why_users_are_shared(info: Mapping[str, Any]) -> str:
+    """Why a box can use up what the kernel counts per user, by what the engine says of itself."""
+    options = (str(option).split(",") for option in info.get("SecurityOptions") or ())
+    remapped = any("name=userns" in option for option in options)
+    whose = (
+        "userns-remap gives all boxes of this engine one range of users: those of the host are apart, boxes share"
+        if remapped
+        else "user ids of boxes are the host's: the host's root and all boxes of one user share"
+    )
+    return f"{whose} inotify instances, epoll watches and pipe buffers, and no engine limits them; use sandbox=local"
+
+
 class DockerProvider:
     """Boxes as containers, with their leases kept by a watchdog process.
 
@@ -109,6 +121,7 @@ class DockerProvider:
             "gpu": "not offered by this provider",
             "nested_containers": _NO_NESTING,
             "endpoint": "boxes have no network that could be reached from outside; use a door",
+            "user_limits": why_users_are_shared(info),
             "loopback_door": "entering a container's network needs root on the engine's own machine"
             if self._local
             else f"the engine at {self._engine.url} runs where its containers' namespaces cannot be entered from here",

@@ -111,6 +111,7 @@ class LocalProvider(StreamingProvider):
             cpu_limit="cpu" in limits,
             pids_limit="pids" in limits,
             disk_limit=True,
+            user_limits=True,
             reasons=reasons,
         ).with_default_limits(self.options.default_resources, host_memory_mib=greeting["memory_mib"])
         return self._capabilities

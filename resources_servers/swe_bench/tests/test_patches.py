@@ -183,6 +183,21 @@ def test_product_that_looks_at_the_runner_is_a_sign_told_with_its_line() -> None
     assert finding_where_weak([sign for sign in signs if sign.what == "frames"]) == []
 
 
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("reports = sys.modules.get('_py' + 'test.reports')", "test runner"),
+        ('reports = vars(sys)["modules"]["_py" "test.reports"]', "test runner"),
+        ("import_module('tsetyp_'[::-1])", "hidden import"),
+        ("__import__(''.join(map(str, PIECES)))", "hidden import"),
+        ("import_module('.'.join(parts))", None),
+        ("path = 'py' + suffix", None),
+    ],
+)
+def test_name_that_is_written_in_pieces_is_read_as_a_whole(line: str, what: str | None) -> None:
+    assert [sign.what for sign in signs_in_patch(_adds("pkg/core.py", line), b"")] == ([what] if what else [])
+
+
 def test_sign_is_none_where_gold_has_it_or_the_file_is_the_tests_own() -> None:
     patch = _adds("pkg/core.py", "import pytest")
     assert signs_in_patch(patch, _adds("pkg/other.py", "import _pytest.python")) == []

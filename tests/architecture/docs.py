@@ -19,7 +19,13 @@ ELLIPSIS = "…"
 def documents() -> list[Path]:
     """Everything written for readers: the README files, the changelog and the site's pages."""
     plugins = ROOT.glob("res*/*/README.md")
-    return [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(PAGES.glob("*.md")), *sorted(plugins)]
+    return [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "CHANGELOG.md",
+        *sorted(PAGES.glob("*.md")),
+        *sorted(plugins),
+    ]
 
 
 def links(text: str) -> list[str]:

@@ -130,6 +130,13 @@ def test_links_lead_to_files_and_headings(path: Path) -> None:
     assert broken == []
 
 
+def test_files_of_the_architecture_page_exist() -> None:
+    page = (PAGES / "architecture.md").read_text()
+    named = re.findall(r"`((?:nemo_gym|resources_servers|testing|campaigns|tests|configs)[\w/]*(?:/|\.py))`", page)
+    assert len(named) > 20
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_licence_file_is_the_one_that_the_package_names() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert (project["license"], project["license-files"]) == ("Apache-2.0", ["LICENSE"])

@@ -112,7 +112,7 @@ def test_arrays_hold_no_reward_where_the_verdict_is_invalid(root: Path) -> None:
 def test_row_that_is_none_is_named_and_nothing_is_written(root: Path, bad: Any, says: str) -> None:
     source = write_result(root / "rows.jsonl", row(0), bad, row(2))
     done = command(root, MODULE, f"input={source}", f"output={root / 'out.jsonl'}")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert says in done.stderr
     assert no_traceback(done.stderr)
     assert [file.name for file in root.glob("*out*")] == []

@@ -82,6 +82,7 @@ class OpenSandboxProvider(StreamingProvider):
             "pids_limit": "the server limits processes for all its boxes alike, not for one (docker.pids_limit)",
             "disk_limit": "the backend has no limit of what a box writes",
             "gpu": "not offered by this provider",
+            "user_limits": "whether the server's backend keeps its boxes' users apart is not known here",
             "nested_containers": "the server drops the privileges that containers in a box would need",
             "endpoint": "behind the server's proxy a box's port is reached with the server's own key alone, which "
             "must not be handed on",

@@ -22,6 +22,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+ROWS = ROOT / "resources_servers" / "swe_bench" / "data" / "example.jsonl"
 PRODUCT = ("nemo_gym", "resources_servers", "responses_api_agents", "responses_api_models")
 BARS = {"scripted": 60, "gateway": 95}
 MAX_MUTUAL_PAIRS = 6
@@ -89,9 +90,14 @@ def measure(model: str) -> dict[str, object]:
         words = ["model=scripted"] if model == "scripted" else stack.enter_context(_engine(directory))
         output = directory / "rollouts.jsonl"
         outputs = (output, output.with_name("rollouts_failures.jsonl"))
-        subprocess.run([_command("ng_prepare"), "swe_bench", "sandbox=local"], check=True, stdout=sys.stderr, cwd=ROOT)
+        subprocess.run(
+            [_command("ng_prepare"), "swe_bench", f"rows={ROWS}", "sandbox=local"],
+            check=True,
+            stdout=sys.stderr,
+            cwd=ROOT,
+        )
         command = [_command("ng_run"), "agent=mini_swe_agent", "environment=swe_bench"]
-        command += ["sandbox=local", *words, f"input={ROOT}/resources_servers/swe_bench/data/example.jsonl", "limit=1"]
+        command += ["sandbox=local", *words, f"input={ROWS}", "limit=1"]
         environment = {**os.environ, "PYTHONPATH": str(directory), "ROOMS_DIRECTORY": str(directory)}
         run = subprocess.Popen(
             [*command, f"output={output}"], cwd=ROOT, env={**environment, "ROOMS_ROOT": f"{ROOT}/"}, stdout=sys.stderr

@@ -13,6 +13,8 @@ from array import array
 from pathlib import Path
 from typing import Literal
 
+from nemo_gym._util.files import write_all
+
 Stream = Literal["stdout", "stderr"]
 _ENTRY = struct.Struct(">BQ")
 _NUMBERS: dict[Stream, int] = {"stdout": 1, "stderr": 2}
@@ -57,10 +59,8 @@ class OutputSpool:
             os.write(self._index, _ENTRY.pack(number, self.size))
             self._streams.append(number)
             self._starts.append(self.size)
-        left = memoryview(data)
         try:
-            while left:
-                left = left[os.write(self._data, left) :]
+            write_all(self._data, data)
         except OSError:
             os.ftruncate(self._data, self.size)
             raise

@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from nemo_gym._util.files import write_all
 from nemo_gym.contract.credentials import ServerCredentials
 from nemo_gym.contract.errors import ConfigError
 
@@ -113,10 +114,7 @@ def write_launch(launch: ServerLaunch) -> int:
     """An inheritable memfd holding ``launch``, for ``NEMO_GYM_LAUNCH_FD`` of a child; the caller closes it."""
     fd = os.memfd_create("nemo-gym-launch", 0)
     os.set_inheritable(fd, True)
-    data = launch.to_json()
-    written = 0
-    while written < len(data):
-        written += os.write(fd, data[written:])
+    write_all(fd, launch.to_json())
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
 

@@ -22,6 +22,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Scope
 
+from nemo_gym._util.backoff import retry_after_s
 from nemo_gym.config_types import BaseRunServerInstanceConfig
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, CREDENTIAL_HEADER, Role
 from nemo_gym.contract.errors import CredentialError, InvalidBodyError, ModelError
@@ -30,7 +31,6 @@ from nemo_gym.contract.session import RolloutIdentity
 from nemo_gym.gateway.dialects import PATHS, Dialect, apply_sampling
 from nemo_gym.gateway.dialects.models import models_reply
 from nemo_gym.gateway.dialects.streams import stream_of
-from nemo_gym.gateway.engines.errors import retry_after_s
 from nemo_gym.gateway.engines.types import EngineCheck
 from nemo_gym.gateway.refusals import dialect_error, inference_refusal
 from nemo_gym.gateway.sessions import (

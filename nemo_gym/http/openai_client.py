@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 import structlog
-from aiohttp import ClientResponse
 from pydantic import BaseModel, Field
 
+from nemo_gym._util.backoff import retry_after_s
 from nemo_gym.http.client import get_response_json, raise_for_status, request
 
 RATE_LIMIT_ERROR_CODES = [429, 502, 503, 504, 520]
@@ -21,14 +21,6 @@ FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 
 log = structlog.get_logger(__name__)
-
-
-def retry_after_s(response: ClientResponse, default: float) -> float:
-    """How long the endpoint asks to wait, bounded by `MAX_BACKOFF_S`."""
-    try:
-        return min(float(response.headers.get("Retry-After", default)), MAX_BACKOFF_S)
-    except ValueError:  # the header may also hold a date
-        return default
 
 
 class NeMoGymAsyncOpenAI(BaseModel):
@@ -48,7 +40,7 @@ class NeMoGymAsyncOpenAI(BaseModel):
                 break
             if response.headers.get(SHOULD_RETRY_HEADER) == "false":  # a gateway knows what has been tried
                 break
-            wait_s = retry_after_s(response, backoff_s)
+            wait_s = min(retry_after_s(response.headers.get("Retry-After"), default=backoff_s), MAX_BACKOFF_S)
             await response.read()
             log.info("model call is tried again", status=response.status, attempt=attempt, wait_s=wait_s)
             await asyncio.sleep(wait_s)

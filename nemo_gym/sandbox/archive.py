@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
+from nemo_gym._util.files import write_all
 from nemo_gym.sandbox.tar_stream import (
     END_OF_ARCHIVE,
     ArchiveError,
@@ -241,9 +242,7 @@ class _Extractor:
             if isinstance(event, tarfile.TarInfo):
                 self._start(event)
             elif event is not None:
-                view = memoryview(event)
-                while view:
-                    view = view[os.write(self._file, view) :]
+                write_all(self._file, event)
             elif self._file >= 0 and self._member is not None:
                 self._apply(self._file, self._member)
                 os.close(self._file)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import aiohttp
 import orjson
 
+from nemo_gym._util.backoff import retry_after_s
 from nemo_gym.contract.errors import ModelError
 from nemo_gym.contract.model_limits import CONNECT_TIMEOUT_S, WAIT_BEYOND_S
 from nemo_gym.contract.session import InferenceEndpoint, is_context_exceeded
@@ -63,7 +64,7 @@ class PolicyClient:
                     final = reply.headers.get(SHOULD_RETRY_HEADER) == "false"
                     if final or reply.status not in RETRIED_STATUSES:
                         raise ModelError(f"the policy endpoint {problem}", status=reply.status)
-                    pause = _retry_after(reply.headers.get("Retry-After"), default=0.5 * 2**tried)
+                    pause = retry_after_s(reply.headers.get("Retry-After"), default=0.5 * 2**tried)
             except aiohttp.ClientError as error:  # that no connection came about in time is one, too
                 problem, pause = f"failed: {type(error).__name__}: {error}", 0.5 * 2**tried
             except TimeoutError as error:
@@ -93,10 +94,3 @@ def _object(content: bytes) -> dict[str, Any]:
     if not isinstance(answer, dict):
         raise ModelError(f"the policy endpoint's answer is no JSON object: {content[:200]!r}")
     return answer
-
-
-def _retry_after(value: str | None, default: float) -> float:
-    try:
-        return float(value) if value is not None else default
-    except ValueError:
-        return default

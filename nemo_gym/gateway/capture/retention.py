@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from pathlib import Path
 
+from nemo_gym._util.files import write_all
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.capture.config import CaptureConfig
 
@@ -38,9 +39,7 @@ class CaptureDirectory:
             self._rotate(name)
             fd, before = self._file(name), 0
         try:
-            written = 0
-            while written < len(line):
-                written += os.write(fd, line[written:])
+            write_all(fd, line)
         except OSError:
             os.ftruncate(fd, before)
             self._close(name)

@@ -17,38 +17,10 @@ long as none of its tokens went to the harness.
 
 from __future__ import annotations
 
-import datetime
-import math
-from email.utils import parsedate_to_datetime
 from typing import Any, ClassVar
 
+from nemo_gym._util.backoff import waiting_s
 from nemo_gym.contract.errors import ModelError
-
-RETRY_AFTER_AT_MOST_S = 60.0
-"""An engine that asks for more is asked again after that long: nobody else can tell when it is well again."""
-
-
-def retry_after_s(header: str | None) -> float | None:
-    """Seconds from a ``Retry-After`` header in either of its forms, at most `RETRY_AFTER_AT_MOST_S`; ``None`` when it
-    says nothing usable."""
-    if not header:
-        return None
-    try:
-        return waiting_s(float(header))
-    except ValueError:
-        pass
-    try:
-        at = parsedate_to_datetime(header)
-        return waiting_s((at - datetime.datetime.now(at.tzinfo)).total_seconds())
-    except (ValueError, OverflowError):
-        return None
-
-
-def waiting_s(seconds: float | None) -> float | None:
-    """A time that somebody else asks to wait, as it is kept to."""
-    if seconds is None or math.isnan(seconds):
-        return None
-    return min(max(0.0, seconds), RETRY_AFTER_AT_MOST_S)
 
 
 class EngineError(ModelError):

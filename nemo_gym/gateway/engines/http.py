@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import orjson
 
+from nemo_gym._util.backoff import retry_after_s
 from nemo_gym._util.suggest import nearest
 from nemo_gym.contract.errors import ConfigError, InvalidBodyError
 from nemo_gym.contract.model_limits import (
@@ -33,7 +34,6 @@ from nemo_gym.gateway.engines.errors import (
     EngineRefusedError,
     EngineTimeoutError,
     EngineUnreachableError,
-    retry_after_s,
 )
 from nemo_gym.gateway.engines.events import DONE, EventReader
 from nemo_gym.gateway.engines.exchange import NoHttpError, Reply, TooLongError

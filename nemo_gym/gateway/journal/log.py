@@ -20,6 +20,7 @@ from typing import Literal
 
 import structlog
 
+from nemo_gym._util.files import write_all
 from nemo_gym.gateway.journal.errors import JournalBusyError, JournalDamagedError, JournalError, JournalFullError
 from nemo_gym.gateway.journal.frames import framed, read_frames
 from nemo_gym.gateway.relayed import Buffer, coalesced, size_of
@@ -335,9 +336,7 @@ class JournalLog:
                 finally:
                     os.close(directory)
         for piece in coalesced(data):
-            view = memoryview(piece)
-            while view:
-                view = view[os.write(self._file, view[:_WRITE_BYTES]) :]
+            write_all(self._file, piece, at_once=_WRITE_BYTES)
         if self._durability == "power_loss":
             try:
                 os.fdatasync(self._file)

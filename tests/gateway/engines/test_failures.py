@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from nemo_gym._util.backoff import RETRY_AFTER_AT_MOST_S, retry_after_s
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.engines import (
     EngineAnswerError,
@@ -26,7 +27,6 @@ from nemo_gym.gateway.engines import (
     TokenRequest,
     VllmEngine,
 )
-from nemo_gym.gateway.engines.errors import RETRY_AFTER_AT_MOST_S, retry_after_s
 from nemo_gym_testing.gateway import CutOff, FakeVllmEngine, Fault, Hang, Status
 
 REQUEST = TokenRequest("r", [1, 2], Sampling(8))

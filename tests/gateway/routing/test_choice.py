@@ -9,9 +9,9 @@ from collections import Counter, deque
 
 import pytest
 
+from nemo_gym._util.backoff import RETRY_AFTER_AT_MOST_S
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.engines import EngineError, EngineRateLimitedError, EngineUnreachableError
-from nemo_gym.gateway.engines.errors import RETRY_AFTER_AT_MOST_S
 from nemo_gym.gateway.routing import HealthState, NoEngineError, Reservation, Router, RouterOptions
 from tests.gateway.stubs import Clock, StubEngine
 

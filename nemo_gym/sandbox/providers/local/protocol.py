@@ -16,6 +16,8 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from nemo_gym._util.files import write_all
+
 PROTOCOL_VERSION = 1
 _INLINE_BYTES = 32 * 1024
 _MAX_FDS = 64
@@ -35,9 +37,7 @@ def memory_file(data: bytes, name: str) -> int:
     """A descriptor of an anonymous file in memory that holds ``data``, positioned at its start."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
     try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view) :]
+        write_all(descriptor, data)
         os.lseek(descriptor, 0, os.SEEK_SET)
     except BaseException:
         os.close(descriptor)

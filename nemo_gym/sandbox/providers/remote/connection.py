@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError
 from yarl import URL
 
+from nemo_gym._util.backoff import retry_after_s
 from nemo_gym.contract.errors import InvalidBodyError, SandboxError
 from nemo_gym.http.watched_socket import watched_socket
 from nemo_gym.sandbox.wire import routes
@@ -237,8 +238,7 @@ async def _problem(response: aiohttp.ClientResponse) -> tuple[Problem, float]:
     except (aiohttp.ClientError, TimeoutError, ConnectionError):
         body = b""
     response.close()
-    after = response.headers.get("Retry-After", "")
-    return parse_problem(response.status, body), float(after) if after.isdecimal() else 0.0
+    return parse_problem(response.status, body), retry_after_s(response.headers.get("Retry-After"), default=0.0)
 
 
 def _unreachable(method: str, url: str, error: BaseException, *, started: str) -> BrokerUnreachableError:

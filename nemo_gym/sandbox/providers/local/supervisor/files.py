@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_gym._util.files import write_all
 from nemo_gym.sandbox import archive, linux
 from nemo_gym.sandbox.providers.local.images import copy_layer, remove_directory
 from nemo_gym.sandbox.providers.local.supervisor import children, user_ids
@@ -43,9 +44,7 @@ async def get_archive(
             _enter(init_fd)
             try:
                 for chunk in archive.pack(path, exclude=exclude, max_bytes=max_bytes):
-                    view = memoryview(chunk)
-                    while view:
-                        view = view[os.write(stream, view) :]
+                    write_all(stream, chunk)
             except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
                 # What is at the path is the box's contents: no failure of ours.
                 raise archive.ArchiveError(f"there is nothing to pack at '{path}': {error.strerror}") from error

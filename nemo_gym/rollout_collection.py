@@ -11,7 +11,7 @@ from rich.console import Console
 
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.config_types import BaseServerConfig
-from nemo_gym.http.client import ServerClient, own_http_session
+from nemo_gym.http.client import ServerClient
 from nemo_gym.rollouts.collection import CollectionResult, run_collection
 from nemo_gym.rollouts.examples import Example, ExampleRun
 from nemo_gym.rollouts.failures import NG_FAILURE_CLASS_KEY, NG_NO_PERSIST_KEY, NG_TERMINAL_KEY
@@ -81,8 +81,7 @@ class RolloutCollectionHelper:
 
 async def run_from_config(config: RolloutRunConfig | Mapping[str, Any]) -> CollectionResult:
     """A whole run against the stack on this machine."""
-    async with own_http_session():
-        return await RolloutCollectionHelper().run_from_config(config)
+    return await RolloutCollectionHelper().run_from_config(config)
 
 
 def run_examples(examples: list[dict[str, Any]], **run_keys: Any) -> Iterator[asyncio.Future[Example]]:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import ipaddress
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, Literal, Self
@@ -54,7 +54,9 @@ class ServerUnreachableError(ServerError, ConnectionError):
     code = "server_unreachable"
 
 
-_sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = weakref.WeakKeyDictionary()
+_Owned = tuple[aiohttp.ClientSession, AsyncGenerator[None]]
+_sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Owned] = weakref.WeakKeyDictionary()
+"""Each loop's session, and the generator that closes it."""
 _attached: ContextVar[Mapping[str, Mapping[str, str]]] = ContextVar("nemo_gym_attached_headers")
 
 
@@ -75,11 +77,12 @@ def inference_context(server_name: str, token: str) -> contextlib.AbstractContex
 
 
 def get_global_aiohttp_client() -> aiohttp.ClientSession:
-    """The shared session of the running event loop. It keeps no cookies: each caller passes its own."""
+    """The shared session of the running event loop, closed with the loop. It keeps no cookies: each caller passes its
+    own."""
     loop = asyncio.get_running_loop()
-    session = _sessions.get(loop)
+    session, _ = _sessions.get(loop, (None, None))
     if session is None or session.closed:
-        session = _sessions[loop] = aiohttp.ClientSession(
+        session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
                 limit=CONNECTION_LIMIT,
                 limit_per_host=0,
@@ -93,26 +96,27 @@ def get_global_aiohttp_client() -> aiohttp.ClientSession:
             trust_env=False,
             read_bufsize=2**18,
         )
+        owner = _closed_with_the_loop(session)
+        with contextlib.suppress(StopIteration):
+            owner.asend(None).send(None)
+        _sessions[loop] = session, owner
     return session
 
 
-async def close_global_aiohttp_client() -> None:
-    """Close the running loop's session, if it has one."""
-    session = _sessions.pop(asyncio.get_running_loop(), None)
-    if session is not None:
-        await session.close()
-
-
-@contextlib.asynccontextmanager
-async def own_http_session() -> AsyncIterator[None]:
-    """Closes the running loop's session at the end, where there was none before: its user is a program that ends its
-    loop and does not know of it."""
-    was_there = asyncio.get_running_loop() in _sessions
+async def _closed_with_the_loop(session: aiohttp.ClientSession) -> AsyncGenerator[None]:
+    """Whoever ends an event loop properly ends its asynchronous generators first; nothing else of a loop can be
+    waited for by code that did not start it."""
     try:
         yield
     finally:
-        if not was_there:
-            await close_global_aiohttp_client()
+        await session.close()
+
+
+async def close_global_aiohttp_client() -> None:
+    """Close the running loop's session, if it has one, before the loop ends."""
+    _, owner = _sessions.pop(asyncio.get_running_loop(), (None, None))
+    if owner is not None:
+        await owner.aclose()
 
 
 def encode_json(value: Any) -> bytes:

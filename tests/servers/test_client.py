@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from nemo_gym.contract.errors import ConfigError, ServerError
 from nemo_gym.http import client as client_module
 from nemo_gym.http import openai_client as model_client_module
-from nemo_gym.http.client import expect_json, get_global_aiohttp_client, own_http_session
+from nemo_gym.http.client import close_global_aiohttp_client, expect_json, get_global_aiohttp_client
 from nemo_gym.http.openai_client import MAX_TRIES, NeMoGymAsyncOpenAI
 from nemo_gym.rollouts.failures import PeerError
 from nemo_gym.rollouts.peers import Peers
@@ -168,11 +168,17 @@ async def test_poll_says_whether_a_server_answers(counter: object) -> None:
     assert await asyncio.to_thread(gone.poll_for_status, "x") == "connection_error"
 
 
-async def test_session_is_closed_by_whom_it_was_opened_for() -> None:
-    async with own_http_session():
-        mine = get_global_aiohttp_client()
-    assert mine.closed
-    theirs = get_global_aiohttp_client()
-    async with own_http_session():
-        assert get_global_aiohttp_client() is theirs
-    assert not theirs.closed
+def test_session_is_closed_with_its_loop(recwarn: pytest.WarningsRecorder) -> None:
+    async def use() -> aiohttp.ClientSession:
+        assert get_global_aiohttp_client() is get_global_aiohttp_client()
+        return get_global_aiohttp_client()
+
+    assert asyncio.run(use()).closed
+    assert not recwarn.list
+
+
+async def test_session_that_was_closed_is_opened_anew() -> None:
+    before = get_global_aiohttp_client()
+    await close_global_aiohttp_client()
+    assert before.closed
+    assert not get_global_aiohttp_client().closed

@@ -6,7 +6,7 @@ export PYTHONDONTWRITEBYTECODE ?= 1
 # Files of tests side by side: most of their time is waiting.
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 6 ? n + 1 : 6)))
 
-.PHONY: help setup system engine clis rollouts test test-full lint format bench clean
+.PHONY: help setup system test-system engine clis rollouts test test-full lint format bench clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -33,11 +33,14 @@ lint: setup      ## ruff, mypy and the direction of imports
 	@.venv/bin/lint-imports --no-cache >.venv/imports.log || { cat .venv/imports.log; exit 1; }
 
 test: CLIS ?= claude-code codex
-test: engine clis lint ## lint, types and the test suite, with real bubblewrap and a real Docker Engine
+test-system: setup
+	@scripts/install-system --with-tests
+
+test: test-system engine clis lint ## lint, types and the test suite, with real bubblewrap and a real Docker Engine
 	-@scripts/install-apptainer
 	@scripts/with-engine $(PY) -m pytest -q -m "not full" -n $(JOBS) --dist loadfile $(ARGS)
 
-test-full: engine clis lint ## also the slow tests, the fault campaigns and the benches
+test-full: test-system engine clis lint ## also the slow tests, the fault campaigns and the benches
 	-@scripts/install-apptainer
 	@scripts/with-engine $(PY) -m pytest -q $(ARGS)
 	@scripts/with-engine scripts/campaigns

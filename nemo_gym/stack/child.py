@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import io
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import traceback
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from nemo_gym.config.launch import (
     LAUNCH_FD_ENV,
@@ -94,6 +95,9 @@ def run_app(app: Path, roots: Sequence[Path]) -> int:
     launch = current_launch()
     assert launch is not None
     configure_server_logging(launch)
+    for stream in (sys.stdout, sys.stderr):
+        # The last lines before a server is killed are those that tell why.
+        cast(io.TextIOWrapper, stream).reconfigure(line_buffering=True)
     os.chdir(app.parent)
     sys.argv = [str(app)]
     own = str(app.parent)

@@ -30,14 +30,14 @@ async def test_layers_keep_owners_modes_links_and_deletions_of_system_files(plac
         first,
         "touch /tmp/scratch /var/tmp/scratch; rm /usr/bin/env; mkdir -p /opt/a/b; echo 1 > /opt/a/f;"
         " chmod 4711 /opt/a/f; ln /opt/a/f /opt/a/g; ln -s f /opt/a/s; chmod 700 /opt/a/b;"
-        " mv /usr/share/misc /usr/share/moved",
+        " mv /usr/share/common-licenses /usr/share/moved",
     )
     await place.provider.commit(first, "one", {})
     second = await place.create(image="one")
     assert await place.run(second, "cd /opt/a; stat -c '%a %h %N' f g s; stat -c %a b") == (
         "4711 2 'f'\n4711 2 'g'\n777 1 's' -> 'f'\n700\n"
     )
-    assert not (await place.provider.exec(second, "test -e /usr/bin/env -o -e /usr/share/misc")).ok
+    assert not (await place.provider.exec(second, "test -e /usr/bin/env -o -e /usr/share/common-licenses")).ok
     assert await place.run(second, "ls /usr/share/moved | wc -l") != "0\n"
     assert await place.run(second, "ls -A /tmp /var/tmp | grep scratch || true") == ""
     await place.run(second, "rm -r /opt/a; cp /bin/true /usr/bin/env")

@@ -11,11 +11,13 @@ import re
 from json.decoder import scanstring  # type: ignore[attr-defined]
 
 _SPACE = re.compile(r"[ \t\n\r]*+")
-_STRING = re.compile(r'"[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*+)*+"')
-_ATOM = re.compile(r"(?:-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+|true|false|null)(?![\w.+-])")
+# Groups are not possessive: before CPython 3.11.5 such groups match what they must not. Nothing here matches in two
+# ways, so that giving up a repetition never finds another match.
+_STRING = re.compile(r'"[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*+)*"')
+_ATOM = re.compile(r"(?:-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?|true|false|null)(?![\w.+-])")
 _FLAT = re.compile(
     rf"\{{{_SPACE.pattern}(?:{_STRING.pattern}{_SPACE.pattern}:{_SPACE.pattern}(?:{_STRING.pattern}|{_ATOM.pattern})"
-    rf"{_SPACE.pattern}(?:,{_SPACE.pattern}(?=\")|(?=\}})))*+\}}"
+    rf"{_SPACE.pattern}(?:,{_SPACE.pattern}(?=\")|(?=\}})))*\}}"
 )
 """An object of strings and atoms, which most arguments are."""
 

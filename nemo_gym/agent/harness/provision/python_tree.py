@@ -65,6 +65,7 @@ def make_python_tree(package: CliPackage, root: Path) -> str:
     library = root / "lib" / f"python{interpreter.version}"
     shutil.copytree(interpreter.stdlib, library, ignore=shutil.ignore_patterns(*_LEFT_OUT, *_SITES))
     _install(package, interpreter, library / "site-packages")
+    (library / "dist-packages").symlink_to("site-packages")  # where Debian's own Python looks instead
     (root / "bin").mkdir()
     program = root / "bin" / f"python{interpreter.version}"
     shutil.copy(interpreter.program, program)

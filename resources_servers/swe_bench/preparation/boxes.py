@@ -144,15 +144,12 @@ async def build_box(
 
 
 def add_tree(tar: tarfile.TarFile, source: Path, target: str, skip: Callable[[str], bool] | None = None) -> None:
-    """Add a host file or directory at ``target`` (absolute), owned by root; ``skip`` sees paths below ``source``.
-    Links to absolute paths are left out: they mean this host's files (Debian's ``sitecustomize.py``)."""
+    """Add a host file or directory at ``target`` (absolute), owned by root; ``skip`` sees paths below ``source``."""
     arcname = target.lstrip("/")
 
     def keep(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
         below = member.name[len(arcname) :].lstrip("/")
         if below and skip is not None and skip(below):
-            return None
-        if member.issym() and member.linkname.startswith("/"):
             return None
         member.uid = member.gid = 0
         member.uname = member.gname = ""

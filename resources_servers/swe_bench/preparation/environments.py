@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tarfile
 
 from resources_servers.swe_bench.preparation import shims
@@ -119,7 +120,7 @@ async def copy_runtime(box: BuildBox, tree: RuntimeTree) -> None:
     def write(tar: tarfile.TarFile) -> None:
         add_bytes(tar, tree.executable, relocated(executable), 0o755)
         for source, target in tree.members[1:]:
-            add_tree(tar, source, target, skip_member)
+            add_tree(tar, source, target, functools.partial(skip_member, source))
         for path, link in tree.links:
             add_link(tar, path, link)
         for name, source in libraries.items():

@@ -56,10 +56,13 @@ class RuntimeTree:
     """The interpreter's path in the box."""
 
 
-def skip_member(name: str) -> bool:
-    """Whether a path relative to a copied directory is left out: what no test of a project needs."""
-    parts = Path(name).parts
-    return any(part in _NOT_COPIED or part.startswith("config-") for part in parts) or name.endswith((".a", ".pyc"))
+def skip_member(source: Path, name: str) -> bool:
+    """Whether a path relative to a copied directory is left out: what no test of a project needs, and links to
+    absolute paths, which mean this host's files (``sitecustomize.py`` of Debian's Python)."""
+    if any(part in _NOT_COPIED or part.startswith("config-") for part in Path(name).parts):
+        return True
+    path = source / name
+    return name.endswith((".a", ".pyc")) or (path.is_symlink() and path.readlink().is_absolute())
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nemo_gym.contract.errors import ConfigError
-from resources_servers.swe_bench.preparation.boxes import cause_of
+from resources_servers.swe_bench.preparation.boxes import add_tree, cause_of
 from resources_servers.swe_bench.preparation.builder import Prepared
 from resources_servers.swe_bench.preparation.plan import (
     Environment,
@@ -22,6 +24,7 @@ from resources_servers.swe_bench.preparation.plan import (
     read_environments,
 )
 from resources_servers.swe_bench.preparation.registries import pip_settings, registry_access
+from resources_servers.swe_bench.preparation.runtimes import skip_member
 from resources_servers.swe_bench.prepare import Options, summary
 from resources_servers.swe_bench.row import SweBenchRow
 
@@ -262,3 +265,15 @@ def test_error_of_a_long_step_has_where_it_began_and_how_it_ended() -> None:
     assert "No module named 'numpy'" in said
     assert len(said) < 1600
     assert cause_of("x" * 5000).endswith("x" * 900)
+
+
+def test_copied_runtime_holds_no_link_to_this_hosts_files(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").symlink_to("/etc/python3.11/sitecustomize.py")
+    (tmp_path / "site.py").write_text("")
+    (tmp_path / "alias.py").symlink_to("site.py")
+    with tarfile.open(tmp_path / "runtime.tar", "w") as tar:
+        add_tree(tar, tmp_path, "/opt/python", functools.partial(skip_member, tmp_path))
+        assert {name for name in tar.getnames() if name.endswith(".py")} == {
+            "opt/python/alias.py",
+            "opt/python/site.py",
+        }

@@ -29,6 +29,7 @@ from nemo_gym.agent.topology.transcript import response_object
 from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest, BaseRunServerInstanceConfig
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.contract.errors import ConfigError, ContractError, InvalidBodyError, ServerError
+from nemo_gym.contract.identity import ATTEMPT_INDEX_KEY, ROLLOUT_INDEX_KEY, TASK_INDEX_KEY
 from nemo_gym.contract.model_limits import REQUEST_TIMEOUT_S
 from nemo_gym.contract.rows import PARAMS_KEY, RESPONSE_KEY, SESSION_KEY, public_params
 from nemo_gym.contract.session import (
@@ -45,9 +46,6 @@ from nemo_gym.contract.session import (
 from nemo_gym.http.application import Application
 from nemo_gym.http.client import expect_json, inference_context
 from nemo_gym.http.correlation import (
-    ATTEMPT_INDEX_KEY,
-    ROLLOUT_INDEX_KEY,
-    TASK_INDEX_KEY,
     apply_rollout_prefix,
     maybe_rollout_id_from_run_body,
     rollout_context,

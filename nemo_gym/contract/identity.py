@@ -15,8 +15,7 @@ ROLLOUT_ID_KEY = "_ng_rollout_id"
 ATTEMPT_INDEX_KEY = "_ng_attempt_index"
 """From 0, as NeMo Gym counts: the first attempt of a rollout is 0."""
 AGENT_REF_KEY = "agent_ref"
-SESSION_KEY = "_ng_session"
-"""What the pipeline adds to a row for the servers; never stored."""
+
 
 _TASK_ID_FIELDS = ("task_id", "instance_id", "id", "uuid")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")

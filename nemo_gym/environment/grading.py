@@ -10,11 +10,9 @@ from typing import Any
 import orjson
 
 from nemo_gym.contract.errors import NemoGymError
-from nemo_gym.contract.rows import PARAMS_KEY, RESPONSE_KEY
+from nemo_gym.contract.rows import NG_FAILURE_CLASS_KEY, PARAMS_KEY, RESPONSE_KEY
 from nemo_gym.contract.session import Artifact
 from nemo_gym.contract.verdict import FailureKind, Verdict
-
-NG_FAILURE_CLASS_KEY = "_ng_failure_class"
 
 
 def work_digest(response: Any, artifacts: Sequence[Artifact]) -> str:

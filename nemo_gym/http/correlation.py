@@ -11,6 +11,8 @@ from typing import Any
 import structlog
 from pydantic import BaseModel
 
+from nemo_gym.contract.identity import ATTEMPT_INDEX_KEY, ROLLOUT_ID_KEY, ROLLOUT_INDEX_KEY, TASK_INDEX_KEY
+
 __all__ = [
     "ROLLOUT_ID_HEADER",
     "ROLLOUT_ID_PATTERN",
@@ -28,12 +30,6 @@ ROLLOUT_PATH_PREFIX = "ng-rollout"
 TOKEN_CAPTURE_PATH_SEGMENT = "training-token-capture"
 ROLLOUT_ID_PATTERN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 ROLLOUT_ID_HEADER = "X-NeMo-Gym-Rollout-Id"
-
-# Wire keys of NeMo Gym rows.
-TASK_INDEX_KEY = "_ng_task_index"
-ROLLOUT_INDEX_KEY = "_ng_rollout_index"
-ATTEMPT_INDEX_KEY = "_ng_attempt_index"
-ROLLOUT_ID_KEY = "_ng_rollout_id"
 
 _rollout_id: ContextVar[str | None] = ContextVar("nemo_gym_rollout_id", default=None)
 

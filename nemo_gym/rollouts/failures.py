@@ -15,11 +15,11 @@ from nemo_gym.contract.identity import (
     ROLLOUT_INDEX_KEY,
     TASK_INDEX_KEY,
 )
+from nemo_gym.contract.rows import NG_FAILURE_CLASS_KEY
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.contract.verdict import RETRYABLE_FAILURES, FailureKind
 from nemo_gym.rollouts.interfaces import Job, StageFailure, StageName
 
-NG_FAILURE_CLASS_KEY = "_ng_failure_class"
 NG_TERMINAL_KEY = "_ng_failure_terminal"
 NG_NO_PERSIST_KEY = "_ng_no_persist"
 

@@ -22,11 +22,11 @@ from nemo_gym.contract.identity import (
     ATTEMPT_INDEX_KEY,
     ROLLOUT_ID_KEY,
     ROLLOUT_INDEX_KEY,
-    SESSION_KEY,
     TASK_INDEX_KEY,
     group_id_of,
     task_id_of,
 )
+from nemo_gym.contract.rows import SESSION_KEY
 from nemo_gym.contract.session import AgentOutcome, Artifact, RolloutIdentity
 from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.rollouts import failures

@@ -12,13 +12,12 @@ from nemo_gym.contract.identity import (
     ATTEMPT_INDEX_KEY,
     ROLLOUT_ID_KEY,
     ROLLOUT_INDEX_KEY,
-    SESSION_KEY,
     TASK_INDEX_KEY,
 )
+from nemo_gym.contract.rows import PARAMS_KEY, SESSION_KEY
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.rollouts.attempt import Attempt
 
-PARAMS_KEY = "responses_create_params"
 OWN_FIELDS = frozenset(
     {
         *(AGENT_REF_KEY, TASK_INDEX_KEY, ROLLOUT_INDEX_KEY, ROLLOUT_ID_KEY, ATTEMPT_INDEX_KEY, "task_id"),

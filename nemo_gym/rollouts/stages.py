@@ -20,9 +20,9 @@ import structlog
 
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import NemoGymError
-from nemo_gym.contract.identity import ROLLOUT_ID_KEY, SESSION_KEY
+from nemo_gym.contract.identity import ROLLOUT_ID_KEY
 from nemo_gym.contract.model_limits import REQUEST_TIMEOUT_S
-from nemo_gym.contract.rows import NO_PROMPT, has_prompt
+from nemo_gym.contract.rows import NO_PROMPT, SESSION_KEY, has_prompt
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.rollouts import failures

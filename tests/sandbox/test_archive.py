@@ -403,7 +403,8 @@ def test_archive_runs_in_an_isolated_interpreter_with_the_standard_library_alone
         "from nemo_gym.sandbox import archive\n"
         "archive.extract(sys.stdin.buffer.read, sys.argv[2])\n"
         "ours = sorted(name for name in sys.modules if name.startswith('nemo_gym'))\n"
-        "assert ours == ['nemo_gym', 'nemo_gym.sandbox', 'nemo_gym.sandbox.archive', 'nemo_gym.sandbox.tar_stream']\n"
+        "sandbox = ['nemo_gym.sandbox', 'nemo_gym.sandbox.archive', 'nemo_gym.sandbox.tar_stream']\n"
+        "assert ours == ['nemo_gym', 'nemo_gym._util', 'nemo_gym._util.files', *sandbox], ours\n"
     )
     command = [sys.executable, "-I", "-S", "-c", code, str(Path(archive.__file__).parents[2]), str(dest)]
     subprocess.run(command, input=b"".join(pack(tree)), check=True, env={})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import re
 
@@ -12,8 +13,11 @@ from hypothesis import strategies as st
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.sandbox.labels import MANAGED
 from nemo_gym.sandbox.providers.opensandbox import labels
+from nemo_gym.sandbox.providers.opensandbox.box import OpenSandboxBox
 from nemo_gym.sandbox.providers.opensandbox.config import OpenSandboxConfig
-from nemo_gym.sandbox.providers.opensandbox.frames import Frame, FrameParser
+from nemo_gym.sandbox.providers.opensandbox.connection import Connection
+from nemo_gym.sandbox.providers.opensandbox.frames import STDOUT, Frame, FrameParser
+from nemo_gym.sandbox.providers.opensandbox.tool import ToolRun
 
 _VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 _NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
@@ -74,3 +78,19 @@ def test_bad_option_is_refused_by_name(options: dict[str, object], named: str) -
 
 def test_key_is_never_shown() -> None:
     assert "secret" not in repr(OpenSandboxConfig(api_key="secret"))
+
+
+@pytest.mark.parametrize("steps", range(4))
+async def test_reader_that_is_cancelled_just_as_a_frame_comes_ends(steps: int) -> None:
+    """One that went on would read heartbeats for ever, and whoever closes a door waits for it."""
+    running = ToolRun(Connection(OpenSandboxConfig(url="http://127.0.0.1:1")), OpenSandboxBox("box", "/box"), "relay")
+    running._heard = asyncio.get_running_loop().time()
+    reading = asyncio.create_task(running.next())
+    await asyncio.sleep(0.01)
+    running._frames.put_nowait(Frame(STDOUT, b"said"))
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    if not reading.done():
+        reading.cancel()
+        await asyncio.wait({reading})
+        assert reading.cancelled()

@@ -156,7 +156,8 @@ class OpenSandboxExec:
         """Lost, unless the server says that memory ran out, which kills the helper as it may any process."""
         duration_s = time.monotonic() - self._began
         with contextlib.suppress(*sdk_errors(TimeoutError)):
-            info = await asyncio.wait_for(self._connection.info(self._box.sandbox_id), 10)
+            async with asyncio.timeout(10):
+                info = await self._connection.info(self._box.sandbox_id)
             if info is not None and "oom" in f"{info.status.reason} {info.status.message}".lower():
                 return ExecEnd(ExecOutcome.OUT_OF_MEMORY, signal=int(signals.SIGKILL), duration_s=duration_s)
         return ExecEnd(ExecOutcome.LOST, duration_s=duration_s)

@@ -100,7 +100,8 @@ class ToolRun:
                 raise self._lost()
             quiet_s = loop.time() - self._heard
             try:
-                frame = await asyncio.wait_for(self._frames.get(), max(self._quiet_s - quiet_s, 1.0))
+                async with asyncio.timeout(max(self._quiet_s - quiet_s, 1.0)):
+                    frame = await self._frames.get()
             except TimeoutError:
                 await self._check_silence(loop.time() - self._heard)
                 continue
@@ -122,7 +123,8 @@ class ToolRun:
                 f"opensandbox: nothing was heard of box {self._box.sandbox_id} for {quiet_s:.0f} s; is it paused?"
             )
         try:
-            info = await asyncio.wait_for(self._connection.info(self._box.sandbox_id), 5)
+            async with asyncio.timeout(5):
+                info = await self._connection.info(self._box.sandbox_id)
         except sdk_errors(TimeoutError):
             return
         if info is None or info.status.state.lower() not in _ALIVE:

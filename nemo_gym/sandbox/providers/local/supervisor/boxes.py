@@ -189,7 +189,8 @@ class Box:
         for command in list(self.commands.values()):
             # They die with process 1 of their pid namespace; only their ends must still be told.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(command.ended.wait(), 10.0)
+                async with asyncio.timeout(10.0):
+                    await command.ended.wait()
         await children.readable(self.init_fd)
         await self._gone.wait()
         children.reap(self._built.monitor_pid)

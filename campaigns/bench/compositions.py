@@ -163,7 +163,7 @@ class Measured:
 def fake_model(task: Task) -> Iterator[Running]:
     with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        script = ROOT / "tests" / "bench" / "composition_parts" / "fake_model.py"
+        script = ROOT / "campaigns" / "bench" / "composition_parts" / "fake_model.py"
         command = [sys.executable, str(script), str(listener.fileno()), orjson.dumps(task.says).decode()]
         with child(command, pass_fds=(listener.fileno(),)) as process:
             yield Running(url, process.pid)

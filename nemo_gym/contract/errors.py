@@ -150,10 +150,16 @@ class SandboxLostError(SandboxError):
 
 
 class SandboxArchiveError(SandboxError):
-    """A tar stream whose members escape the target, that is damaged, or that passes a cap."""
+    """A tar stream whose members escape the target, or that is damaged."""
 
     code = "sandbox_archive"
     status = 400
+
+
+class SandboxArchiveTooLargeError(SandboxArchiveError):
+    """A tar stream that would pass the caller's ``max_bytes``."""
+
+    code = "sandbox_archive_too_large"
 
 
 class ModelError(NemoGymError):

@@ -24,6 +24,7 @@ from nemo_gym._util.files import write_all
 from nemo_gym.sandbox.tar_stream import (
     END_OF_ARCHIVE,
     ArchiveError,
+    ArchiveTooLargeError,
     Excludes,
     TarParser,
     check_member,
@@ -35,6 +36,7 @@ from nemo_gym.sandbox.tar_stream import (
 __all__ = [
     "END_OF_ARCHIVE",
     "ArchiveError",
+    "ArchiveTooLargeError",
     "Chown",
     "Excludes",
     "TarParser",
@@ -77,7 +79,8 @@ def pack(
 
     Raises:
         FileNotFoundError: there is nothing at ``path``.
-        ArchiveError: the stream would pass ``max_bytes``, an entry cannot be read, or directories are too deep.
+        ArchiveTooLargeError: the stream would pass ``max_bytes``.
+        ArchiveError: an entry cannot be read, or directories are too deep.
     """
     return _Packer(Excludes(exclude), max_bytes, one_filesystem).run(os.fspath(path), name)
 
@@ -186,7 +189,7 @@ class _Packer:
         self._buffer += data
 
     def _too_large(self) -> None:
-        raise ArchiveError(f"the archive is larger than max_bytes={self._max_bytes}")
+        raise ArchiveTooLargeError(f"the archive is larger than max_bytes={self._max_bytes}")
 
 
 def extract(

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Se
 from nemo_gym.sandbox.tar_stream import (
     END_OF_ARCHIVE,
     ArchiveError,
+    ArchiveTooLargeError,
     Excludes,
     TarParser,
     check_member,
@@ -48,6 +49,8 @@ class TarFilter:
                 self._keep = self._accept(event)
                 self._padding = -event.size % tarfile.BLOCKSIZE
                 if self._keep:
+                    # Refused before its content comes: a sparse file may declare a petabyte.
+                    self._check(event.size)
                     out.append(encode_header(event))
             elif self._keep:
                 out.append(bytes(self._padding) if event is None else event)
@@ -62,9 +65,12 @@ class TarFilter:
         return END_OF_ARCHIVE
 
     def _count(self, size: int) -> None:
+        self._check(size)
         self._total += size
-        if self._max_bytes is not None and self._total > self._max_bytes:
-            raise ArchiveError(f"the archive is larger than max_bytes={self._max_bytes}")
+
+    def _check(self, size: int) -> None:
+        if self._max_bytes is not None and self._total + size > self._max_bytes:
+            raise ArchiveTooLargeError(f"the archive is larger than max_bytes={self._max_bytes}")
 
     def _accept(self, member: tarfile.TarInfo) -> bool:
         if self._strict:

@@ -279,7 +279,8 @@ class SandboxProvider(Protocol):
     ) -> AsyncIterator[bytes]:
         """The file or directory at ``path`` as a tar stream whose first member is named by the path's last part.
         Made by the provider, with no program of the box. ``exclude`` are paths relative to ``path``, or a bare name
-        preceded by ``**/`` for every depth. More than ``max_bytes`` raises `SandboxArchiveError`."""
+        preceded by ``**/`` for every depth. More than ``max_bytes`` raises
+        `SandboxArchiveTooLargeError`; give it wherever the box's contents are not yours."""
         ...
 
     async def upload_file(self, handle: SandboxHandle, source: Path, target: str) -> None: ...

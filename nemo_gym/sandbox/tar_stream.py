@@ -17,6 +17,10 @@ class ArchiveError(ValueError):
     """A tar stream that is damaged, leaves its target or passes a cap; or a path that cannot be packed."""
 
 
+class ArchiveTooLargeError(ArchiveError):
+    """A tar stream that would pass the caller's ``max_bytes``."""
+
+
 class TarParser:
     """A push parser of tar streams (ustar, GNU and pax, without sparse files)."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import tarfile
 
@@ -75,6 +76,21 @@ async def test_everything_is_deleted_when_the_work_tree_is_empty(bench: Bench) -
     artifact = await bench.patch_after("rm -rf -- * .[a-z]*; true")
     assert artifact.error is None
     assert artifact.content().count(b"deleted file mode") == artifact.facts["path_count"] == 10
+
+
+async def test_file_that_is_all_holes_is_said_to_be_too_large_at_once(bench: Bench) -> None:
+    """A backend that packs by itself would send its holes as zeros: a petabyte takes days, or all memory."""
+    box = await bench.provider.create(bench.spec)
+    try:
+        await bench.sh(box, "truncate -s 1P huge.bin || truncate -s 15T huge.bin")
+        async with asyncio.timeout(60):
+            patch, files = await bench.harvest(
+                box, GitDiffHarvest(path="/testbed"), FilesHarvest(paths=("/testbed/huge.bin",))
+            )
+    finally:
+        await bench.provider.close(box)
+    for artifact in (patch, files):
+        assert artifact.truncated and artifact.error and artifact.content() == b""
 
 
 async def test_artifact_says_so_when_the_patch_is_larger_than_its_cap(bench: Bench) -> None:

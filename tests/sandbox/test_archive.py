@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_gym.sandbox import archive
-from nemo_gym.sandbox.archive import ArchiveError, extract, pack, pack_bytes
+from nemo_gym.sandbox.archive import ArchiveError, ArchiveTooLargeError, encode_header, extract, pack, pack_bytes
 from nemo_gym.sandbox.archive_filters import TarFilter, filtered, single_file, validated
 
 
@@ -379,6 +379,14 @@ def test_validated_encodes_headers_anew_when_a_global_header_renames_members() -
     out = b"".join(validated([buffer.getvalue()]))
     assert b"evil" not in out
     assert names_of(out) == ["safe"]
+
+
+def test_member_that_is_larger_than_max_bytes_is_refused_before_its_content_comes() -> None:
+    """A packer sends a sparse file's holes as zeros: a petabyte of them would take days to count."""
+    huge = tarfile.TarInfo("repo/sparse")
+    huge.size = 2**50
+    with pytest.raises(ArchiveTooLargeError, match="max_bytes=1000000"):
+        list(filtered([encode_header(huge)], max_bytes=1_000_000))
 
 
 def test_single_file_gives_the_content_and_raises_when_it_is_a_directory() -> None:

@@ -5,6 +5,7 @@ import contextlib
 import io
 import os
 import tarfile
+import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -129,6 +130,19 @@ async def test_docker_get_archive_stops_at_max_bytes(boxes: Boxes, box: SandboxH
     await boxes.provider.exec(box, "head -c 5000000 /dev/zero > /zeros")
     with pytest.raises(SandboxArchiveError, match="max_bytes=100000"):
         await fetched(boxes, box, "/zeros", max_bytes=100_000)
+
+
+async def test_docker_get_archive_holds_a_bounded_part_in_memory(boxes: Boxes, box: SandboxHandle) -> None:
+    await boxes.provider.exec(box, "head -c 300000000 /dev/zero > /zeros")
+    tracemalloc.start()
+    try:
+        size = 0
+        async for chunk in boxes.provider.get_archive(box, "/zeros"):
+            size += len(chunk)
+        assert size > 300_000_000
+        assert tracemalloc.get_traced_memory()[1] < 150_000_000
+    finally:
+        tracemalloc.stop()
 
 
 async def test_docker_get_archive_follows_a_link_and_keeps_its_name(boxes: Boxes, box: SandboxHandle) -> None:

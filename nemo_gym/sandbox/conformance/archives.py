@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.contract.errors import SandboxArchiveError, SandboxError, SandboxLostError
+from nemo_gym.contract.errors import SandboxArchiveError, SandboxArchiveTooLargeError, SandboxError, SandboxLostError
 from nemo_gym.sandbox.archive import extract, pack, pack_bytes
 from nemo_gym.sandbox.conformance.base import Checks, sh
 from nemo_gym.sandbox.facade import AsyncSandbox
@@ -121,7 +121,7 @@ class ArchiveChecks(Checks):
         assert len(await receive(box, "/srv/big", max_bytes=3_100_000)) <= 3_100_000
         for path in ("/srv/big", "/srv/sparse"):
             async with asyncio.timeout(60):
-                with pytest.raises(SandboxArchiveError, match="1000000"):
+                with pytest.raises(SandboxArchiveTooLargeError, match="1000000"):
                     await receive(box, path, max_bytes=1_000_000)
         assert (await box.exec("true")).ok
 

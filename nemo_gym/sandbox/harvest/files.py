@@ -7,7 +7,7 @@ import posixpath
 import tarfile
 from collections.abc import Sequence
 
-from nemo_gym.contract.errors import ContractError, SandboxArchiveError, SandboxLostError
+from nemo_gym.contract.errors import ContractError, SandboxArchiveError, SandboxArchiveTooLargeError, SandboxLostError
 from nemo_gym.contract.session import Artifact, CommandHarvest, FilesHarvest
 from nemo_gym.sandbox.archive import END_OF_ARCHIVE, ArchiveError, TarParser, encode_header, member_parts
 from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle, SandboxProvider
@@ -24,7 +24,7 @@ async def harvest_files(provider: SandboxProvider, handle: SandboxHandle, item: 
     try:
         for path in item.paths:
             await _append(provider, handle, path, item, out)
-    except _TooLarge:
+    except (_TooLarge, SandboxArchiveTooLargeError):
         size = out.tell()
         return Artifact.of(item.name, "files", b"", truncated=True, size=size, error=_cap_message(item.max_bytes))
     except (SandboxArchiveError, ArchiveError) as error:
@@ -38,7 +38,9 @@ async def _append(
 ) -> None:
     parent = member_parts(posixpath.dirname(posixpath.normpath(path)).lstrip("/"))
     parser, padding = TarParser(), 0
-    async for chunk in provider.get_archive(handle, path, exclude=item.exclude):
+    # What fits into the artifact fits into the provider's stream, whose names are shorter.
+    cap = item.max_bytes + len(END_OF_ARCHIVE)
+    async for chunk in provider.get_archive(handle, path, exclude=item.exclude, max_bytes=cap):
         for event in parser.feed(chunk):
             if isinstance(event, tarfile.TarInfo):
                 event.name = "/".join([*parent, event.name])

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from nemo_gym.contract.errors import SandboxArchiveError, SandboxError, SandboxLostError
+from nemo_gym.contract.errors import SandboxArchiveError, SandboxArchiveTooLargeError, SandboxError, SandboxLostError
 from nemo_gym.contract.sandbox import NetworkPolicy, SandboxRole, SandboxSpec
 from nemo_gym.contract.session import Artifact, GitDiffHarvest
 from nemo_gym.sandbox import labels as label_names
@@ -223,7 +223,7 @@ class _Harvester:
             if entry.mode == SYMLINK or path.rpartition(b"/")[2] == b".gitignore":
                 contents[path] = content
 
-        stream = self._provider.get_archive(self._box, self._path, exclude=exclude)
+        stream = self._provider.get_archive(self._box, self._path, exclude=exclude, max_bytes=MAX_TREE_BYTES)
         try:
             tree = await read_tree(
                 stream,
@@ -248,7 +248,7 @@ class _Harvester:
             if pristine.tree.entries.get(path) != entry:
                 contents.add(entry.oid, content)
 
-        stream = self._provider.get_archive(handle, self._path, exclude=pristine.exclude)
+        stream = self._provider.get_archive(handle, self._path, exclude=pristine.exclude, max_bytes=MAX_TREE_BYTES)
         try:
             return await read_tree(
                 stream,
@@ -258,7 +258,7 @@ class _Harvester:
                 on_content=on_content,
                 max_content_bytes=self._item.max_bytes,
             )
-        except TreeTooLargeError as error:
+        except (SandboxArchiveTooLargeError, TreeTooLargeError) as error:
             raise _BoxContentsError(str(error), truncated=True) from error
         except (SandboxArchiveError, ArchiveError) as error:
             raise _BoxContentsError(f"'{self._path}' cannot be read from the box: {error}") from error

@@ -11,10 +11,11 @@ import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import IO, Any
 
-from nemo_gym.contract.errors import SandboxArchiveError
+from nemo_gym.contract.errors import SandboxArchiveError, SandboxArchiveTooLargeError
 from nemo_gym.sandbox.archive import (
     END_OF_ARCHIVE,
     ArchiveError,
+    ArchiveTooLargeError,
     TarParser,
     check_member,
     encode_header,
@@ -159,7 +160,9 @@ def download(
     the box meanwhile. So its stream is taken at full speed, and given out from memory or a temporary file.
 
     Raises:
-        SandboxArchiveError: there is nothing at ``path``, or the stream passes ``max_bytes``.
+        SandboxArchiveTooLargeError: the stream would pass ``max_bytes``. Without one it may fill the disk for
+            temporary files: a file of a box may be as large as its holes.
+        SandboxArchiveError: there is nothing at ``path``.
         SandboxLostError: the box is gone.
     """
     path = absolute(path)
@@ -170,13 +173,15 @@ def download(
             with _reading(engine, container_id, source) as (chunks, target):
                 if not target:
                     strip = 0 if path == "/" else 1
-                    spool.writelines(filtered(chunks, exclude=exclude, max_bytes=max_bytes, strip=strip))
+                    _spool(filtered(chunks, exclude=exclude, max_bytes=max_bytes, strip=strip), spool)
             if target:
                 with _reading(engine, container_id, target) as (chunks, _):
                     kept = filtered(chunks, exclude=exclude, max_bytes=max_bytes)
-                    spool.writelines(_renamed(kept, posixpath.basename(path)))
+                    _spool(_renamed(kept, posixpath.basename(path)), spool)
+        except ArchiveTooLargeError as error:
+            raise SandboxArchiveTooLargeError(f"'{path}' cannot be packed: {error}", max_bytes=max_bytes) from error
         except ArchiveError as error:
-            raise SandboxArchiveError(f"'{path}' cannot be packed: {error}", max_bytes=max_bytes) from error
+            raise SandboxArchiveError(f"'{path}' cannot be packed: {error}") from error
         except sdk_errors() as error:
             if status_of(error) == 404 and "no such container" not in str(error).lower():
                 raise SandboxArchiveError(f"there is nothing at '{path}' in the box", path=path) from error
@@ -184,6 +189,12 @@ def download(
         spool.seek(0)
         while chunk := spool.read(_CHUNK_BYTES):
             yield chunk
+
+
+def _spool(chunks: Iterator[bytes], spool: IO[bytes]) -> None:
+    # `SpooledTemporaryFile.writelines` moves to the disk only at its end: until then all of it is in memory.
+    for chunk in chunks:
+        spool.write(chunk)
 
 
 @contextlib.contextmanager

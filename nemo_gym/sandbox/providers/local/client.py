@@ -22,6 +22,7 @@ from nemo_gym._util.directories import INSTALL_ROOT
 from nemo_gym.contract.errors import (
     NemoGymError,
     SandboxArchiveError,
+    SandboxArchiveTooLargeError,
     SandboxCreateError,
     SandboxError,
     SandboxLostError,
@@ -37,6 +38,7 @@ _PASSED_ON = ("LD_LIBRARY_PATH",)
 _ERRORS: dict[str, type[NemoGymError]] = {
     "create": SandboxCreateError,
     "archive": SandboxArchiveError,
+    "archive_too_large": SandboxArchiveTooLargeError,
     "lost": SandboxLostError,
 }
 

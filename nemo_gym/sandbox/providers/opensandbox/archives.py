@@ -12,13 +12,13 @@ import tempfile
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
-from nemo_gym.contract.errors import SandboxArchiveError
+from nemo_gym.contract.errors import SandboxArchiveError, SandboxArchiveTooLargeError
 from nemo_gym.sandbox.archive_filters import TarFilter
 from nemo_gym.sandbox.providers.opensandbox.box import OpenSandboxBox
 from nemo_gym.sandbox.providers.opensandbox.connection import Connection
 from nemo_gym.sandbox.providers.opensandbox.frames import END, STDOUT
 from nemo_gym.sandbox.providers.opensandbox.tool import ToolRun, ending, order, put_file, request_argument
-from nemo_gym.sandbox.tar_stream import ArchiveError
+from nemo_gym.sandbox.tar_stream import ArchiveError, ArchiveTooLargeError
 from nemo_gym.sandbox.transfer import absolute
 
 _IN_MEMORY_BYTES = 32 * 1024 * 1024
@@ -69,7 +69,9 @@ async def get(
             raise SandboxArchiveError(f"'{path}' cannot be packed: {found.get('error')}", path=path)
         yield through.finish()
         await running.settle()
+    except ArchiveTooLargeError as error:
+        raise SandboxArchiveTooLargeError(f"'{path}' cannot be packed: {error}", max_bytes=max_bytes) from error
     except ArchiveError as error:
-        raise SandboxArchiveError(f"'{path}' cannot be packed: {error}", max_bytes=max_bytes) from error
+        raise SandboxArchiveError(f"'{path}' cannot be packed: {error}") from error
     finally:
         await running.close()

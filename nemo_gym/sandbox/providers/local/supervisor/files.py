@@ -110,7 +110,8 @@ class _reporting(contextlib.AbstractContextManager["_reporting"]):  # noqa: N801
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, archive.ArchiveError):
-            children.report(self._descriptor, {"step": self._step, "archive": True, "message": str(error)})
+            named = "archive_too_large" if isinstance(error, archive.ArchiveTooLargeError) else "archive"
+            children.report(self._descriptor, {"step": self._step, "kind": named, "message": str(error)})
             os._exit(1)
         if isinstance(error, OSError):
             children.report_error(self._descriptor, self._step, error)

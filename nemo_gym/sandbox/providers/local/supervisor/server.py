@@ -505,8 +505,7 @@ def _info(box: Box) -> Message:
 
 def _raise_for(problem: dict[str, Any] | None) -> None:
     if problem is not None:
-        kind = "archive" if problem.get("archive") else "sandbox"
-        raise RequestError(kind, f"{problem['step']}: {problem['message']}")
+        raise RequestError(problem.get("kind", "sandbox"), f"{problem['step']}: {problem['message']}")
 
 
 def _network_files() -> dict[str, bytes]:

@@ -21,8 +21,7 @@ from resources_servers.swe_bench.confirm.comparing import close_comparers
 from resources_servers.swe_bench.confirm.controls import ControlStore, RowControls
 from resources_servers.swe_bench.eval_box import EvalSite
 from resources_servers.swe_bench.grading import close_readers
-from resources_servers.swe_bench.images import TESTBED, PreparedImage, resolve_image
-from resources_servers.swe_bench.row import SweBenchRow
+from resources_servers.swe_bench.row import TESTBED, PreparedImage, SweBenchRow, resolve_image
 from resources_servers.swe_bench.tasks import PATCH_ARTIFACT, dataset_row, describe, prompt_params
 from resources_servers.swe_bench.verdicts import judge
 

@@ -24,8 +24,8 @@ from nemo_gym.contract.verdict import FailureKind, Finding
 from nemo_gym.sandbox.archive import END_OF_ARCHIVE, pack_bytes
 from nemo_gym.sandbox.base import ExecOutcome, SandboxExecResult, SandboxHandle, SandboxProvider
 from nemo_gym.sandbox.facade import AsyncSandbox, keep_renewed
-from resources_servers.swe_bench import harness
-from resources_servers.swe_bench.tamper.risk import finding_in_tree
+from resources_servers.swe_bench import grading
+from resources_servers.swe_bench.signs import finding_in_tree
 
 TESTBED = "/testbed"
 INPUTS = "/var/tmp/ng-eval"
@@ -152,7 +152,7 @@ def split_script(eval_script: str) -> tuple[str, str, str]:
     Raises:
         VerifierError: the script does not have both markers, each once on a line of its own.
     """
-    module = harness.grading()
+    module = grading.grading()
     lines = eval_script.split("\n")
     starts = [number for number, line in enumerate(lines) if module.START_TEST_OUTPUT in line]
     ends = [number for number, line in enumerate(lines) if module.END_TEST_OUTPUT in line]
@@ -165,7 +165,7 @@ def split_script(eval_script: str) -> tuple[str, str, str]:
 def instrumented(eval_script: str) -> str:
     """The script with the test command's exit code recorded as the official harness records it, and returned as the
     script's own, where graded code cannot print over it."""
-    module = harness.grading()
+    module = grading.grading()
     split_script(eval_script)
     first, *rest = eval_script.split("\n")
     # The shell has the script open. What the grader put there is nothing for tests to find, or to tell runs apart by.

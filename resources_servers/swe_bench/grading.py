@@ -8,22 +8,99 @@ Nor is a log whose test patch did not go in: then the tests that ran were not th
 The official parsers' regular expressions take quadratic time on logs made for it, and some raise on what a test may
 print, so logs are read in processes that are killed when they take too long. A log that cannot be read within these
 bounds resolves nothing: what the tests print is the patch's doing.
+
+The official grader is reached without the half gigabyte that its package imports beside it:
+``swebench.harness.__init__`` imports docker, datasets and modal, which its grading modules do not need. So the package
+object is set up here with its path, and that file never runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
+import importlib.util
 import re
+import sys
 import tempfile
+import types
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
+from nemo_gym.contract.errors import VerifierError
 from nemo_gym.environment.worker_pool import Answer, Ending, WorkerPool
-from resources_servers.swe_bench import harness
 from resources_servers.swe_bench.row import SweBenchRow
-from resources_servers.swe_bench.unittest_ids import spelled_as_expected
+from resources_servers.swe_bench.test_ids import spelled_as_expected
+
+
+class _Grading(Protocol):
+    """What is used of ``swebench.harness.grading``."""
+
+    START_TEST_OUTPUT: str
+    END_TEST_OUTPUT: str
+    TEST_EXIT_CODE: str
+    TESTS_TIMEOUT: str
+    APPLY_PATCH_FAIL: str
+    PARSER_REGISTRY: dict[str, Any]
+
+    def get_logs_eval(self, test_spec: Any, log_fp: str) -> tuple[dict[str, str], bool]: ...
+
+    def get_eval_report(
+        self, test_spec: Any, prediction: dict[str, str], test_log_path: str, include_tests_status: bool
+    ) -> dict[str, Any]: ...
+
+
+@functools.cache
+def grading() -> _Grading:
+    """The module ``swebench.harness.grading``.
+
+    Raises:
+        VerifierError: the package is not installed, or not of a release that has this module.
+    """
+    spec = importlib.util.find_spec("swebench")
+    if spec is None or not spec.submodule_search_locations:
+        raise VerifierError(
+            "the package 'swebench' is not installed; install resources_servers/swe_bench's requirements"
+        )
+    if "swebench.harness" not in sys.modules:
+        package = types.ModuleType("swebench.harness")
+        package.__path__ = [str(Path(location) / "harness") for location in spec.submodule_search_locations]
+        sys.modules["swebench.harness"] = package
+    try:
+        return cast(_Grading, importlib.import_module("swebench.harness.grading"))
+    except ImportError as error:
+        raise VerifierError(f"the installed 'swebench' cannot grade ({error}); install swebench>=5.0.2") from error
+
+
+def test_spec(
+    *,
+    instance_id: str,
+    repo: str,
+    version: str,
+    fail_to_pass: list[str],
+    pass_to_pass: list[str],
+    log_parser: str,
+    eval_type: str,
+) -> Any:
+    """A ``swebench.types.TestSpec`` for grading alone: no image, no script."""
+    module = grading()
+    if log_parser not in module.PARSER_REGISTRY:
+        raise VerifierError(f"the installed 'swebench' has no log parser '{log_parser}', which {instance_id} needs")
+    spec_type = importlib.import_module("swebench.types").TestSpec
+    return spec_type(
+        instance_id=instance_id,
+        image="",
+        eval_script_list=[],
+        repo=repo,
+        version=version,
+        FAIL_TO_PASS=fail_to_pass,
+        PASS_TO_PASS=pass_to_pass,
+        log_parser=log_parser,
+        eval_type=eval_type,
+    )
+
 
 PARSE_TIMEOUT_S = 30.0
 """Seconds that one log may take to be read."""
@@ -110,7 +187,7 @@ def grade_log(row: SweBenchRow, log: str) -> LogGrade:
     Raises:
         VerifierError: the installed harness cannot parse this row's logs.
     """
-    spec = harness.test_spec(
+    spec = test_spec(
         instance_id=row.instance_id,
         repo=row.repo,
         version=row.version,
@@ -123,10 +200,10 @@ def grade_log(row: SweBenchRow, log: str) -> LogGrade:
     with tempfile.TemporaryDirectory(prefix="swe-bench-log-") as directory:
         path = Path(directory) / "test_output.txt"
         path.write_text(log, encoding="utf-8", errors="replace")
-        report = harness.grading().get_eval_report(
+        report = grading().get_eval_report(
             test_spec=spec, prediction=prediction, test_log_path=str(path), include_tests_status=True
         )[row.instance_id]
-        status_map, _ = harness.grading().get_logs_eval(spec, str(path))
+        status_map, _ = grading().get_logs_eval(spec, str(path))
     official = bool(report["resolved"])
     markers = marker_state(row.eval_script, log)
     return LogGrade(
@@ -141,7 +218,7 @@ def grade_log(row: SweBenchRow, log: str) -> LogGrade:
 
 def marker_state(eval_script: str, log: str) -> MarkerState:
     """Whether the log has each marker exactly once, in order, and in the form in which ``eval_script`` prints it."""
-    module = harness.grading()
+    module = grading()
     start, end = module.START_TEST_OUTPUT, module.END_TEST_OUTPUT
     if start not in log or end not in log:
         return MarkerState.MISSING

@@ -29,11 +29,10 @@ from nemo_gym.contract.errors import ConfigError, NemoGymError, reject_unknown_k
 from nemo_gym.sandbox.registry import create_provider
 from resources_servers.swe_bench.confirm.controls import ControlStore
 from resources_servers.swe_bench.confirm.making import BUDGET_S
+from resources_servers.swe_bench.preparation.boxes import registry_access
 from resources_servers.swe_bench.preparation.builder import ImageBuilder, Prepared
 from resources_servers.swe_bench.preparation.examples import example_environments, example_repositories
-from resources_servers.swe_bench.preparation.plan import RowPlan, make_plans, read_environments
-from resources_servers.swe_bench.preparation.progress import Progress
-from resources_servers.swe_bench.preparation.registries import registry_access
+from resources_servers.swe_bench.preparation.plan import Progress, RowPlan, make_plans, read_environments
 from resources_servers.swe_bench.preparation.repositories import Repositories, commit_time
 from resources_servers.swe_bench.row import SweBenchRow, read_rows
 

@@ -21,8 +21,7 @@ from nemo_gym.contract.session import (
     Topology,
 )
 from resources_servers.swe_bench.config import SweBenchConfig
-from resources_servers.swe_bench.images import TESTBED, PreparedImage
-from resources_servers.swe_bench.row import SweBenchRow
+from resources_servers.swe_bench.row import TESTBED, PreparedImage, SweBenchRow
 
 PATCH_ARTIFACT = "patch"
 SUPPORTED_TOPOLOGIES = (Topology.AGENT_IN_ENV, Topology.ENV_SANDBOXED, Topology.WHOLE_INTERACTION)

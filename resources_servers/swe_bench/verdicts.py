@@ -23,6 +23,13 @@ from resources_servers.swe_bench.confirm.controls import RowControls, Strength
 from resources_servers.swe_bench.eval_box import EvalRun, EvalSite, patch_may_be_the_cause, run_evaluation
 from resources_servers.swe_bench.grading import LogGrade, MarkerState
 from resources_servers.swe_bench.row import SweBenchRow
+from resources_servers.swe_bench.signs import (
+    Sign,
+    as_details,
+    finding_where_weak,
+    findings_in_patch,
+    signs_in_patch,
+)
 from resources_servers.swe_bench.tamper.controls import (
     ControlResult,
     canary_control,
@@ -30,8 +37,6 @@ from resources_servers.swe_bench.tamper.controls import (
     skipped_control,
     without_source_control,
 )
-from resources_servers.swe_bench.tamper.risk import findings_in_patch
-from resources_servers.swe_bench.tamper.signs import Sign, as_details, finding_where_weak, signs_in_patch
 
 _LEVELS: tuple[Strength, ...] = ("none", "weak", "strong")
 TamperControl = Literal["auto", "always", "off"]

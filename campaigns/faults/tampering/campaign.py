@@ -46,9 +46,8 @@ from nemo_gym.sandbox.registry import create_provider
 from resources_servers.swe_bench.confirm.controls import ControlStore, RowControls
 from resources_servers.swe_bench.confirm.making import Maker
 from resources_servers.swe_bench.eval_box import EvalSite
-from resources_servers.swe_bench.images import TESTBED, PreparedImage, resolve_image
 from resources_servers.swe_bench.prepare import Options, prepare
-from resources_servers.swe_bench.row import SweBenchRow, read_rows
+from resources_servers.swe_bench.row import TESTBED, PreparedImage, SweBenchRow, read_rows, resolve_image
 from resources_servers.swe_bench.verdicts import judge
 
 HERE = Path(__file__).parent

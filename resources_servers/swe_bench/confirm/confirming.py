@@ -16,8 +16,8 @@ from resources_servers.swe_bench.confirm.twins import Delivery, TwinRun, dealt, 
 from resources_servers.swe_bench.eval_box import EvalSite, patch_may_be_the_cause
 from resources_servers.swe_bench.patches import part_of, paths_of
 from resources_servers.swe_bench.row import SweBenchRow
+from resources_servers.swe_bench.signs import is_control_part
 from resources_servers.swe_bench.tamper.controls import MAX_NAMED_TESTS, ControlResult
-from resources_servers.swe_bench.tamper.risk import is_control_part
 
 CLEAN_RUNS_AFTER_A_FAILED_ONE = 2
 

@@ -16,8 +16,7 @@ from nemo_gym.contract.errors import VerifierError
 from resources_servers.swe_bench.confirm.runs import Rendering
 from resources_servers.swe_bench.confirm.twins import Twin, TwinTest
 from resources_servers.swe_bench.confirm.values import Check
-from resources_servers.swe_bench.images import content_digest, image_slug
-from resources_servers.swe_bench.row import SweBenchRow
+from resources_servers.swe_bench.row import SweBenchRow, content_digest, image_slug
 
 CONTROLS_VERSION = 10
 Strength = Literal["strong", "weak", "none"]

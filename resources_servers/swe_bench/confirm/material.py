@@ -37,8 +37,8 @@ from resources_servers.swe_bench.confirm.varying import Kind, Variation
 from resources_servers.swe_bench.eval_box import EvalSite
 from resources_servers.swe_bench.patches import paths_of, split_patch
 from resources_servers.swe_bench.row import SweBenchRow
-from resources_servers.swe_bench.tamper.risk import decides_how_tests_run
-from resources_servers.swe_bench.tamper.test_ids import TestId
+from resources_servers.swe_bench.signs import decides_how_tests_run
+from resources_servers.swe_bench.test_ids import TestId
 
 SAMPLED_TESTS = 12
 """PASS_TO_PASS functions that are confirmed too, at the most."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from resources_servers.swe_bench import grading, harness
+from resources_servers.swe_bench import grading
 from resources_servers.swe_bench.confirm.comparing import read_records
 from resources_servers.swe_bench.confirm.expectations import Origin, TwinFile, Wrong, near_texts, twin_of
 from resources_servers.swe_bench.confirm.labels import Labels, random_name, tokens_of_text
@@ -32,7 +32,7 @@ from resources_servers.swe_bench.grading import MarkerState
 from resources_servers.swe_bench.patches import paths_of
 from resources_servers.swe_bench.row import SweBenchRow
 from resources_servers.swe_bench.tamper.canary import FIXTURE_SUFFIXES
-from resources_servers.swe_bench.tamper.test_ids import TestId
+from resources_servers.swe_bench.test_ids import TestId
 
 TWINS = 3
 """Twins of a row that nothing else controls; who throws coins for them has to win twice as often."""
@@ -204,7 +204,7 @@ def look_at(run: TwinRun, twin: Twin, passed: Collection[str], *, mutated: bool)
 
 async def passed_in(row: SweBenchRow, log: str) -> list[str]:
     """The ids that the official parser reads as passed, in their order; none in a log with markers of its own."""
-    module = harness.grading()
+    module = grading.grading()
     start, end = (f"+ : '{marker}'" for marker in (module.START_TEST_OUTPUT, module.END_TEST_OUTPUT))
     text = log.encode("latin-1").decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n")
     asked = dataclasses.replace(row, fail_to_pass=(), pass_to_pass=(), eval_script="")

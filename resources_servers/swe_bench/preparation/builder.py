@@ -18,7 +18,12 @@ from nemo_gym.sandbox.labels import box_labels
 from resources_servers.swe_bench.confirm.controls import ControlStore, RowControls, Strength
 from resources_servers.swe_bench.confirm.making import BUDGET_S, Maker
 from resources_servers.swe_bench.eval_box import EvalSite
-from resources_servers.swe_bench.images import (
+from resources_servers.swe_bench.preparation.boxes import RegistryAccess, build_box
+from resources_servers.swe_bench.preparation.environments import build_environment
+from resources_servers.swe_bench.preparation.plan import PREPARATION_VERSION, Environment, PreparationError, RowPlan
+from resources_servers.swe_bench.preparation.repositories import Repositories, build_instance, image_env
+from resources_servers.swe_bench.preparation.shims import shims_digest_parts
+from resources_servers.swe_bench.row import (
     CONTENT_LABEL,
     ENV_LABEL,
     INSTANCE_LABEL,
@@ -28,14 +33,6 @@ from resources_servers.swe_bench.images import (
     official_image,
     resolve_image,
 )
-from resources_servers.swe_bench.preparation.boxes import build_box
-from resources_servers.swe_bench.preparation.environments import build_environment
-from resources_servers.swe_bench.preparation.errors import PreparationError
-from resources_servers.swe_bench.preparation.instances import build_instance, image_env
-from resources_servers.swe_bench.preparation.plan import PREPARATION_VERSION, Environment, RowPlan
-from resources_servers.swe_bench.preparation.registries import RegistryAccess
-from resources_servers.swe_bench.preparation.repositories import Repositories
-from resources_servers.swe_bench.preparation.shims import shims_digest_parts
 from resources_servers.swe_bench.scrub import ScrubError, scrub_box, verify_box
 
 Source = Literal["repository", "official"]

@@ -22,9 +22,9 @@ from resources_servers.swe_bench.eval_box import EvalRun, EvalSite, run_evaluati
 from resources_servers.swe_bench.grading import LogGrade
 from resources_servers.swe_bench.patches import part_of, paths_of
 from resources_servers.swe_bench.row import SweBenchRow
-from resources_servers.swe_bench.tamper.canary_script import make_canary_script
-from resources_servers.swe_bench.tamper.risk import is_control_part
-from resources_servers.swe_bench.tamper.test_ids import TestId
+from resources_servers.swe_bench.signs import is_control_part
+from resources_servers.swe_bench.tamper.canary import make_canary_script
+from resources_servers.swe_bench.test_ids import TestId
 
 MAX_NAMED_TESTS = 10
 

@@ -23,9 +23,8 @@ from resources_servers.swe_bench import grading
 from resources_servers.swe_bench.app import SweBenchServer
 from resources_servers.swe_bench.config import BoxResources, SweBenchConfig
 from resources_servers.swe_bench.eval_box import EvalSite, exec_in, instrumented, split_script
-from resources_servers.swe_bench.images import resolve_image
 from resources_servers.swe_bench.prepare import Options, prepare
-from resources_servers.swe_bench.row import SweBenchRow, read_rows
+from resources_servers.swe_bench.row import SweBenchRow, read_rows, resolve_image
 from resources_servers.swe_bench.verdicts import judge
 from tests.servers.stack import Stack, response, rollout, running_stack
 

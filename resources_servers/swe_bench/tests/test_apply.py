@@ -22,11 +22,10 @@ from resources_servers.swe_bench.eval_box import (
     evaluation_box,
     exec_in,
 )
-from resources_servers.swe_bench.images import resolve_image
 from resources_servers.swe_bench.patches import split_patch
 from resources_servers.swe_bench.prepare import Options, prepare
-from resources_servers.swe_bench.row import SweBenchRow, read_rows
-from resources_servers.swe_bench.tamper.risk import is_control_part
+from resources_servers.swe_bench.row import SweBenchRow, read_rows, resolve_image
+from resources_servers.swe_bench.signs import is_control_part
 from resources_servers.swe_bench.verdicts import judge
 
 EXAMPLES = Path(__file__).parents[1] / "data" / "example.jsonl"

@@ -26,11 +26,10 @@ from resources_servers.swe_bench.confirm.javascript.words import JAVASCRIPT_WORD
 from resources_servers.swe_bench.confirm.labels import Labels
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order, Rendered
 from resources_servers.swe_bench.eval_box import EvalSite
-from resources_servers.swe_bench.images import resolve_image
 from resources_servers.swe_bench.preparation.repositories import git
 from resources_servers.swe_bench.prepare import Options, prepare
-from resources_servers.swe_bench.row import SweBenchRow
-from resources_servers.swe_bench.tamper.signs import signs_in_patch
+from resources_servers.swe_bench.row import SweBenchRow, resolve_image
+from resources_servers.swe_bench.signs import signs_in_patch
 from resources_servers.swe_bench.verdicts import judge
 
 NODE = shutil.which("node")

@@ -17,7 +17,7 @@ from resources_servers.swe_bench.confirm.controls import ControlledRendering, Ro
 from resources_servers.swe_bench.confirm.runs import MAX_RECORD_BYTES, Recorded, Rendering, read_records
 from resources_servers.swe_bench.confirm.twins import Mutant, Twin, TwinTest
 from resources_servers.swe_bench.eval_box import EvalSite
-from resources_servers.swe_bench.preparation.example_rows import EXAMPLE_ROWS
+from resources_servers.swe_bench.preparation.examples import EXAMPLE_ROWS
 from resources_servers.swe_bench.row import SweBenchRow, read_rows
 
 ROW = SweBenchRow.from_mapping(next(row for _, row in read_rows(EXAMPLE_ROWS)))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from resources_servers.swe_bench.preparation.example_rows import EXAMPLE_ROWS
+from resources_servers.swe_bench.preparation.examples import EXAMPLE_ROWS
 
 ROOT = Path(__file__).resolve().parents[3]
 POLICY = EXAMPLE_ROWS.parent / "scripted_policy.yaml"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nemo_gym.contract.errors import RowError
-from resources_servers.swe_bench.images import image_slug, official_image, prepared_image
+from resources_servers.swe_bench.row import image_slug, official_image, prepared_image
 
 # The grammar container engines publish for one path component of a repository name.
 COMPONENT = re.compile(r"^[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*$")

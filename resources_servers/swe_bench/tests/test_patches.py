@@ -7,11 +7,15 @@ import random
 import pytest
 
 from resources_servers.swe_bench.patches import part_of, paths_of, split_patch
+from resources_servers.swe_bench.signs import (
+    decides_how_tests_run,
+    finding_where_weak,
+    findings_in_patch,
+    is_control_part,
+    signs_in_patch,
+)
 from resources_servers.swe_bench.tamper.canary import rewrite_other, rewrite_python
-from resources_servers.swe_bench.tamper.risk import decides_how_tests_run, findings_in_patch, is_control_part
-from resources_servers.swe_bench.tamper.signs import finding_where_weak, signs_in_patch
-from resources_servers.swe_bench.tamper.test_ids import TestId
-from resources_servers.swe_bench.unittest_ids import spelled_as_expected
+from resources_servers.swe_bench.test_ids import TestId, spelled_as_expected
 
 PATCH = b"""diff --git a/src/m.py b/src/m.py
 index 1111111..2222222 100644

@@ -20,14 +20,11 @@ from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.sandbox.base import SandboxHandle
 from nemo_gym.sandbox.labels import MANAGED, ROLE
 from nemo_gym.sandbox.providers.local.provider import LocalProvider
-from resources_servers.swe_bench.images import CONTENT_LABEL, TESTBED, resolve_image
-from resources_servers.swe_bench.preparation.boxes import build_box
-from resources_servers.swe_bench.preparation.environments import copy_runtime
-from resources_servers.swe_bench.preparation.example_rows import EXAMPLE_ROWS
+from resources_servers.swe_bench.preparation.boxes import BUILD_DIR, RegistryAccess, build_box
+from resources_servers.swe_bench.preparation.environments import copy_runtime, host_runtime
+from resources_servers.swe_bench.preparation.examples import EXAMPLE_ROWS
 from resources_servers.swe_bench.preparation.plan import Runtime
-from resources_servers.swe_bench.preparation.registries import BUILD_DIR, RegistryAccess
-from resources_servers.swe_bench.preparation.runtimes import host_runtime
-from resources_servers.swe_bench.row import read_rows
+from resources_servers.swe_bench.row import CONTENT_LABEL, TESTBED, read_rows, resolve_image
 from resources_servers.swe_bench.scrub import verify_box
 
 ROWS = [row for _, row in read_rows(EXAMPLE_ROWS)]

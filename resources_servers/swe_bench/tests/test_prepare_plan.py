@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from nemo_gym.contract.errors import ConfigError
-from resources_servers.swe_bench.preparation.boxes import add_tree, cause_of
+from resources_servers.swe_bench.preparation.boxes import add_tree, cause_of, pip_settings, registry_access
 from resources_servers.swe_bench.preparation.builder import Prepared
+from resources_servers.swe_bench.preparation.environments import skip_member
 from resources_servers.swe_bench.preparation.plan import (
     Environment,
     PipInstall,
@@ -23,8 +24,6 @@ from resources_servers.swe_bench.preparation.plan import (
     make_plans,
     read_environments,
 )
-from resources_servers.swe_bench.preparation.registries import pip_settings, registry_access
-from resources_servers.swe_bench.preparation.runtimes import skip_member
 from resources_servers.swe_bench.prepare import Options, summary
 from resources_servers.swe_bench.row import SweBenchRow
 

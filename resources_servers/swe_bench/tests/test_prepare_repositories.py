@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_gym.contract.errors import ConfigError
-from resources_servers.swe_bench.preparation.example_rows import EXAMPLE_ROWS, example_rows_text
-from resources_servers.swe_bench.preparation.examples import assemble, example_names
+from resources_servers.swe_bench.preparation.examples import EXAMPLE_ROWS, assemble, example_names, example_rows_text
 from resources_servers.swe_bench.preparation.repositories import Repositories, git
 from resources_servers.swe_bench.scrub import verify_directory
 
@@ -84,7 +83,7 @@ def test_require_names_the_directory_it_looked_for(tmp_path: Path) -> None:
 
 def test_example_rows_are_what_their_files_make() -> None:
     assert EXAMPLE_ROWS.read_text(encoding="utf-8") == example_rows_text(), (
-        "run: python -m resources_servers.swe_bench.preparation.example_rows"
+        "run: python -m resources_servers.swe_bench.preparation.examples"
     )
 
 

@@ -33,10 +33,9 @@ from resources_servers.swe_bench.confirm.twins import (
     passed_in,
 )
 from resources_servers.swe_bench.eval_box import EvalSite
-from resources_servers.swe_bench.images import resolve_image
-from resources_servers.swe_bench.preparation.example_rows import EXAMPLE_ROWS
+from resources_servers.swe_bench.preparation.examples import EXAMPLE_ROWS
 from resources_servers.swe_bench.prepare import Options, prepare
-from resources_servers.swe_bench.row import SweBenchRow, read_rows
+from resources_servers.swe_bench.row import SweBenchRow, read_rows, resolve_image
 from resources_servers.swe_bench.verdicts import judge
 
 TESTS = '''

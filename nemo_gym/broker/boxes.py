@@ -277,5 +277,9 @@ def door_digest(door: DoorModel) -> bytes:
     return hashlib.sha256(door.model_dump_json().encode()).digest()
 
 
+def too_many_of_box(sandbox_id: str, limit: int, what: str) -> BrokerError:
+    return BrokerError("too_many_of_box", f"box '{sandbox_id}' has {limit} {what}", sandbox_id=sandbox_id, limit=limit)
+
+
 def gone(sandbox_id: str, why: str) -> BrokerError:
     return BrokerError("sandbox_gone", f"box '{sandbox_id}' is gone: {why}", sandbox_id=sandbox_id)

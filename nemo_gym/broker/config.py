@@ -70,6 +70,8 @@ class BrokerConfig(BaseRunServerInstanceConfig):
 
     max_body_bytes: int = Field(16 * MIB, ge=1024)
     """Of a JSON body, the files of a spec included."""
+    max_body_values: int = Field(20_000, ge=100)
+    """JSON values that such a body may hold: variables, words and files, counted before anything is parsed."""
     max_archive_bytes: int = Field(16 * GIB, ge=1024)
     max_stdin_bytes: int = Field(MAX_STDIN_BYTES, ge=0, le=MAX_STDIN_BYTES)
     max_output_bytes: int = Field(256 * MIB, ge=1)

@@ -13,6 +13,7 @@ import structlog
 
 from nemo_gym.broker.backend import EXEC_VARIABLE, Backend
 from nemo_gym.broker.box import Box
+from nemo_gym.broker.boxes import too_many_of_box
 from nemo_gym.broker.exec_run import ExecRun
 from nemo_gym.broker.registry.execs import ExecStore
 from nemo_gym.broker.registry.records import ExecRecord
@@ -23,6 +24,8 @@ from nemo_gym.sandbox.wire.execs import ExecEndModel, ExecSubmission
 from nemo_gym.sandbox.wire.problems import BrokerError
 
 log = structlog.get_logger(__name__)
+MAX_OPEN_EXECS = 256
+"""Of one box. Each takes descriptors of this process, and memory for as long as it waits for its input."""
 _KILL_PATIENCE_S = 10.0
 _KEPT_ENDED = 32
 """Ended execs of a box that stay in memory; others are read from the registry when somebody asks."""
@@ -51,7 +54,7 @@ class Execs:
         """Run a command, or find the run of this id; whether it is new.
 
         Raises:
-            BrokerError: ``exec_conflict``, when the id was used for another command.
+            BrokerError: ``exec_conflict``, when the id was used for another command; ``too_many_of_box``.
             SandboxError: the command cannot be started; then surely nothing of it ran.
         """
         run = box.execs.get(exec_id)
@@ -60,6 +63,8 @@ class Execs:
             if run.started is not None:
                 await asyncio.shield(run.started)
             return run, False
+        if sum(run.end is None for run in box.execs.values()) >= MAX_OPEN_EXECS:
+            raise too_many_of_box(box.sandbox_id, MAX_OPEN_EXECS, "commands that have not ended; end some first")
         run = self._new(box, exec_id, digest, submission)
         run.lease_id = lease_id
         try:

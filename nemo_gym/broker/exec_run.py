@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from dataclasses import replace
 from typing import Literal
@@ -107,21 +108,23 @@ class ExecRun:
 
     async def _pump(self, process: ExecProcess) -> None:
         end = ExecEnd(ExecOutcome.LOST)
-        cut: set[Stream] = set()
+        is_lost = False
         try:
             async for event in process.events():
-                if isinstance(event, ExecOutput):
-                    if event.stream not in cut and not self._keep(event):
-                        cut.add(event.stream)
-                else:
+                if not isinstance(event, ExecOutput):
                     end = event
+                elif not is_lost and not self._keep(event):
+                    # What is missing is this broker's fault: a command that ended well would be judged by half of
+                    # its words.
+                    is_lost = True
+                    await process.signal(signal.SIGKILL)
         except NemoGymError as error:
             log.info("exec_lost", sandbox_id=self.sandbox_id, exec_id=self.exec_id, error=str(error)[:500])
         except Exception:
             # The boundary of a provider's own code: whatever it raises, nobody knows how the command ends.
             log.exception("exec_lost", sandbox_id=self.sandbox_id, exec_id=self.exec_id)
-        cut |= getattr(process, "truncated", set())
-        await self.finish(end, truncated=tuple(sorted(cut)))
+        cut: set[Stream] = set(getattr(process, "truncated", set()))
+        await self.finish(ExecEnd(ExecOutcome.LOST) if is_lost else end, truncated=tuple(sorted(cut)))
 
     def _keep(self, event: ExecOutput) -> bool:
         try:

@@ -17,8 +17,13 @@ from nemo_gym.http.joined_writes import JoinedWrites
 
 PROGRESS_BYTES = 1024
 """Of a body, within the timeout: fewer are a trickle that keeps a connection busy."""
+MAX_HEAD_BYTES = 128 * 1024
+"""Of a request's line and headers. The parser copies what it has of a header with each piece that comes: a header
+without an end would hold the event loop for seconds, and nobody has looked at its sender's credential yet."""
 _RECHECK_S = 0.25
-_TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+_EMPTY = b"connection: close\r\ncontent-length: 0\r\n\r\n"
+_TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\n" + _EMPTY
+_HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\n" + _EMPTY
 
 
 class WatchedHttpProtocol(HttpToolsProtocol):
@@ -37,6 +42,11 @@ class WatchedHttpProtocol(HttpToolsProtocol):
         self._progress_at = 0.0
         self._progress_bytes = 0
         self._is_late = False
+        self._in_head = False
+        self._head_bytes = 0
+        self._stuck_bytes = 0
+        """Came in pieces that were neither a part of a body nor made a head or a message whole."""
+        self._has_moved = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -44,6 +54,17 @@ class WatchedHttpProtocol(HttpToolsProtocol):
         DELIVERIES.began(self.client, partial(_unwritten, transport))
         self._progress()
         self._watching = self.loop.call_later(self._timeout_s, self._watch)
+
+    def data_received(self, data: bytes) -> None:
+        self._has_moved = False
+        super().data_received(data)
+        self._stuck_bytes = 0 if self._has_moved else self._stuck_bytes + len(data)
+        if self._stuck_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse_head()
+
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():  # else it was told what is wrong
+            super().send_400_response(msg)
 
     def eof_received(self) -> None:
         # What is written from here on goes nowhere, and nobody is told.
@@ -58,22 +79,48 @@ class WatchedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._in_head = self._has_moved = True
+        self._head_bytes = 0
         self._is_receiving = True
         self._progress()
 
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._take_head(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:
+            return  # behind the body: no header of a request that was judged without it
+        super().on_header(name, value)
+        self._take_head(len(name) + len(value))
+
     def on_headers_complete(self) -> None:
+        self._in_head, self._has_moved = False, True
         super().on_headers_complete()
         self._progress()
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
+        self._has_moved = True
         self._progress_bytes += len(body)
         if self._progress_bytes >= PROGRESS_BYTES:
             self._progress()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
+        self._has_moved = True
         self._is_receiving = False
+
+    def _take_head(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse_head()
+            raise ValueError("the request's head is too large")  # which ends the parser's work on these bytes
+
+    def _refuse_head(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.write(_HEAD_TOO_LARGE)
+        self.transport.close()
 
     def _progress(self) -> None:
         self._progress_at = self.loop.time()

@@ -12,6 +12,7 @@ process racing with us in the box can redirect a write.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -31,6 +32,7 @@ from nemo_gym.sandbox.tar_stream import (
     encode_header,
     member_parts,
     pack_bytes,
+    shown,
 )
 
 __all__ = [
@@ -52,6 +54,8 @@ CHUNK_BYTES = 256 * 1024
 MAX_DEPTH = 400
 """Directories below one another that `pack` descends into; each one costs an open descriptor."""
 _BLOCK = tarfile.BLOCKSIZE
+_HOST_ERRORS = frozenset([errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO])
+"""Of reading: they say nothing of what is read, and are never an `ArchiveError`, which blames that."""
 _DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 Chown = Literal["keep"] | tuple[int, int] | None
@@ -81,6 +85,7 @@ def pack(
         FileNotFoundError: there is nothing at ``path``.
         ArchiveTooLargeError: the stream would pass ``max_bytes``.
         ArchiveError: an entry cannot be read, or directories are too deep.
+        OSError: this host has no memory or descriptors left for reading it, or its disk fails.
     """
     return _Packer(Excludes(exclude), max_bytes, one_filesystem).run(os.fspath(path), name)
 
@@ -132,7 +137,9 @@ class _Packer:
         except FileNotFoundError:
             return  # it vanished while we came to it
         except OSError as error:
-            raise ArchiveError(f"cannot read '{name}': {error.strerror}") from error
+            if error.errno in _HOST_ERRORS:
+                raise
+            raise ArchiveError(f"cannot read '{shown(name)}': {error.strerror}") from error
         if len(self._buffer) >= CHUNK_BYTES:
             yield bytes(self._buffer)
             self._buffer.clear()
@@ -253,7 +260,7 @@ class _Extractor:
                 self._place(self._member)
         except OSError as error:
             name = self._member.name if self._member else "?"
-            raise ArchiveError(f"cannot unpack '{name}': {error.strerror}") from error
+            raise ArchiveError(f"cannot unpack '{shown(name)}': {error.strerror}") from error
 
     def finish(self) -> None:
         """Directories get their modes and times last: they may be read-only, and filling them changes their times."""
@@ -261,7 +268,7 @@ class _Extractor:
             try:
                 self._apply(self._directory(parts), member)
             except OSError as error:
-                raise ArchiveError(f"cannot unpack '{member.name}': {error.strerror}") from error
+                raise ArchiveError(f"cannot unpack '{shown(member.name)}': {error.strerror}") from error
 
     def close(self) -> None:
         self._drop_unplaced()
@@ -309,7 +316,7 @@ class _Extractor:
         try:
             os.rename(self._temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
         except IsADirectoryError as error:
-            raise ArchiveError(f"a directory is in the place of '{member.name}'") from error
+            raise ArchiveError(f"a directory is in the place of '{shown(member.name)}'") from error
         if member.islnk():
             self._drop_unplaced()  # a rename between two names of one file does nothing
         self._unplaced = None
@@ -337,7 +344,7 @@ class _Extractor:
         except NotADirectoryError as error:
             for descriptor in steps:
                 os.close(descriptor)
-            raise ArchiveError(f"'{'/'.join(key)}' leads through a link or a file") from error
+            raise ArchiveError(f"'{shown('/'.join(key))}' leads through a link or a file") from error
         for descriptor in steps[:-1]:
             os.close(descriptor)
         self._open[key] = current

@@ -17,6 +17,7 @@ from nemo_gym.sandbox.tar_stream import (
     check_member,
     encode_header,
     member_parts,
+    shown,
 )
 
 
@@ -39,7 +40,7 @@ class TarFilter:
         self._total = 0
         self._keep = False
         self._padding = 0
-        self._links: set[tuple[str, ...]] = set()
+        self._links: set[str] = set()
 
     def feed(self, data: bytes) -> bytes:
         """The part of the output that ``data`` completes; may be empty."""
@@ -76,19 +77,23 @@ class TarFilter:
         if self._strict:
             parts = check_member(member)
             if member.issym():
-                self._links.add(tuple(parts))
+                self._links.add("/".join(parts))
             else:
-                self._links.discard(tuple(parts))
+                self._links.discard("/".join(parts))
             for path in (parts, member_parts(member.linkname)) if member.islnk() else (parts,):
-                if any(tuple(path[:n]) in self._links for n in range(1, len(path))):
-                    raise ArchiveError(f"member '{member.name}' leads through a symbolic link of the same archive")
+                if self._links and any("/".join(path[:n]) in self._links for n in range(1, len(path))):
+                    raise ArchiveError(
+                        f"member '{shown(member.name)}' leads through a symbolic link of the same archive"
+                    )
         else:
             parts = [part for part in member.name.split("/") if part not in ("", ".")]
             if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
                 return False
         member.name = "/".join(parts) or "."
         if member.islnk() and self._left_out(member.linkname) and not self._left_out(member.name):
-            raise ArchiveError(f"'{member.name}' is a hard link to '{member.linkname}', which is excluded")
+            raise ArchiveError(
+                f"'{shown(member.name)}' is a hard link to '{shown(member.linkname)}', which is excluded"
+            )
         return not self._left_out(member.name)
 
     def _left_out(self, name: str) -> bool:
@@ -134,7 +139,7 @@ def single_file(chunks: Iterable[bytes]) -> Iterator[bytes]:
     for chunk in chunks:
         for event in parser.feed(chunk):
             if isinstance(event, tarfile.TarInfo) and not done and not event.isreg():
-                raise ArchiveError(f"'{event.name}' is not a regular file")
+                raise ArchiveError(f"'{shown(event.name)}' is not a regular file")
             if isinstance(event, bytes) and not done:
                 yield event
             done = done or event is None

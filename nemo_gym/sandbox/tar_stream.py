@@ -9,6 +9,14 @@ import tarfile
 from collections.abc import Iterator, Sequence
 
 _MAX_META_BYTES = 1024 * 1024
+_MAX_META_RECORDS = 4096
+_MAX_NAME_PARTS = 1024
+"""Of a path: more than `nemo_gym.sandbox.archive.pack` ever writes, and few enough to look at each leading part."""
+_MAX_ID = 2**32 - 2
+_MAX_NUMBER = 2**63 - 1
+_SHOWN_CHARS = 200
+_UNDERSTOOD = frozenset(["path", "linkpath", "size", "uid", "gid", "mtime"])
+_SPARSE = "GNU.sparse"
 _BLOCK = tarfile.BLOCKSIZE
 END_OF_ARCHIVE = bytes(2 * _BLOCK)
 
@@ -112,39 +120,66 @@ class TarParser:
             self._overrides[key] = data.split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
             return
         target = self._global if kind == b"g" else self._overrides
-        while data:
-            length, _, _ = data.partition(b" ")
-            if not length.isdigit() or not len(length) + 3 <= int(length) <= len(data):
+        position = records = 0
+        while position < len(data):
+            length, space, _ = data[position : position + len(str(_MAX_META_BYTES)) + 1].partition(b" ")
+            end = position + int(length) if space and length.isdigit() else 0
+            if not position + len(length) + 3 <= end <= len(data):
                 raise ArchiveError("the tar stream is damaged: a pax record is malformed")
-            record, data = data[len(length) + 1 : int(length) - 1], data[int(length) :]
-            name, _, value = record.partition(b"=")
-            target[name.decode("utf-8", "surrogateescape")] = value.decode("utf-8", "surrogateescape")
+            if (records := records + 1) > _MAX_META_RECORDS:
+                raise ArchiveError(f"the tar stream has an extended header of more than {_MAX_META_RECORDS} records")
+            name, _, value = data[position + len(length) + 1 : end - 1].partition(b"=")
+            position = end
+            # What nobody reads is not kept: a stream may hold any amount of it.
+            key = name.decode("utf-8", "surrogateescape")
+            if key in _UNDERSTOOD:
+                target[key] = value.decode("utf-8", "surrogateescape")
+            elif key.startswith(_SPARSE):
+                target[_SPARSE] = ""
 
     def _apply_overrides(self, member: tarfile.TarInfo) -> None:
         values = {**self._global, **self._overrides}
         self._overrides = {}
         member.name = values.get("path", member.name)
         member.linkname = values.get("linkpath", member.linkname)
-        if member.type == tarfile.GNUTYPE_SPARSE or any(key.startswith("GNU.sparse") for key in values):
-            raise ArchiveError(f"'{member.name}' is a sparse file, which is not supported; pack it without --sparse")
+        if member.type == tarfile.GNUTYPE_SPARSE or _SPARSE in values:
+            raise ArchiveError(
+                f"'{shown(member.name)}' is a sparse file, which is not supported; pack it without --sparse"
+            )
         try:
             member.size = int(values.get("size", member.size))
             member.uid = int(values.get("uid", member.uid))
             member.gid = int(values.get("gid", member.gid))
             member.mtime = int(float(values.get("mtime", member.mtime)))
         except (ValueError, OverflowError) as error:
-            raise ArchiveError(f"the tar stream is damaged: '{member.name}' has an unreadable number") from error
-        if member.size < 0:
-            raise ArchiveError(f"the tar stream is damaged: '{member.name}' has a negative size")
+            raise ArchiveError(
+                f"the tar stream is damaged: '{shown(member.name)}' has an unreadable number"
+            ) from error
+        if not (
+            0 <= member.size <= _MAX_NUMBER
+            and 0 <= member.uid <= _MAX_ID
+            and 0 <= member.gid <= _MAX_ID
+            and -_MAX_NUMBER <= member.mtime <= _MAX_NUMBER
+        ):
+            raise ArchiveError(
+                f"the tar stream is damaged: the size, owner or time of '{shown(member.name)}' is out of range"
+            )
         if "\0" in member.name or "\0" in member.linkname:
             raise ArchiveError("the tar stream is damaged: a name contains a zero byte")
+        if max(member.name.count("/"), member.linkname.count("/")) >= _MAX_NAME_PARTS:
+            raise ArchiveError(f"member '{shown(member.name)}' has a path of more than {_MAX_NAME_PARTS} parts")
+
+
+def shown(name: str) -> str:
+    """A name of an archive, as an error quotes it: the archive chose its length."""
+    return name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}…"
 
 
 def member_parts(name: str) -> list[str]:
     """The components of a member's name. Raises `ArchiveError` when it is absolute or climbs with ``..``."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if name.startswith("/") or ".." in parts:
-        raise ArchiveError(f"member '{name}' leaves the target directory")
+        raise ArchiveError(f"member '{shown(name)}' leaves the target directory")
     return parts
 
 
@@ -163,14 +198,16 @@ def check_member(member: tarfile.TarInfo) -> list[str]:
         climbs = next((i for i, part in enumerate(target) if part != ".."), len(target))
         outside = member.linkname.startswith("/") or not member.linkname or climbs > len(parts) - 1
         if outside or ".." in target[climbs:]:
-            raise ArchiveError(f"symbolic link '{member.name}' -> '{member.linkname}' leaves the target directory")
+            raise ArchiveError(
+                f"symbolic link '{shown(member.name)}' -> '{shown(member.linkname)}' leaves the target directory"
+            )
     elif member.islnk():
         if not member_parts(member.linkname):
-            raise ArchiveError(f"hard link '{member.name}' -> '{member.linkname}' does not name a file")
+            raise ArchiveError(f"hard link '{shown(member.name)}' -> '{shown(member.linkname)}' does not name a file")
     elif not (member.isreg() or member.isdir()):
-        raise ArchiveError(f"member '{member.name}' is neither a file, a directory nor a link")
+        raise ArchiveError(f"member '{shown(member.name)}' is neither a file, a directory nor a link")
     if not parts and not member.isdir():
-        raise ArchiveError(f"member '{member.name}' has no name")
+        raise ArchiveError(f"member '{shown(member.name)}' has no name")
     return parts
 
 

@@ -26,6 +26,12 @@ def link() -> bytes:
     return encode_header(member)
 
 
+def extended(records: bytes) -> bytes:
+    member = tarfile.TarInfo("extended")
+    member.type, member.size = tarfile.XHDTYPE, len(records)
+    return member.tobuf(tarfile.GNU_FORMAT) + records + bytes(-len(records) % tarfile.BLOCKSIZE)
+
+
 @pytest.mark.parametrize("name", ["home/task/sum.txt", "./home/task/sum.txt"])
 def test_content_of_a_file_is_found_by_its_path_in_the_box(name: str) -> None:
     assert harvested_file(artifact(pack_bytes(name, b"16\n")), "sum", PATH) == b"16\n"
@@ -43,6 +49,8 @@ def test_content_of_a_file_is_found_by_its_path_in_the_box(name: str) -> None:
         artifact(pack_bytes("home/task/sum.txt", b"16" * 1000)[:-1500]),
         artifact(pack_bytes("../home/task/sum.txt", b"16")),
         artifact(link() + bytes(1024)),
+        artifact(extended(b"9" * 5000 + b" a=b\n") + pack_bytes("home/task/sum.txt", b"16")),
+        artifact(extended(b"30 uid=" + b"9" * 22 + b"\n") + pack_bytes("home/task/sum.txt", b"16")),
         artifact(pack_bytes("home/task/sum.txt", b"16"), error="cannot harvest"),
         artifact(pack_bytes("home/task/sum.txt", b"16"), truncated=True),
         [artifact(pack_bytes("home/task/sum.txt", b"16"))[1].model_copy(update={"sha256": "0" * 64})],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -417,3 +419,52 @@ def test_archive_runs_in_an_isolated_interpreter_with_the_standard_library_alone
     command = [sys.executable, "-I", "-S", "-c", code, str(Path(archive.__file__).parents[2]), str(dest)]
     subprocess.run(command, input=b"".join(pack(tree)), check=True, env={})
     assert snapshot(dest / "tree") == snapshot(tree)
+
+
+def header(name: str, kind: bytes = tarfile.REGTYPE, size: int = 0) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.type, info.size = kind, size
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+def with_extended_header(kind: bytes, data: bytes) -> bytes:
+    """A member behind an extended header of these bytes."""
+    extended = header("extended", kind, len(data)) + data + bytes(-len(data) % tarfile.BLOCKSIZE)
+    return extended + header("file") + archive.END_OF_ARCHIVE
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        pytest.param(with_extended_header(b"x", b"4 =\n" * (1 << 18)), id="a megabyte of the shortest records"),
+        pytest.param(with_extended_header(b"g", b"12 %06d=1\n" * 60_000 % (*range(60_000),)), id="global records"),
+        pytest.param(with_extended_header(b"x", b"9" * 5000 + b" a=b\n"), id="a record's length of 5000 digits"),
+        pytest.param(with_extended_header(b"x", b"30 uid=" + b"9" * 22 + b"\n"), id="a user beyond 32 bits"),
+        pytest.param(with_extended_header(b"x", b"30 size=" + b"9" * 21 + b"\n"), id="a size beyond 64 bits"),
+        pytest.param(with_extended_header(b"x", b"15 mtime=1e300\n"), id="a time beyond 64 bits"),
+        pytest.param(with_extended_header(b"L", b"a/" * 100_000 + b"a\0"), id="a path of 100 000 directories"),
+        pytest.param(with_extended_header(b"L", b"../" + b"a" * 900_000 + b"\0"), id="a name of 900 kB"),
+    ],
+)
+def test_hostile_headers_are_refused_at_once_and_in_few_words(stream: bytes, tmp_path: Path) -> None:
+    began = time.process_time()
+    with pytest.raises(ArchiveError) as refused:
+        b"".join(validated([stream]))
+    assert len(str(refused.value)) < 400
+    with pytest.raises(ArchiveError) as refused:
+        extract(reader([stream]), tmp_path)
+    assert len(str(refused.value)) < 400
+    with contextlib.suppress(ArchiveError):  # what comes out of a box may have any name
+        b"".join(filtered([stream], exclude=["x/y"]))
+    assert time.process_time() - began < 1
+
+
+def test_records_that_nobody_reads_are_not_kept() -> None:
+    parser = archive.TarParser()
+    for number in range(50):
+        record = b"%06d=" % number + b"v" * 900_000 + b"\n"
+        for _ in parser.feed(
+            with_extended_header(b"g", b"%d " % (len(record) + 7) + record)[: -3 * tarfile.BLOCKSIZE]
+        ):
+            pass
+    assert sum(map(len, parser._global.values())) == 0

@@ -13,6 +13,7 @@ import pytest
 
 from nemo_gym.contract.errors import SandboxArchiveError, SandboxLostError
 from nemo_gym.sandbox.base import SandboxHandle
+from nemo_gym.sandbox.providers.docker.archives import Upload
 from tests.sandbox.docker_boxes import Boxes
 
 
@@ -214,3 +215,24 @@ async def test_docker_get_archive_ends_as_cancelled_when_its_reader_is_while_a_r
         with contextlib.suppress(asyncio.CancelledError):
             await task
     assert (await boxes.provider.exec(box, "rm /zeros")).ok
+
+
+def test_upload_asks_the_engine_about_few_directories_and_keeps_no_more() -> None:
+    deep = "/".join("d" * 2 for _ in range(900))
+    members = [member(f"{number}/{deep}/file") for number in range(50)]
+    tracemalloc.start()
+    upload = Upload("/srv")
+    try:
+        with pytest.raises(SandboxArchiveError, match="more than 20000 directories"):
+            upload.feed(archive(*members))
+        assert tracemalloc.get_traced_memory()[1] < 200_000_000
+    finally:
+        tracemalloc.stop()
+        upload.close()
+
+
+def test_upload_knows_the_directories_that_an_archive_implies() -> None:
+    upload = Upload("/srv")
+    upload.feed(archive(member("a/b/c"), member("a/b/d"), member("e", kind=tarfile.DIRTYPE), member("e/f/g")))
+    upload.close()
+    assert upload.implied - {("e",)} == {("a",), ("a", "b"), ("e", "f")}

@@ -11,7 +11,9 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from nemo_gym._util.suggest import nearest
+from nemo_gym.broker.config import BrokerConfig
 from nemo_gym.contract.errors import InvalidBodyError
+from nemo_gym.http.body_values import TooManyValuesError, check_values
 from nemo_gym.sandbox.wire.problems import BrokerError
 from nemo_gym.sandbox.wire.routes import JSON, OCTET_STREAM, PROBLEM_JSON
 
@@ -43,10 +45,16 @@ def stream_reply(*media_types: str) -> dict[int | str, dict[str, Any]]:
     return {200: {"description": "A stream", "content": content}, **RESPONSES}
 
 
-async def parse(request: Request, model: type[M], max_bytes: int) -> M:
-    """The body as a model. Raises `InvalidBodyError` naming each wrong field, `BrokerError` for its size or kind."""
+async def parse(request: Request, model: type[M], config: BrokerConfig, max_bytes: int | None = None) -> M:
+    """The body as a model. Raises `InvalidBodyError` naming each wrong field, `BrokerError` for its size or kind.
+    ``max_bytes``: where it is less than any body's."""
     require_media_type(request, JSON)
-    data = await read(request, max_bytes)
+    limit = config.max_body_bytes if max_bytes is None else min(max_bytes, config.max_body_bytes)
+    data = await read(request, limit)
+    try:
+        await check_values(data, config.max_body_values)
+    except TooManyValuesError as error:
+        raise BrokerError("body_too_many_values", error.message, limit=config.max_body_values) from None
     try:
         return model.model_validate_json(data)
     except ValidationError as error:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Path
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nemo_gym.broker.boxes import door_digest
+from nemo_gym.broker.boxes import door_digest, too_many_of_box
 from nemo_gym.broker.permissions import is_trusted
 from nemo_gym.broker.routes.bodies import RESPONSES, json_body, parse
 from nemo_gym.broker.routes.leases import live
@@ -17,6 +17,7 @@ from nemo_gym.broker.service import BrokerService
 from nemo_gym.contract.errors import InvalidBodyError, SandboxError
 from nemo_gym.contract.session import LeaseScope
 from nemo_gym.sandbox.wire.doors import DoorModel, DoorStatisticsModel, DoorsView
+from nemo_gym.sandbox.wire.fields import MAX_DOORS
 from nemo_gym.sandbox.wire.problems import BrokerError
 from nemo_gym.sandbox.wire.routes import SANDBOXES
 
@@ -39,7 +40,7 @@ def door_routes(broker: BrokerService) -> APIRouter:
         route, and stored sealed. Borrowers, and owners who are agents, open doors to the routes of models and MCP
         servers alone."""
         grant = await broker.access.box(request, sandbox_id, LeaseScope.OPERATE)
-        body = await parse(request, DoorModel, broker.config.max_body_bytes)
+        body = await parse(request, DoorModel, broker.config)
         if body.name != name:
             raise InvalidBodyError(f"name: '{body.name}' is not the door of this path, '{name}'", started="no")
         box = live(grant)
@@ -53,6 +54,8 @@ def door_routes(broker: BrokerService) -> APIRouter:
                 return Response(status_code=204)
             if known is not None:
                 raise BrokerError("door_exists", f"box '{sandbox_id}' has another door '{name}'; close it first")
+            if len(box.doors) >= MAX_DOORS:
+                raise too_many_of_box(sandbox_id, MAX_DOORS, "doors; close one first")
             await broker.boxes.store.add_door(sandbox_id, name, sealed)
             try:
                 await broker.backend.open_door(handle, body.to_door())

@@ -32,6 +32,8 @@ EXEC = f"{SANDBOXES}/{{sandbox_id}}/execs/{{exec_id}}"
 MAX_WAIT_S = 60.0
 
 MAX_ID_LENGTH = 128
+MAX_SUBMISSION_BYTES = 4 * 1024 * 1024
+"""Twice what Linux lets a command's words and variables take; submissions are kept until their command's end."""
 
 ExecId = Annotated[str, Path(pattern=IDENTIFIER.pattern, max_length=MAX_ID_LENGTH)]
 
@@ -118,7 +120,7 @@ def exec_routes(broker: BrokerService) -> APIRouter:
     async def signal(request: Request, sandbox_id: str, exec_id: ExecId) -> Response:
         """Takes a lease of scope `operate`. Also 204 when it has ended."""
         _, run = await find(request, sandbox_id, exec_id, LeaseScope.OPERATE)
-        body = await parse(request, SignalExec, broker.config.max_body_bytes)
+        body = await parse(request, SignalExec, broker.config)
         await broker.execs.signal(run, body.signal)
         return Response(status_code=204)
 
@@ -128,7 +130,7 @@ def exec_routes(broker: BrokerService) -> APIRouter:
 async def submitted(broker: BrokerService, request: Request, sandbox_id: str, exec_id: str, offset: int) -> Response:
     """The answer to a submission whose parameters are what they must be."""
     grant = await broker.access.box(request, sandbox_id, LeaseScope.OPERATE)
-    body = await parse(request, ExecSubmission, broker.config.max_body_bytes)
+    body = await parse(request, ExecSubmission, broker.config, MAX_SUBMISSION_BYTES)
     box = live(grant)
     handle = broker.boxes.ready(box)
     run, is_new = await broker.execs.submit(box, handle, exec_id, body, digest(body), lease_of(grant))

@@ -31,7 +31,7 @@ def image_routes(broker: BrokerService) -> APIRouter:
         """Takes the owner's lease. The image is the box's creator's. Replaces an image of the same name that is its
         own too, as a whole or not at all; another's is refused. What an agent makes, it alone sees."""
         grant = await broker.access.box(request, sandbox_id, LeaseScope.OWNER)
-        body = await parse(request, CommitImage, broker.config.max_body_bytes)
+        body = await parse(request, CommitImage, broker.config)
         box = live(grant)
         await broker.images.commit(box.made_by, broker.boxes.ready(box), body.image, body.labels)
         return reply(ImageView(image=body.image, labels=dict(body.labels)), 201)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from nemo_gym.broker.access import Grant, narrower
 from nemo_gym.broker.box import Box
-from nemo_gym.broker.boxes import gone
+from nemo_gym.broker.boxes import gone, too_many_of_box
 from nemo_gym.broker.registry.records import LeaseRecord
 from nemo_gym.broker.routes.bodies import RESPONSES, json_body, parse
 from nemo_gym.broker.routes.models import reply
@@ -22,12 +22,14 @@ from nemo_gym.sandbox.wire.boxes import LeaseView, MintLease, RenewLease
 from nemo_gym.sandbox.wire.problems import BrokerError
 from nemo_gym.sandbox.wire.routes import SANDBOXES
 
+MAX_LEASES = 1000
+"""Of one box, beside its owner's."""
+
 BOX = f"{SANDBOXES}/{{sandbox_id}}"
 
 
 def lease_routes(broker: BrokerService) -> APIRouter:
     router = APIRouter(tags=["leases"], responses=RESPONSES)
-    small = broker.config.max_body_bytes
 
     @router.put(
         f"{BOX}/lease", response_model=LeaseView, openapi_extra=json_body(RenewLease), summary="Renew a box's lease"
@@ -35,7 +37,7 @@ def lease_routes(broker: BrokerService) -> APIRouter:
     async def renew(request: Request, sandbox_id: str) -> Response:
         """Takes the owner's lease. Relative to now, so sending it again does no harm."""
         grant = await broker.access.box(request, sandbox_id, LeaseScope.OWNER)
-        body = await parse(request, RenewLease, small)
+        body = await parse(request, RenewLease, broker.config)
         box = live(grant)
         await broker.boxes.renew(box, checked_ttl(broker, body.ttl_s))
         return reply(box.lease_view(box.owner_lease))
@@ -50,10 +52,12 @@ def lease_routes(broker: BrokerService) -> APIRouter:
     async def mint(request: Request, sandbox_id: str) -> Response:
         """Takes the owner's lease. The token is told in this answer alone."""
         grant = await broker.access.box(request, sandbox_id, LeaseScope.OWNER)
-        body = await parse(request, MintLease, small)
+        body = await parse(request, MintLease, broker.config)
         if not narrower(body.scope, grant.scope):
             raise BrokerError("scope", f"a lease of scope '{body.scope}' is not narrower than '{grant.scope}'")
         box = live(grant)
+        if sum(not lease.revoked and lease.epoch == box.epoch for lease in box.leases.values()) > MAX_LEASES:
+            raise too_many_of_box(sandbox_id, MAX_LEASES, "leases; take some back first")
         expires_at = None if body.ttl_s is None else time.time() + body.ttl_s
         lease = LeaseRecord(f"le-{uuid.uuid4().hex}", sandbox_id, body.scope, box.epoch, expires_at)
         await broker.boxes.store.mint(lease)

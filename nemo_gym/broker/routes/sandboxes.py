@@ -54,7 +54,7 @@ def sandbox_routes(broker: BrokerService) -> APIRouter:
                 f"creating a box needs the header {IDEMPOTENCY_KEY_HEADER}: a name of your own for this request, so"
                 " that it can be sent again without making a second box",
             )
-        body = await parse(request, CreateSandbox, broker.config.max_body_bytes)
+        body = await parse(request, CreateSandbox, broker.config)
         broker.permissions.check_create(caller, body, is_outsider=broker.access.is_outsider(caller))
         asked = digest(body)
         if body.spec.image is not None:

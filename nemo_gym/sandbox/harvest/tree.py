@@ -42,6 +42,9 @@ class TreeTooLargeError(Exception):
 
 
 MAX_NAMED_SKIPS = 20
+MAX_PATH_BYTES = 256 * 1024 * 1024
+"""Of all paths together, which are kept in memory: one more file at the end of hundreds of directories costs a box
+next to nothing. The paths of the largest public repositories take some tens of MB."""
 OnContent = Callable[[bytes, Entry, bytes], None]
 
 
@@ -90,6 +93,7 @@ class _Reader:
         self._max_files = max_files
         self._on_content = on_content
         self._max_content_bytes = max_content_bytes
+        self._path_bytes_left = MAX_PATH_BYTES
         self._root: str | None = None
         self._path: bytes | None = None
         self._mode = REGULAR
@@ -121,6 +125,9 @@ class _Reader:
             return
         if len(self.tree.entries) >= self._max_files:
             raise TreeTooLargeError(f"the tree has more than {self._max_files} files")
+        self._path_bytes_left -= len(path)
+        if self._path_bytes_left < 0:
+            raise TreeTooLargeError(f"the paths of the tree's files take more than {MAX_PATH_BYTES} bytes")
         if member.islnk():
             self._link(path, member.linkname)
         elif member.issym():

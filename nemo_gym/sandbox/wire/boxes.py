@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
@@ -11,16 +11,17 @@ from nemo_gym.contract.sandbox import NetworkPolicy, SandboxSpec
 from nemo_gym.contract.session import LeaseScope, MountModel, ResourcesModel, SandboxSpecModel
 from nemo_gym.sandbox.base import SandboxInfo, SandboxStatus
 from nemo_gym.sandbox.wire.doors import DoorModel
-from nemo_gym.sandbox.wire.fields import Identifier, Labels, Text, TtlS, WireModel
+from nemo_gym.sandbox.wire.fields import MAX_DOORS, Identifier, Labels, Text, TtlS, WireModel
 
 
 class BoxSpec(SandboxSpecModel):
     """The wire form of a `SandboxSpec`. Its lease, labels and idempotency key are the request's."""
 
+    image: Annotated[str, Field(max_length=1024, pattern=r"^[^\x00]*$")] | None = None
     ttl_s: None = None
     """Of the request (`CreateSandbox.ttl_s`), never of the spec."""
     network: NetworkPolicy = NetworkPolicy.NONE
-    doors: tuple[DoorModel, ...] = ()
+    doors: tuple[DoorModel, ...] = Field((), max_length=MAX_DOORS)
 
     @classmethod
     def of(cls, spec: SandboxSpec) -> Self:

@@ -65,10 +65,12 @@ CODES: dict[str, ProblemCode] = {
     "output_gone": ProblemCode(410, errors.SandboxLostError),
     "ttl_too_long": ProblemCode(422, errors.InvalidBodyError),
     "body_too_large": ProblemCode(413, errors.InvalidBodyError),
+    "body_too_many_values": ProblemCode(413, errors.InvalidBodyError),
     "archive_escapes": ProblemCode(422, errors.SandboxArchiveError),
     "archive_too_large": ProblemCode(413, errors.SandboxArchiveError),
     # whether there is room
     "quota": ProblemCode(429, errors.SandboxCreateError, retryable=True),
+    "too_many_of_box": ProblemCode(429, errors.SandboxError),
     "no_room": ProblemCode(503, errors.SandboxCreateError, retryable=True),
     "draining": ProblemCode(503, errors.SandboxError, retryable=True),
     # what went wrong inside

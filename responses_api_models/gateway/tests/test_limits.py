@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -11,11 +12,13 @@ from typing import Any
 import orjson
 import pytest
 
+from nemo_gym.contract.credentials import Role
 from nemo_gym.gateway.service.limits import LONG_S, SMALL_BYTES, LoopTurns, SessionShare, step_begins
 from nemo_gym.gateway.tokens import IncrementalEncoder
 from nemo_gym.gateway.tokens.history import HistoryReader
 from nemo_gym_testing.gateway import Status
 from responses_api_models.gateway.tests.conftest import GatewayStack, Opened, until
+from tests.servers.stack import rollout
 
 DIALECTS = {"/chat/completions": "messages", "/messages": "messages", "/responses": "input"}
 
@@ -255,3 +258,28 @@ async def test_harness_that_repeats_a_failing_request_is_told_to_stop_and_others
     await other.say("hello")
     assert len(gateway.engine.calls) == 11
     await session.say("hello")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"sampling": {"logit_bias": {str(token): 1 for token in range(10_000)}}}, "sampling"),
+        ({"sampling": {"stop": ["x" * 70_000]}}, "sampling"),
+        ({"ttl_s": 1e308}, "ttl_s"),
+        ({"ttl_s": 0}, "ttl_s"),
+        ({"limits": {"idle_timeout_s": -1}}, "limits.idle_timeout_s"),
+    ],
+)
+async def test_session_that_asks_for_too_much_is_refused_by_the_fields_name(
+    gateway: GatewayStack, body: dict[str, Any], said: str
+) -> None:
+    asked = {"rollout": rollout().model_dump(), **body}
+    reply = await gateway.stack.client(Role.PIPELINE, "collector").post("gateway", "/sessions", json=asked)
+    text = await reply.text()
+    assert reply.status in (400, 422) and said in text and len(text) < 1000, (reply.status, text[:500])
+
+
+async def test_session_with_a_number_beyond_64_bits_is_no_failure_of_the_gateway(gateway: GatewayStack) -> None:
+    asked = {"rollout": {**rollout().model_dump(), "sample_index": 2**70}}
+    reply = await gateway.stack.client(Role.PIPELINE, "collector").post("gateway", "/sessions", data=json.dumps(asked))
+    assert reply.status in (400, 422), await reply.text()

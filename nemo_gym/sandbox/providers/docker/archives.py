@@ -26,6 +26,8 @@ from nemo_gym.sandbox.providers.docker.engine import Engine, sdk_errors, status_
 _IN_MEMORY_BYTES = 32 * 1024 * 1024
 _CHUNK_BYTES = 4 * 1024 * 1024
 _GO_MODE_DIR = 1 << 31
+MAX_IMPLIED_DIRECTORIES = 20_000
+"""That members are put into and the archive does not contain: the engine is asked about each of them."""
 
 
 class Upload:
@@ -65,7 +67,16 @@ class Upload:
                 parts = check_member(event)
                 if event.isdir():
                     self._named.add(tuple(parts))
-                self.implied |= {tuple(parts[:n]) for n in range(1, len(parts))}
+                for n in range(len(parts) - 1, 0, -1):
+                    above = tuple(parts[:n])
+                    if above in self.implied or above in self._named:
+                        break  # and so is all that is above it
+                    self.implied.add(above)
+                if len(self.implied) > MAX_IMPLIED_DIRECTORIES:
+                    raise ArchiveError(
+                        f"its members lie in more than {MAX_IMPLIED_DIRECTORIES} directories that it does not contain;"
+                        " pack the directories too, each before what is in it"
+                    )
         self._size += self._spool.write(out)
 
     def send(self, engine: Engine, container_id: str) -> None:

@@ -3,11 +3,12 @@
     python -m campaigns.bench.compositions [--json] [--runs 3] [--rollouts 500] [--concurrency 32] [--only NAME …]
 
 *Shipped*: servers as ``ng_run`` starts them and whole collections: rows checked, durable store, result files. The
-model behind `openai` and `gateway` is a process that answers at once. *Bare*: the same
-HTTP hops with handlers of a few lines (``tests/rollouts/chain.py``) and a loop of posts; nothing is checked or kept.
-Both run by turns on servers that stay up; the bars are on the ratio of their rates, and, for the compositions that
-people measure, on rollouts per second and on the CPU of the environment, agent and model servers. CPU of the pipeline
-(with its store) and of the fake model stand apart.
+model behind `openai` and `gateway` is a process that answers at once. *Bare*: the same hops with handlers of a few
+lines (``tests/rollouts/chain.py``) and a loop of posts; nothing is checked or kept. Tools over MCP are served and
+called there by the protocol's official library, by one client for all rollouts. Both run by turns on servers that stay
+up; the bars are on the ratio of their rates, and, for the compositions that people measure, on rollouts per second and
+on the CPU of the environment, agent and model servers. CPU of the pipeline (with its store) and of the fake model
+stand apart.
 
 *Memory*: of each server after 20,000 rollouts, over what it had after 10,000; for the compositions in `MEMORY`. The
 first ten thousand fill what is kept up to a number, and the environment's heap, by the one request with all their rows
@@ -58,7 +59,7 @@ class Task:
     says: dict[str, Any]
     """For the fake model: ``text``, and perhaps a ``tool`` that it calls first."""
     asks: tuple[str, ...] = ("/responses",)
-    """What an agent asks in turn: routes of the model, or ``mcp``."""
+    """What an agent asks in turn: routes of the model, or the environment's tool by its name."""
 
     def rows(self, count: int) -> list[dict[str, Any]]:
         source = ROOT / "resources_servers" / self.environment / "data" / "example.jsonl"
@@ -74,7 +75,7 @@ WEATHER = Task(
     "example_mcp_weather",
     3,
     {"text": "It is 1.1 °C in Quito.", "tool": "get_weather", "arguments": {"city": "Quito"}},
-    ("mcp", "/responses", "mcp", "/responses"),
+    ("/responses", "get_weather", "/responses"),
 )
 BOX = Task(
     "math", 0, {"text": "\\boxed{46}", "tool": "bash", "arguments": {"command": SUBMIT}}, ("/chat/completions",)
@@ -174,11 +175,12 @@ def bare_chain(composition: Composition, model_url: str) -> Iterator[tuple[dict[
     """URLs by role, and process ids."""
     chain: dict[str, ChainServer] = {}
     try:
-        chain["environment"] = ChainServer("environment", {"plain": True})
-        tools = f"http://127.0.0.1:{chain['environment'].port}/mcp"
-        asks = [tools if asked == "mcp" else asked for asked in composition.task.asks]
+        asks = composition.task.asks
+        tool = next((asked for asked in asks if not asked.startswith("/")), None)
+        chain["environment"] = ChainServer("environment", {"plain": True, "tool": tool})
+        tools = {"mcp": f"http://127.0.0.1:{chain['environment'].port}/mcp"} if tool else {}
         forwards = {} if composition.model == "scripted" else {"forwards_to": f"{model_url}/v1"}
-        chain["agent"] = ChainServer("agent", {"asks": asks})
+        chain["agent"] = ChainServer("agent", {"asks": asks, **tools})
         chain["model"] = ChainServer("model", forwards)
         for server in chain.values():
             server.wait_ready()

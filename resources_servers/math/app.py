@@ -68,7 +68,7 @@ class MathEnvironment(SimpleResourcesServer):
         self, row: dict[str, Any], response: dict[str, Any], artifacts: Sequence[Artifact], rollout: RolloutIdentity
     ) -> Verdict:
         expected, answer = _expected(row), answered_text(response)[-ANSWER_CHARS:]
-        comparison = await self._checker.compare(expected, answer)
+        comparison = self._obvious(expected, answer) or await self._checker.compare(expected, answer)
         if comparison.ending is not Ending.ANSWERED:
             comparison = await self._blamed(expected, answer, comparison)
         details = {"comparison": str(comparison.ending), "answer": comparison.read}
@@ -80,6 +80,16 @@ class MathEnvironment(SimpleResourcesServer):
     async def shutdown(self) -> None:
         await super().shutdown()
         await self._checker.aclose()
+
+    def _obvious(self, expected: str, answer: str) -> Comparison | None:
+        """The outcome where math-verify would only confirm it, for 0.45 ms of CPU: of an answer that says nothing, or
+        whose one box holds the expected answer letter for letter, which was found to accept itself."""
+        if not answer.strip():
+            return Comparison(Ending.ANSWERED)
+        boxes = answer.count("boxed") + answer.count("fbox")
+        if expected in self._checked and boxes == 1 and _boxed(expected) in answer:
+            return Comparison(Ending.ANSWERED, right=True, read=expected)
+        return None
 
     async def _accepts_itself(self, expected: str) -> bool:
         return (await self._checker.compare(expected, _boxed(expected))).right

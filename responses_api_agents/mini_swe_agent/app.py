@@ -69,6 +69,7 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
     _executor: ThreadPoolExecutor | None = PrivateAttr(default=None)
     _slots: asyncio.Semaphore | None = PrivateAttr(default=None)
     _owner: SandboxOwner | None = PrivateAttr(default=None)
+    _boxes: AgentBoxes = PrivateAttr(default_factory=AgentBoxes)
 
     async def box_needs(self) -> BoxNeeds:
         return BoxNeeds(requires=tuple(self.config.requires))
@@ -115,7 +116,7 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
                 owner.provider(),
                 harness,
                 needs=HarnessNeeds.of(await self.box_needs()),
-                boxes=AgentBoxes(scratch=config.scratch.to_spec()),
+                boxes=self._boxes,
                 topologies=self.topologies,
                 default_wall_clock_s=config.wall_clock_s,
                 lease_ttl_s=config.sandbox_lease_s,
@@ -127,6 +128,7 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
             self._executor = ThreadPoolExecutor(self.config.max_concurrency, thread_name_prefix="mini-swe-agent")
             self._slots = asyncio.Semaphore(self.config.max_concurrency)
             self._owner = SandboxOwner(self.config.sandbox_provider, self.server_client)
+            self._boxes = AgentBoxes(scratch=self.config.scratch.to_spec())
         return self._executor, self._slots, self._owner
 
     async def shutdown(self) -> None:

@@ -7,6 +7,7 @@ classes here, which hand each call to the server's event loop.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import tempfile
 import time
@@ -26,8 +27,11 @@ from nemo_gym.sandbox.base import ExecOutcome
 os.environ.setdefault("MSWEA_GLOBAL_CONFIG_DIR", tempfile.mkdtemp(prefix="mini-swe-agent-"))
 os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
 
+from jinja2 import Template
+from minisweagent.agents import default
 from minisweagent.agents.default import DefaultAgent
 from minisweagent.exceptions import FormatError, LimitsExceeded, Submitted
+from minisweagent.models.utils import actions_toolcall
 from minisweagent.models.utils.actions_toolcall import (
     BASH_TOOL,
     format_toolcall_observation_messages,
@@ -49,6 +53,12 @@ EXIT_OUTCOMES = {
 STOP_TIMEOUT_S = 30.0
 MAX_ARGUMENT_BYTES = 100_000
 """Longer commands go through standard input: the kernel takes at most 128 KiB in one argument."""
+
+
+# The package compiles a template each time it writes a prompt or an observation, which takes 0.6 ms of CPU for the two
+# prompts of an attempt and 1.4 ms for each observation.
+for _module in (default, actions_toolcall):
+    _module.Template = functools.lru_cache(maxsize=64)(Template)  # type: ignore[attr-defined]
 
 
 class LoopBridge:

@@ -13,8 +13,7 @@ from nemo_gym.contract.errors import ServerError
 from nemo_gym.contract.session import McpServer
 
 if TYPE_CHECKING:
-    from mcp import Client
-
+    from nemo_gym.agent.harness.mcp_client import McpConnection
     from nemo_gym.server_utils import ServerClient
 
 
@@ -24,9 +23,9 @@ class ToolServerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _McpTool:
-    server: str
+    server: McpServer
     name: str
-    client: Client
+    connection: McpConnection
 
 
 class Toolbox:
@@ -49,8 +48,7 @@ class Toolbox:
             from nemo_gym.agent.harness.mcp_client import connect, forget
         for server in servers:
             try:
-                client = await connect(stack, server)
-                await self._add(server.name, client)
+                await self._add(server, await connect(stack, server))
             except Exception as error:
                 # The boundary of the MCP library, whose transports raise their own and groups of them.
                 forget(server)
@@ -60,25 +58,19 @@ class Toolbox:
                 self._routes.add(str(tool["name"]))
                 self.definitions.append(dict(tool))
 
-    async def _add(self, server: str, client: Client) -> None:
-        cursor: str | None = None
-        while True:
-            page = await client.list_tools(cursor=cursor)
-            for tool in page.tools:
-                name = tool.name if tool.name not in self._mcp else f"{server}__{tool.name}"
-                self._mcp[name] = _McpTool(server, tool.name, client)
-                self.definitions.append(
-                    {
-                        "type": "function",
-                        "name": name,
-                        "description": tool.description or "",
-                        "parameters": tool.input_schema,
-                        "strict": False,
-                    }
-                )
-            cursor = page.next_cursor
-            if cursor is None:
-                return
+    async def _add(self, server: McpServer, connection: McpConnection) -> None:
+        for tool in await connection.tools():
+            name = tool.name if tool.name not in self._mcp else f"{server.name}__{tool.name}"
+            self._mcp[name] = _McpTool(server, tool.name, connection)
+            self.definitions.append(
+                {
+                    "type": "function",
+                    "name": name,
+                    "description": tool.description or "",
+                    "parameters": tool.input_schema,
+                    "strict": False,
+                }
+            )
 
     async def call(self, name: str, arguments: Any) -> tuple[str, bool]:
         """What the policy is told, and whether the call failed. Raises `ToolServerError`."""
@@ -97,20 +89,17 @@ class Toolbox:
 
     async def _call_mcp(self, tool: _McpTool, arguments: dict[str, Any]) -> tuple[str, bool]:
         from mcp import MCPError
-        from mcp.types import CallToolRequest, CallToolRequestParams, CallToolResult
 
-        # Below the library's `call_tool`, which compiles the tool's output schema for every client, that is for every
-        # attempt: 0.9 ms, to check what the policy is not told.
-        asked = CallToolRequest(params=CallToolRequestParams(name=tool.name, arguments=arguments))
+        from nemo_gym.agent.harness.mcp_client import forget
+
         try:
-            result = await tool.client.session.send_request(
-                asked, CallToolResult, request_read_timeout_seconds=self._timeout_s
-            )
+            result = await tool.connection.call(tool.name, arguments, self._timeout_s)
         except MCPError as error:
             return f"tool '{tool.name}' failed: {error}", True
         except Exception as error:
             # As above: the server, or the way to it, is gone.
-            raise ToolServerError(f"MCP server '{tool.server}' was lost: {_reason(error)}") from error
+            forget(tool.server)
+            raise ToolServerError(f"MCP server '{tool.server.name}' was lost: {_reason(error)}") from error
         text = "\n".join(getattr(part, "text", None) or f"[{part.type}]" for part in result.content)
         return text, bool(result.is_error)
 

@@ -12,7 +12,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -43,8 +43,10 @@ def environment(options: dict[str, Any]) -> FastAPI:
     """Options: ``seed_status``/``verify_status`` (fail with it), ``verify_failures`` (that many per rollout, then
     right), ``invalid`` (a failure kind), ``fenced`` (409 for first attempts), ``no_solution``, ``no_verdict``,
     ``plain`` (no cookies), ``owns_boxes``, ``words_prompts`` (from the row's ``question``),
-    ``says`` (by task: members of the verdict), ``close_s`` (how long a close takes)."""
-    app = FastAPI()
+    ``says`` (by task: members of the verdict), ``close_s`` (how long a close takes), ``tool`` (the name of one that
+    its ``/mcp`` has, served by the MCP library)."""
+    tools = mcp_tools(options["tool"]) if options.get("tool") else None
+    app = FastAPI(lifespan=None if tools is None else lambda _: tools.session_manager.run())
     journal = Journal(options.get("journal"))
     tries: Counter[str] = Counter()
 
@@ -129,30 +131,54 @@ def environment(options: dict[str, Any]) -> FastAPI:
             return answer({"code": "contract", "detail": "no verdict"}, 409)
         return answer({"reward": 0.5, "valid": True})
 
-    @app.post("/mcp")
-    async def mcp(request: Request) -> Response:
-        asked = orjson.loads(await request.body())
-        return answer({"jsonrpc": "2.0", "id": asked["id"], "result": {"content": [{"type": "text", "text": "1.1"}]}})
-
     @app.post("/aggregate_metrics")
     async def aggregate(request: Request) -> Response:
         rows = orjson.loads(await request.body())["verify_responses"]
         return Response(compute_aggregate_metrics(rows).model_dump_json(), media_type="application/json")
 
+    if tools is not None:
+        app.mount("/", tools.streamable_http_app(json_response=True, stateless_http=True))
     return app
+
+
+def mcp_tools(name: str) -> Any:
+    """The MCP library's server of one tool."""
+    from mcp.server import MCPServer
+
+    server = MCPServer("tools", log_level="WARNING")  # it would write a line for every request
+
+    @server.tool(name=name)
+    async def tool(city: str) -> str:
+        return "1.1"
+
+    return server
+
+
+def mcp_client(url: str) -> Any:
+    """The MCP library's client, with an HTTP client that has no TLS context to make."""
+    import httpx2
+    from mcp import Client
+    from mcp.client.streamable_http import streamable_http_client
+
+    return Client(streamable_http_client(url, http_client=httpx2.AsyncClient(trust_env=False, verify=False)))
 
 
 def agent(options: dict[str, Any]) -> FastAPI:
     """Options: ``hang`` (task indices whose act never ends), ``crash`` (rollouts that answer ``crashed``),
     ``delay_s``, ``overrides_run``, ``status``, ``says`` (members of the act's answer, instead of the right ones),
     ``box_needs`` (the whole answer, as text), ``limits`` (that it keeps), ``outcome`` and ``detail`` (of every act),
-    ``asks`` (what it asks in turn: a route of the model, or the URL of a tool server), ``compressed`` (its answer is),
-    ``run_status`` (of ``/run``) and ``run_says`` (members of its answer)."""
+    ``asks`` (what it asks in turn: a route of the model, or a tool by its name), ``mcp`` (URL of the tools' server),
+    ``compressed`` (its answer is), ``run_status`` (of ``/run``) and ``run_says`` (members of its answer)."""
     journal = Journal(options.get("journal"))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as app.state.http:
+        async with AsyncExitStack() as stack:
+            app.state.http = await stack.enter_async_context(
+                aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            )
+            if url := options.get("mcp"):
+                app.state.mcp = await stack.enter_async_context(mcp_client(url))
             yield
 
     app = FastAPI(lifespan=lifespan)
@@ -187,10 +213,11 @@ def agent(options: dict[str, Any]) -> FastAPI:
         inference, params = body["inference"], body["responses_create_params"]
         headers = {"Authorization": f"Bearer {inference['token']}", "Content-Type": "application/json"}
         for asked in options.get("asks", ("/responses",)):
-            is_model = asked.startswith("/")
-            sent = params if is_model else {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {}}
-            url = inference["base_url"] + asked if is_model else asked
-            async with request.app.state.http.post(url, data=orjson.dumps(sent), headers=headers) as response:
+            if not asked.startswith("/"):
+                assert not (await request.app.state.mcp.call_tool(asked, {"city": "Quito"})).is_error
+                continue
+            url = inference["base_url"] + asked
+            async with request.app.state.http.post(url, data=orjson.dumps(params), headers=headers) as response:
                 completion = await response.read()
                 assert response.status == 200, completion
         reply = {"response": orjson.Fragment(completion), "outcome": "completed", "artifacts": []}

@@ -17,6 +17,7 @@ from nemo_gym.base_resources_server import SimpleResourcesServer
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.session import McpServer
+from nemo_gym.environment.mcp.endpoint import TOOLS_TTL_MS
 from nemo_gym.environment.mcp.tokens import issue_mcp_token
 from nemo_gym.environment.route_tools import CatchAll, RouteTool, catch_all_of
 from tests.servers.plugins import CounterEnvironment
@@ -230,6 +231,18 @@ async def test_environment_says_itself_which_tools_are_served(stack: Stack) -> N
         answer = await client.call_tool("shout", {"text": "hi"})
         assert answer.structured_content == {"notes": ["shout: HI"]}
         assert (await client.call_tool("explode", {})).is_error
+
+
+async def test_list_may_be_used_again_for_other_attempts_unless_tasks_have_lists_of_their_own(
+    notes: Stack, stack: Stack
+) -> None:
+    async with connected(endpoint(await seed(notes))) as client:
+        listed = await client.list_tools()
+        assert (listed.cache_scope, listed.ttl_ms) == ("public", TOOLS_TTL_MS)
+    stack.add("choosy", DispatchingEnvironment, Role.ENVIRONMENT)
+    async with connected(endpoint(await seed(stack, "choosy"))) as client:
+        listed = await client.list_tools()
+        assert (listed.cache_scope, listed.ttl_ms) == ("private", 0)
 
 
 async def test_attempt_has_the_tools_that_its_task_allows(stack: Stack) -> None:

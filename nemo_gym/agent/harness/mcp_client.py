@@ -2,21 +2,42 @@
 
 The protocol is the library's; its requests go through the server's one pooled HTTP session, as all others do. A client
 of the library's own costs each attempt a TLS context (25 ms of CPU) and connections that nobody uses again.
+
+A server of the current protocol takes every request by itself, without a handshake or a session. Where a server is
+known to speak it, the library's session works on a `PostDispatcher`, without the tasks, streams and HTTP client of the
+library's transport.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+import re
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import httpx2
+import orjson
 import yarl
-from mcp import Client
+from mcp import Client, MCPError
+from mcp.client.session import ClientSession
 from mcp.client.streamable_http import streamable_http_client
-from mcp.types import DiscoverResult
+from mcp.shared.dispatcher import CallOptions
+from mcp.types import (
+    REQUEST_TIMEOUT,
+    CallToolRequest,
+    CallToolRequestParams,
+    CallToolResult,
+    DiscoverResult,
+    ErrorData,
+    PaginatedRequestParams,
+    Tool,
+)
 
 from nemo_gym.contract.session import McpServer
 from nemo_gym.http.client import get_global_aiohttp_client
@@ -25,17 +46,63 @@ CONNECT_TIMEOUT_S = 30.0
 READ_TIMEOUT_S = 300.0
 """Between two reads: a tool may be silent until it is done, and each call has a limit of its own."""
 
+_MESSAGE_HEADERS = {"Accept": "application/json, text/event-stream", "Content-Type": "application/json"}
+_EVENT_END = re.compile(rb"\r?\n\r?\n")
+
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # it writes a line for every request
 
-_discovered: dict[tuple[str, str], tuple[str, DiscoverResult]] = {}
-"""What servers said of themselves, by address and name: attempts after the first do not ask again, which is one of an
-attempt's three or more requests. An environment has one address for all its attempts."""
-MAX_DISCOVERED = 256
+
+@dataclass(slots=True)
+class _Known:
+    """What a server said of itself."""
+
+    discovered: DiscoverResult
+    tools: Sequence[Tool] = ()
+    tools_until: float = 0.0
+    """In seconds of the monotonic clock: while ``tools`` are those of every attempt, as the server said."""
 
 
-async def connect(stack: AsyncExitStack, server: McpServer) -> Client:
-    """A client of ``server`` for as long as ``stack`` is open. Raises what the library raises; whoever cannot use the
-    client then says so by `forget`."""
+_known: dict[tuple[str, str], _Known] = {}
+"""Servers of the current protocol by address and name: attempts after the first do not ask them again what they speak,
+and not for their tools while the server allows that. An environment has one address for all its attempts."""
+MAX_KNOWN = 256
+
+
+class McpConnection:
+    """One attempt's way to one MCP server. Its methods raise what the library raises."""
+
+    def __init__(self, session: ClientSession, known: _Known | None) -> None:
+        self._session, self._known = session, known
+
+    async def tools(self) -> Sequence[Tool]:
+        """All the server has for this attempt."""
+        if self._known is not None and time.monotonic() < self._known.tools_until:
+            return self._known.tools
+        page = await self._session.list_tools()
+        found, kept_s = [*page.tools], page.ttl_ms / 1000 if page.cache_scope == "public" else 0.0
+        while page.next_cursor is not None:
+            page = await self._session.list_tools(params=PaginatedRequestParams(cursor=page.next_cursor))
+            found += page.tools
+            kept_s = 0.0
+        # A tool that wants arguments in headers is called right only by a session that has seen the list itself.
+        if self._known is not None and not any("x-mcp-header" in str(tool.input_schema) for tool in found):
+            self._known.tools, self._known.tools_until = found, time.monotonic() + kept_s
+        return found
+
+    async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> CallToolResult:
+        # Below the library's `call_tool`, which compiles the tool's output schema for every session, that is for every
+        # attempt: 0.9 ms, to check what the policy is not told.
+        asked = CallToolRequest(params=CallToolRequestParams(name=name, arguments=arguments))
+        return await self._session.send_request(asked, CallToolResult, request_read_timeout_seconds=timeout_s)
+
+
+async def connect(stack: AsyncExitStack, server: McpServer) -> McpConnection:
+    """A connection to ``server`` for as long as ``stack`` is open. Raises what the library raises; whoever cannot use
+    it then says so by `forget`."""
+    if (known := _known.get(_key(server))) is not None:
+        session = ClientSession(dispatcher=PostDispatcher(server))
+        session.adopt(known.discovered)
+        return McpConnection(session, known)
     http = await stack.enter_async_context(
         httpx2.AsyncClient(
             headers=dict(server.headers),
@@ -44,24 +111,87 @@ async def connect(stack: AsyncExitStack, server: McpServer) -> Client:
             timeout=httpx2.Timeout(CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S),
         )
     )
-    transport = streamable_http_client(server.url, http_client=http)
-    if (known := _discovered.get(_key(server))) is not None:
-        return await stack.enter_async_context(Client(transport, mode=known[0], prior_discover=known[1]))
-    client = await stack.enter_async_context(Client(transport))
+    client = await stack.enter_async_context(Client(streamable_http_client(server.url, http_client=http)))
     # A server of an older protocol makes a session for each client, and has to be asked each time.
-    if (said := client.session.discover_result) is not None and len(_discovered) < MAX_DISCOVERED:
-        _discovered[_key(server)] = (client.protocol_version, said)
-    return client
+    if (said := client.session.discover_result) is not None and len(_known) < MAX_KNOWN:
+        known = _known[_key(server)] = _Known(said)
+    return McpConnection(client.session, known)
 
 
 def forget(server: McpServer) -> None:
     """Ask ``server`` again what it speaks: it may be another by now."""
-    _discovered.pop(_key(server), None)
+    _known.pop(_key(server), None)
 
 
 def _key(server: McpServer) -> tuple[str, str]:
     parts = urlsplit(server.url)
     return f"{parts.scheme}://{parts.netloc}", server.name
+
+
+class McpServerError(Exception):
+    """A server's reply is no message of the protocol: it takes no such request, or not from this attempt."""
+
+
+class PostDispatcher:
+    """Sends each request as a POST of its own and takes the answer from its reply, as the current protocol has it."""
+
+    def __init__(self, server: McpServer) -> None:
+        self._server = server
+        self._ids = count(1)
+
+    async def send_raw_request(
+        self, method: str, params: Mapping[str, Any] | None, opts: CallOptions | None = None
+    ) -> dict[str, Any]:
+        """The result. Raises `MCPError` for an error and for no answer in time, `McpServerError`, and what `aiohttp`
+        raises. A caller that is cancelled closes the reply, which is how a request is cancelled."""
+        options = opts or {}
+        request = {"jsonrpc": "2.0", "id": next(self._ids), "method": method, "params": params or {}}
+        try:
+            async with get_global_aiohttp_client().post(
+                self._server.url,
+                data=orjson.dumps(request),
+                headers={**self._server.headers, **_MESSAGE_HEADERS, **options.get("headers", {})},
+                timeout=aiohttp.ClientTimeout(options.get("timeout", READ_TIMEOUT_S), sock_connect=CONNECT_TIMEOUT_S),
+                allow_redirects=False,
+            ) as reply:
+                async for message in _messages(reply):
+                    if isinstance(error := message.get("error"), dict):
+                        raise MCPError.from_error_data(ErrorData.model_validate(error))
+                    if isinstance(result := message.get("result"), dict):
+                        return result
+                raise McpServerError(f"answered {reply.status} without a result")
+        except aiohttp.ConnectionTimeoutError:
+            raise
+        except TimeoutError as error:
+            raise MCPError(REQUEST_TIMEOUT, f"{method} was not answered in time") from error
+
+    async def notify(self, method: str, params: Mapping[str, Any] | None, opts: CallOptions | None = None) -> None:
+        """The current protocol has no notifications from clients."""
+
+    async def run(self, *handlers: object, task_status: object = None) -> None:
+        """Nothing comes but replies; a session on this is not entered."""
+
+
+async def _messages(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """The messages in a reply, which is one of them or a stream of server-sent events."""
+    if reply.content_type != "text/event-stream":
+        yield _message(await reply.read())
+        return
+    unread = b""
+    async for chunk in reply.content.iter_any():
+        *events, unread = _EVENT_END.split(unread + chunk)
+        for event in events:
+            lines = [line.removeprefix(b"data:") for line in event.splitlines() if line.startswith(b"data:")]
+            yield _message(b"\n".join(lines))
+
+
+def _message(data: bytes) -> dict[str, Any]:
+    """A JSON object; empty for whatever else a server says."""
+    try:
+        message = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return {}
+    return message if isinstance(message, dict) else {}
 
 
 class SharedSessionTransport(httpx2.AsyncBaseTransport):

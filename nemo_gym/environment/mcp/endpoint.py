@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 NEMO_GYM_TOKEN_HEADER = "X-NeMo-Gym-Session-Token"
 """Where NeMo Gym's agents put the token."""
 
+TOOLS_TTL_MS = 300_000
+"""How long a client may use a list of tools again, for every attempt, where no attempt has a list of its own."""
+
+_SAME_FOR_ALL: dict[str, Any] = {"ttl_ms": TOOLS_TTL_MS, "cache_scope": "public"}
 _ATTEMPT = "nemo_gym.mcp_attempt"
 
 log = structlog.get_logger(__name__)
@@ -81,9 +86,9 @@ class McpEndpoint:
             self._tools = {tool.name: tool for tool in exposed}
         return self._tools
 
-    async def allowed(self, attempt: AttemptKey) -> dict[str, RouteTool]:
-        """The tools of one attempt: all, unless its seed named some of them."""
-        names = (await self._attempts.session_of(*attempt)).get(ALLOWED_TOOLS_SESSION_KEY)
+    def allowed(self, session: Mapping[str, Any]) -> dict[str, RouteTool]:
+        """The tools of the attempt with this session: all, unless its seed named some of them."""
+        names = session.get(ALLOWED_TOOLS_SESSION_KEY)
         return self.tools if names is None else {name: self.tools[name] for name in names if name in self.tools}
 
     def offered(self, descriptor: SessionDescriptor) -> SessionDescriptor:
@@ -160,7 +165,7 @@ class McpEndpoint:
     ) -> ListToolsResult:
         from mcp.types import ListToolsResult, Tool
 
-        allowed = await self.allowed(_attempt_of(context))
+        allowed = self.allowed(await self._attempts.session_of(*_attempt_of(context)))
         return ListToolsResult(
             tools=[
                 Tool(
@@ -170,20 +175,22 @@ class McpEndpoint:
                     output_schema=tool.output_schema,
                 )
                 for tool in allowed.values()
-            ]
+            ],
+            **({} if self._server.overrides("mcp_allowed_tools_for_session") else _SAME_FOR_ALL),
         )
 
     async def _call_tool(self, context: ServerRequestContext[Any], params: CallToolRequestParams) -> CallToolResult:
         from mcp.types import CallToolResult, TextContent
 
         attempt = _attempt_of(context)
-        tools = await self.allowed(attempt)
+        session = await self._attempts.session_of(*attempt)
+        tools = self.allowed(session)
         tool = tools.get(params.name)
         if tool is None:
             said = f"there is no tool '{params.name[:100]}'; there are: {', '.join(tools)}"
             return CallToolResult(content=[TextContent(type="text", text=said)], is_error=True)
         cookie = self._server.get_session_middleware_key()
-        before = self._cookies.encode(await self._attempts.session_of(*attempt))
+        before = self._cookies.encode(session)
         headers = {"Cookie": f"{cookie}={before}", ROLLOUT_ID_HEADER: attempt.rollout_id}
         if (credential := self._server.own_credential()) is not None:
             headers[CREDENTIAL_HEADER] = credential

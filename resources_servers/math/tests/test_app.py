@@ -81,6 +81,27 @@ async def test_answer_is_right_when_it_is_mathematically_equal(
     assert (judged["valid"], judged["reward"]) == (True, reward), judged
 
 
+@pytest.mark.parametrize("expected", ["46", "\\frac{1}{2}", "1,000", "\\{1,2\\}", "50\\%", "12 cm", "x=3", "C"])
+@pytest.mark.parametrize("said", ["So it is \\boxed{%s} metres.", "First $x=7$. $$\\boxed{%s}$$ Or $8$?", " \n"])
+async def test_answer_in_the_words_of_the_expected_one_is_judged_as_by_a_comparison_and_without_one(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, expected: str, said: str
+) -> None:
+    answer = said.replace("%s", expected)
+    assert (await seed(stack, row(expected)))[0] == 200
+    monkeypatch.setattr(checker.Checker, "compare", None)
+    judged = await verdict(stack, row(expected), answer)
+    assert (judged["valid"], judged["reward"]) == (True, float(compare(expected, answer)["right"])), judged
+
+
+@pytest.mark.parametrize(
+    "answer", ["\\boxed{45}, no: \\boxed{46}", "\\fbox{45} \\boxed{46}", "\\boxed{46", "46", "\\boxed{ 46}"]
+)
+async def test_answer_is_compared_where_it_says_more_or_says_it_otherwise(stack: Stack, answer: str) -> None:
+    assert (await seed(stack, row("46")))[0] == 200
+    assert stack.servers[ENV]._obvious("46", answer) is None  # type: ignore[attr-defined]
+    assert stack.servers[ENV]._obvious("47", "\\boxed{47}") is None, "nobody found 47 to accept itself"  # type: ignore[attr-defined]
+
+
 async def test_answer_that_never_ends_is_wrong_and_the_next_one_is_compared(stack: Stack) -> None:
     judged = await verdict(stack, row("46"), ENDLESS)
     assert (judged["valid"], judged["reward"], judged["details"]["comparison"]) == (True, 0.0, "timed_out")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.agent.harness.mcp_client import SharedSessionTransport
+from nemo_gym.agent.harness.mcp_client import PostDispatcher, SharedSessionTransport
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.session import (
     ActRequest,
@@ -79,9 +79,10 @@ class Attempt:
     def __init__(self, stack: Stack) -> None:
         self.client = stack.client()
 
-    async def seed(self) -> SessionDescriptor:
-        body = {**ROW, "_ng_session": {"rollout": ROLLOUT.model_dump()}}
-        reply = await self.client.post(ENV, "/seed_session", json=body)
+    async def seed(self, environment: str = ENV, rollout_id: str = "r1", **row: Any) -> SessionDescriptor:
+        rollout = ROLLOUT.model_copy(update={"rollout_id": rollout_id})
+        body = {**ROW, **row, "_ng_session": {"rollout": rollout.model_dump()}}
+        reply = await self.client.post(environment, "/seed_session", json=body)
         self.cookies = reply.cookies
         return SessionDescriptor.model_validate((await reply.json())["descriptor"])
 
@@ -181,27 +182,61 @@ async def test_agent_answers_without_tools_when_there_are_none(attempt: Attempt)
     assert answer.outcome == "completed" and not outputs(answer)
 
 
-async def test_mcp_server_is_asked_once_what_it_speaks_and_again_after_a_failure(
-    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+class ChoosyWeather(WeatherEnvironment):
+    """Lets tasks say which tools they have."""
+
+    def mcp_allowed_tools_for_session(self, seed_body: dict[str, Any]) -> list[str] | None:
+        return seed_body.get("allowed_tools")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What MCP servers are asked, by either way."""
+    methods: list[str] = []
+    by_library, by_post = SharedSessionTransport.handle_async_request, PostDispatcher.send_raw_request
+
+    async def sent(self: SharedSessionTransport, request: Any) -> Any:
+        methods.append(json.loads(request.content)["method"])
+        return await by_library(self, request)
+
+    async def posted(self: PostDispatcher, method: str, *arguments: Any) -> Any:
+        methods.append(method)
+        return await by_post(self, method, *arguments)
+
+    monkeypatch.setattr(SharedSessionTransport, "handle_async_request", sent)
+    monkeypatch.setattr(PostDispatcher, "send_raw_request", posted)
+    return methods
+
+
+async def test_mcp_server_is_asked_once_what_it_speaks_and_has_and_again_after_a_failure(
+    attempt: Attempt, asked: list[str]
 ) -> None:
-    asked: list[str] = []
-    send = SharedSessionTransport.handle_async_request
-
-    async def seen(self: SharedSessionTransport, request: Any) -> Any:
-        asked.append(json.loads(request.content)["method"])
-        return await send(self, request)
-
-    monkeypatch.setattr(SharedSessionTransport, "handle_async_request", seen)
     descriptor = await attempt.seed()
     for _ in range(2):
         assert (await attempt.act("ask Quito", descriptor)).outcome == "completed"
-    assert asked == ["server/discover", *2 * ["tools/list", "tools/call"]]
+    assert asked == ["server/discover", "tools/list", "tools/call", "tools/call"]
     (server,) = descriptor.mcp
     broken = server.model_copy(update={"headers": {"Authorization": "Bearer wrong"}})
     assert (await attempt.act("ask Quito", descriptor.model_copy(update={"mcp": (broken,)}))).outcome == "mcp_failed"
     asked.clear()
     assert (await attempt.act("ask Quito", descriptor)).outcome == "completed"
     assert asked == ["server/discover", "tools/list", "tools/call"]
+
+
+async def test_every_attempt_asks_for_its_tools_where_tasks_say_which_they_have(
+    stack: Stack, asked: list[str]
+) -> None:
+    stack.add("choosy", ChoosyWeather, Role.ENVIRONMENT)
+    attempt = Attempt(stack)
+    for rollout_id, allowed, said in (
+        ("r1", None, "temperature_c"),
+        ("r2", ["list_cities"], "there is no tool 'get_weather'; there are: list_cities"),
+        ("r3", ["get_weather"], "temperature_c"),
+    ):
+        descriptor = await attempt.seed("choosy", rollout_id, allowed_tools=allowed)
+        (output,) = outputs(await attempt.act("ask Quito", descriptor))
+        assert said in output
+    assert asked == ["server/discover", "tools/list", "tools/call", "tools/list", "tools/list", "tools/call"]
 
 
 async def test_attempts_share_the_servers_client_and_make_no_tls_context(

@@ -18,6 +18,8 @@ RESPONSE_KEY = "response"
 SESSION_KEY = "_ng_session"
 """What the pipeline adds to a row for the servers; never stored."""
 NG_FAILURE_CLASS_KEY = "_ng_failure_class"
+NG_TERMINAL_KEY = "_ng_failure_terminal"
+NG_NO_PERSIST_KEY = "_ng_no_persist"
 NO_PROMPT = "the row has no prompt: 'responses_create_params.input' is missing or blank"
 PUBLIC_ROW_KEYS = frozenset(
     {"agent_ref", "skills_ref", "_ng_task_index", "_ng_rollout_index", "_ng_attempt_index", "_ng_rollout_id"}

@@ -10,10 +10,9 @@ import orjson
 import structlog
 
 from nemo_gym.contract.identity import TASK_INDEX_KEY
+from nemo_gym.http.peers import PeerError, Peers
 from nemo_gym.reward_profile import GIVEN_NUMBERS_KEY, INVALID_COUNT, STD_ERR, pass_rates
-from nemo_gym.rollouts.attempt import Route
-from nemo_gym.rollouts.failures import PeerError
-from nemo_gym.rollouts.peers import Peers
+from nemo_gym.rollout import Servers
 from nemo_gym.rollouts.tally import AgentTally, RolloutSummary
 
 log = structlog.get_logger(__name__)
@@ -48,11 +47,11 @@ def _usage(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 async def aggregate(
-    peers: Peers, route: Route, rows: list[dict[str, Any]], tally: AgentTally, summaries: Sequence[RolloutSummary]
+    peers: Peers, servers: Servers, rows: list[dict[str, Any]], tally: AgentTally, summaries: Sequence[RolloutSummary]
 ) -> dict[str, Any]:
     """One entry of the aggregate file. An environment that cannot answer leaves its counts and says why."""
     metrics: dict[str, Any] = {"agent_metrics": {}, "key_metrics": {}, "group_level_metrics": []}
-    server = route.environment or route.agent
+    server = servers.environment or servers.agent
     if rows:
         try:
             reply = await peers.post(server, "/aggregate_metrics", {"verify_responses": rows})
@@ -80,7 +79,7 @@ async def aggregate(
     headline = {name: counts[name] for name in ("tasks/total", "tasks/solved", "rollouts/total", "rollouts/invalid")}
     metrics["key_metrics"] |= {**_headline(rates), **headline}
     metrics["group_level_metrics"] = _groups(metrics["group_level_metrics"], tasks)
-    return {"agent_ref": {"type": "responses_api_agents", "name": route.agent}, **metrics}
+    return {"agent_ref": {"type": "responses_api_agents", "name": servers.agent}, **metrics}
 
 
 def _by_task(summaries: Sequence[RolloutSummary]) -> dict[int, list[RolloutSummary]]:

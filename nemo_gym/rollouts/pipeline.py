@@ -22,12 +22,13 @@ import structlog
 
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import FencedError
-from nemo_gym.contract.verdict import FailureKind
-from nemo_gym.rollouts.attempt import Attempt, Route
+from nemo_gym.contract.verdict import FailureKind, StageFailure, StageName
+from nemo_gym.rollout import Servers
 from nemo_gym.rollouts.failures import failure_row, same_way
 from nemo_gym.rollouts.interfaces import (
     CancelReport,
     Job,
+    JobAttempt,
     JobEvent,
     JobListener,
     JobSelector,
@@ -35,12 +36,9 @@ from nemo_gym.rollouts.interfaces import (
     JobStore,
     SameFailureError,
     Stage,
-    StageFailure,
-    StageName,
     StageResult,
 )
 from nemo_gym.rollouts.pool import StagePool
-from nemo_gym.rollouts.stages import restore_run
 
 log = structlog.get_logger(__name__)
 
@@ -93,13 +91,13 @@ class AsyncDispatcher:
         store: JobStore,
         stages: Sequence[Stage],
         config: RolloutRunConfig,
-        route: Callable[[str], Route],
+        servers: Callable[[str], Servers],
         *,
         listener: JobListener | None = None,
     ) -> None:
         self._store = store
         self._config = config
-        self._route = route
+        self._servers = servers
         self._listener = listener
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         init, run, eval_ = stages
@@ -107,7 +105,7 @@ class AsyncDispatcher:
         self._eval = StagePool(eval_, max(1, eval_.workers // 4), self._evaluated, self._failed, self._abandoned)
         self._run = StagePool(run, buffer, self._ran, self._failed, self._abandoned)
         self._init = StagePool(init, init.workers, self._ready, self._failed, self._abandoned)
-        self._held: dict[str, Attempt] = {}
+        self._held: dict[str, JobAttempt] = {}
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
         self._background: list[asyncio.Task[None]] = []
@@ -190,10 +188,9 @@ class AsyncDispatcher:
         self._wake.clear()
 
     def _admit(self, job: Job) -> None:
-        attempt = Attempt.of(job, self._route(job.spec.agent))
+        attempt = JobAttempt.of(job, self._servers(job.spec.agent))
         self._held[job.job_id] = attempt
         if job.stage is StageName.EVAL and job.run_result is not None:
-            restore_run(attempt, job.run_result)
             self._eval.put_now(attempt)
         else:
             self._init.put_now(attempt)
@@ -214,12 +211,12 @@ class AsyncDispatcher:
 
     # Hand-over
 
-    async def _ready(self, attempt: Attempt, _: StageResult) -> None:
+    async def _ready(self, attempt: JobAttempt, _: StageResult) -> None:
         if not self._idle:
             self._wake.set()
         await self._run.put(attempt)
 
-    async def _ran(self, attempt: Attempt, result: StageResult) -> None:
+    async def _ran(self, attempt: JobAttempt, result: StageResult) -> None:
         self._streak.passed(StageName.RUN)
         # Not waited for: the writer keeps order, so the result row is never recorded without it or before it.
         recorded = asyncio.ensure_future(self._store.record_stage(attempt.job, result))
@@ -230,7 +227,7 @@ class AsyncDispatcher:
         if not done.cancelled() and (error := done.exception()) is not None and not isinstance(error, FencedError):
             self._stop_for(error)
 
-    async def _evaluated(self, attempt: Attempt, result: StageResult) -> None:
+    async def _evaluated(self, attempt: JobAttempt, result: StageResult) -> None:
         self._streak.passed(StageName.EVAL)
         attempt.has_result = True
         if await self._recording(self._store.complete(attempt.job, result.payload)):
@@ -238,7 +235,7 @@ class AsyncDispatcher:
         await attempt.close(self._config.close_timeout_s)
         self._drop(attempt)
 
-    async def _failed(self, attempt: Attempt, failure: StageFailure) -> None:
+    async def _failed(self, attempt: JobAttempt, failure: StageFailure) -> None:
         job = attempt.job
         if attempt.cancelled is not None:
             failure = StageFailure(failure.stage, FailureKind.CANCELLED, attempt.cancelled, retryable=False)
@@ -269,7 +266,7 @@ class AsyncDispatcher:
             self._tell(JobEvent(job, state, failure.stage, failure=failure))
         self._drop(attempt)
 
-    async def _abandoned(self, attempt: Attempt) -> None:
+    async def _abandoned(self, attempt: JobAttempt) -> None:
         """The dispatcher stops, or the lease was lost: release everything and give the job back."""
         if self._held.get(attempt.job.job_id) is not attempt:
             return
@@ -290,7 +287,7 @@ class AsyncDispatcher:
             return False
         return True
 
-    def _drop(self, attempt: Attempt) -> None:
+    def _drop(self, attempt: JobAttempt) -> None:
         if self._held.get(attempt.job.job_id) is attempt:
             del self._held[attempt.job.job_id]
         if not self._held or attempt.cancelled is not None:

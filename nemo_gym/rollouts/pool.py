@@ -6,13 +6,12 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from nemo_gym.contract.verdict import FailureKind
-from nemo_gym.rollouts.attempt import Attempt
-from nemo_gym.rollouts.interfaces import Stage, StageFailure, StageResult
+from nemo_gym.contract.verdict import FailureKind, StageFailure
+from nemo_gym.rollouts.interfaces import JobAttempt, Stage, StageResult
 
-OnResult = Callable[[Attempt, StageResult], Awaitable[None]]
-OnFailure = Callable[[Attempt, StageFailure], Awaitable[None]]
-OnAbandon = Callable[[Attempt], Awaitable[None]]
+OnResult = Callable[[JobAttempt, StageResult], Awaitable[None]]
+OnFailure = Callable[[JobAttempt, StageFailure], Awaitable[None]]
+OnAbandon = Callable[[JobAttempt], Awaitable[None]]
 
 
 class StagePool:
@@ -26,7 +25,7 @@ class StagePool:
     ) -> None:
         self._stage = stage
         self._buffer = buffer
-        self._queue: asyncio.Queue[Attempt] = asyncio.Queue()
+        self._queue: asyncio.Queue[JobAttempt] = asyncio.Queue()
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._active: dict[str, asyncio.Task[None]] = {}
         self._workers: list[asyncio.Task[None]] = []
@@ -59,7 +58,7 @@ class StagePool:
         """Places left in the queue."""
         return max(0, self._buffer - self._queue.qsize())
 
-    async def put(self, attempt: Attempt) -> None:
+    async def put(self, attempt: JobAttempt) -> None:
         """Hand over an attempt, waiting for a place."""
         while self._queue.qsize() >= self._buffer:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -74,11 +73,11 @@ class StagePool:
                 raise
         self._queue.put_nowait(attempt)
 
-    def put_now(self, attempt: Attempt) -> None:
+    def put_now(self, attempt: JobAttempt) -> None:
         """Hand over an attempt whatever the queue holds: for its feeder, and for what was under way before."""
         self._queue.put_nowait(attempt)
 
-    def interrupt(self, attempt: Attempt) -> None:
+    def interrupt(self, attempt: JobAttempt) -> None:
         """Stop the attempt if this stage is working on it; one that waits is looked at when its turn comes."""
         if (task := self._active.get(attempt.job.job_id)) is not None:
             task.cancel()

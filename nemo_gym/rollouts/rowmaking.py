@@ -16,7 +16,7 @@ from nemo_gym.contract.identity import (
 )
 from nemo_gym.contract.rows import PARAMS_KEY, SESSION_KEY
 from nemo_gym.contract.session import AgentOutcome
-from nemo_gym.rollouts.attempt import Attempt
+from nemo_gym.rollouts.interfaces import JobAttempt
 
 OWN_FIELDS = frozenset(
     {
@@ -29,7 +29,7 @@ OWN_FIELDS = frozenset(
 """Of a result row: what the run, the model server and the environment say, and no agent called by ``/run``."""
 
 
-def result_row(attempt: Attempt, verified: dict[str, Any], *, validation: str | None) -> bytes:
+def result_row(attempt: JobAttempt, verified: dict[str, Any], *, validation: str | None) -> bytes:
     """One line of the output, for an attempt with a valid verdict."""
     spec, act = attempt.job.spec, attempt.act
     row = dict(verified)
@@ -62,9 +62,9 @@ def result_row(attempt: Attempt, verified: dict[str, Any], *, validation: str | 
         row["replicas"] = attempt.replicas
     if validation is not None:
         row["validation"] = validation
-    if attempt.route.row_access == "full":
+    if attempt.servers.row_access == "full":
         row["row_access"] = "full"
-    if attempt.route.environment is None:
+    if attempt.servers.environment is None:
         row["reward_source"] = "agent"
     return orjson.dumps(row)
 
@@ -77,7 +77,7 @@ def artifacts_digest(artifacts: list[dict[str, Any]]) -> str:
     return digest.hexdigest()
 
 
-def _topology(attempt: Attempt) -> str | None:
+def _topology(attempt: JobAttempt) -> str | None:
     placement = attempt.descriptor.get("placement") or {}
     topology = placement.get("topology")
     return str(topology) if topology is not None else None

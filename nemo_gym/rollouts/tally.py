@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_gym.contract.session import AgentOutcome
+from nemo_gym.contract.verdict import decide_validity
 from nemo_gym.rollouts.failures import same_way
 from nemo_gym.rollouts.interfaces import JobEvent, JobState
 
@@ -100,7 +101,8 @@ class RolloutSummary:
     def of_row(cls, row: Mapping[str, Any]) -> RolloutSummary:
         """From a line of the output or of the failures file."""
         timings = row.get("timings") or {}
-        valid = row.get("valid", True) and row.get("reward") is not None
+        reward = decide_validity(row).reward
+        valid = reward is not None
         findings = row.get("findings") or ()
         said = (row.get("reward_reason"), row.get("outcome_detail")) if valid else (row.get("failure_reason"),)
         return cls(
@@ -108,7 +110,7 @@ class RolloutSummary:
             task_index=row["_ng_task_index"],
             sample_index=row["_ng_rollout_index"],
             agent=(row.get("agent_ref") or {}).get("name", ""),
-            reward=float(row["reward"]) if valid else None,
+            reward=reward,
             outcome=str(row.get("outcome") if valid else row.get("failure_kind")),
             findings=len(findings),
             turns=_turns(row),
@@ -156,8 +158,7 @@ class Tally:
     def add_row(self, agent: str, row: Mapping[str, Any]) -> None:
         tally = self.agents.setdefault(agent, AgentTally())
         self.finished += 1
-        reward = row.get("reward")
-        if isinstance(reward, int | float) and row.get("valid", True):
+        if (reward := decide_validity(row).reward) is not None:
             tally.valid += 1
             tally.rewards += reward
         else:

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from nemo_gym.http import client as client_module
 from nemo_gym.http.middleware import RolloutMiddleware
+from nemo_gym.http.peers import PeerError, Peers
 from nemo_gym.http.replicas import (
     REPLICAS_HEADER,
     Chooser,
@@ -20,8 +21,6 @@ from nemo_gym.http.replicas import (
     replica_context,
 )
 from nemo_gym.rollout_correlation import rollout_context
-from nemo_gym.rollouts.failures import PeerError
-from nemo_gym.rollouts.peers import Peers
 from nemo_gym.server_utils import ServerClient, ServerUnreachableError, close_global_aiohttp_client
 
 

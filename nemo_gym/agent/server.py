@@ -23,14 +23,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from nemo_gym.agent.acts import ActRegistry
-from nemo_gym.agent.row_ref import RowRefMiddleware
+from nemo_gym.agent.acts import ActRegistry, RowRefMiddleware
 from nemo_gym.agent.topology.transcript import response_object
 from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest, BaseRunServerInstanceConfig
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import ConfigError, ContractError, InvalidBodyError, ServerError
-from nemo_gym.contract.identity import ATTEMPT_INDEX_KEY, ROLLOUT_INDEX_KEY, TASK_INDEX_KEY
-from nemo_gym.contract.rows import PARAMS_KEY, RESPONSE_KEY, SESSION_KEY
+from nemo_gym.contract.rows import (
+    ATTEMPT_INDEX_KEY,
+    PARAMS_KEY,
+    RESPONSE_KEY,
+    ROLLOUT_INDEX_KEY,
+    SESSION_KEY,
+    TASK_INDEX_KEY,
+)
 from nemo_gym.contract.session import (
     ActRequest,
     ActResponse,
@@ -49,7 +54,7 @@ from nemo_gym.http.correlation import (
     rollout_context,
     rollout_path_prefix,
 )
-from nemo_gym.http.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError
+from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError
 from nemo_gym.http.middleware import TOKEN_CAPTURE, require_role
 from nemo_gym.http.peers import PeerError, Peers, Reply
 from nemo_gym.http.plugin_call import PluginCall, plain

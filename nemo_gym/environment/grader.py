@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import orjson
 import structlog
 from starlette.requests import Request
 
 from nemo_gym.contract.errors import InvalidBodyError, NemoGymError
 from nemo_gym.contract.rows import PARAMS_KEY, RESPONSE_KEY
 from nemo_gym.contract.session import Artifact, RolloutIdentity
-from nemo_gym.contract.verdict import FailureKind, Verdict, verdict_of_error
-from nemo_gym.environment.grading import reply_fields
+from nemo_gym.contract.verdict import FailureKind, Verdict, decide_validity, verdict_of_error
 from nemo_gym.environment.judge import JudgeError, judge_failure_fields
 from nemo_gym.http.plugin_call import PluginCall, plain
 
@@ -20,6 +21,21 @@ if TYPE_CHECKING:
     from nemo_gym.environment.hooks import EnvironmentHooks
 
 log = structlog.get_logger(__name__)
+
+
+def work_digest(response: Any, artifacts: Sequence[Artifact]) -> str:
+    """What identifies the work of an attempt: its response and what was harvested."""
+    digest = hashlib.sha256(orjson.dumps(response, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS))
+    for artifact in artifacts:
+        content = artifact.sha256 or hashlib.sha256(artifact.data.encode()).hexdigest()
+        digest.update(orjson.dumps([artifact.name, artifact.kind, content, artifact.truncated, artifact.error]))
+    return digest.hexdigest()
+
+
+def reply_fields(reply: Mapping[str, Any]) -> dict[str, Any]:
+    """What a NeMo Gym ``verify`` returned, with its verdict made explicit and without the request it repeats."""
+    fields = {key: value for key, value in reply.items() if key not in (PARAMS_KEY, RESPONSE_KEY)}
+    return {**fields, **decide_validity(reply).as_fields()}
 
 
 class Grader:

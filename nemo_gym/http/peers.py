@@ -16,7 +16,7 @@ from nemo_gym.contract.errors import ServerError
 from nemo_gym.contract.verdict import MAX_REASON_CHARS, FailureKind, StageFailure, StageName
 from nemo_gym.http.body_values import TooManyValuesError, check_values
 from nemo_gym.http.client import TRIES_OF_ONE_REPLICA, ServerClient
-from nemo_gym.http.replicas import replica_context
+from nemo_gym.http.correlation import replica_context
 
 CONNECT_PATIENCE_S = 60.0
 """How long a server that refuses connections is waited for: it may be restarting. Such a request surely

@@ -18,14 +18,23 @@ from rich.text import Text
 from nemo_gym.config.launch import GC_THRESHOLDS
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import RowError
-from nemo_gym.contract.identity import new_run_id
+from nemo_gym.contract.rows import new_run_id
 from nemo_gym.http.client import ServerClient
 from nemo_gym.http.peers import Peers
 from nemo_gym.rollout import Servers
 from nemo_gym.rollouts.interfaces import JobListener, JobSelector, JobState, JobStore
-from nemo_gym.rollouts.metrics import aggregate, for_aggregation, write_aggregates
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
-from nemo_gym.rollouts.progress import RunProgress
+from nemo_gym.rollouts.report import (
+    aggregate,
+    counted,
+    for_aggregation,
+    print_agents,
+    print_key_metrics,
+    print_reasons,
+    print_table,
+    warn_of_context,
+    write_aggregates,
+)
 from nemo_gym.rollouts.results import OutputLock, RecordedRun, ResultFiles, RunFiles
 from nemo_gym.rollouts.routing import (
     agent_instances,
@@ -39,15 +48,7 @@ from nemo_gym.rollouts.rows import MAX_LISTED, MaterializedInputs, job_specs, ma
 from nemo_gym.rollouts.stages import http_stages
 from nemo_gym.rollouts.store import SqliteJobStore
 from nemo_gym.rollouts.store.sqlite import store_error
-from nemo_gym.rollouts.table import (
-    counted,
-    print_agents,
-    print_key_metrics,
-    print_reasons,
-    print_table,
-    warn_of_context,
-)
-from nemo_gym.rollouts.tally import RolloutSummary, Tally
+from nemo_gym.rollouts.tally import RolloutSummary, RunProgress, Tally
 
 log = structlog.get_logger(__name__)
 

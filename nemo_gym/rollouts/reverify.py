@@ -17,21 +17,21 @@ from typing import Any
 import orjson
 
 from nemo_gym.contract.errors import ConfigError, ContractError, ServerError
-from nemo_gym.contract.identity import (
+from nemo_gym.contract.rows import (
     AGENT_REF_KEY,
     ATTEMPT_INDEX_KEY,
     ROLLOUT_ID_KEY,
     ROLLOUT_INDEX_KEY,
+    SESSION_KEY,
     TASK_INDEX_KEY,
     group_id_of,
     task_id_of,
 )
-from nemo_gym.contract.rows import SESSION_KEY
 from nemo_gym.contract.session import AgentOutcome, Artifact, RolloutIdentity
 from nemo_gym.contract.verdict import MAX_REASON_CHARS, FailureKind, StageName, failure_of_reply
 from nemo_gym.http.peers import PeerError, Peers
+from nemo_gym.rollouts.result_rows import artifacts_digest
 from nemo_gym.rollouts.results import RunFiles
-from nemo_gym.rollouts.rowmaking import artifacts_digest
 
 UNSUPPORTED = "unsupported"
 

@@ -16,8 +16,7 @@ import orjson
 import structlog
 
 from nemo_gym.config.run import RolloutRunConfig
-from nemo_gym.contract.identity import ROLLOUT_ID_KEY
-from nemo_gym.contract.rows import SESSION_KEY
+from nemo_gym.contract.rows import ROLLOUT_ID_KEY, SESSION_KEY
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.contract.verdict import (
     MAX_REASON_CHARS,
@@ -30,7 +29,7 @@ from nemo_gym.contract.verdict import (
 from nemo_gym.http.peers import PeerError, Peers
 from nemo_gym.rollout import Attempt, RolloutSettings, RolloutSteps, failure_of, required
 from nemo_gym.rollouts.interfaces import JobAttempt, StageResult
-from nemo_gym.rollouts.rowmaking import OWN_FIELDS, result_row
+from nemo_gym.rollouts.result_rows import OWN_FIELDS, result_row
 
 log = structlog.get_logger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from nemo_gym.contract.errors import RowError
-from nemo_gym.contract.identity import (
+from nemo_gym.contract.rows import (
     AGENT_REF_KEY,
     ATTEMPT_INDEX_KEY,
     ROLLOUT_ID_KEY,

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from nemo_gym.agent.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, Judgement
+from nemo_gym.agent.harness.base import CliHarness, CliPackage, HarnessCommand, HarnessContext, HarnessEnded, Judgement
 from nemo_gym.agent.harness.events import EventReader, TextReader
-from nemo_gym.agent.harness.package import CliPackage
-from nemo_gym.agent.harness.verdict import judge, within_reach
+from nemo_gym.agent.harness.run import judge, within_reach
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.contract.verdict import failure_of_outcome
 from nemo_gym.sandbox.base import ExecOutcome

@@ -566,7 +566,7 @@ async def test_table_puts_what_needs_looking_at_first_and_names_every_reason_how
 
 
 async def test_reasons_that_differ_in_numbers_and_names_only_are_one() -> None:
-    from nemo_gym.rollouts.failures import same_way
+    from nemo_gym.rollouts.result_rows import same_way
 
     first = same_way("deadline", "t1: took 12.5 s at 0x7f3a (box 8f3ac9d01e22)", ["t1-0"])
     assert first == same_way("deadline", "t22: took 98.25 s at 0x99 (box 77aa01bb3c4d5e)", []).replace("t22", "t1")

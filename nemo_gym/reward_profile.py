@@ -14,7 +14,8 @@ from typing import Any
 
 from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest
 from nemo_gym.contract.errors import InvalidBodyError
-from nemo_gym.contract.identity import ATTEMPT_INDEX_KEY, ROLLOUT_INDEX_KEY, TASK_INDEX_KEY
+from nemo_gym.contract.rows import ATTEMPT_INDEX_KEY, ROLLOUT_INDEX_KEY, TASK_INDEX_KEY
+from nemo_gym.contract.verdict import declares_failure
 
 __all__ = [
     "AggregateMetrics",
@@ -47,7 +48,7 @@ _SPREAD_SUFFIXES = ("std_dev_across_runs", "std_err_across_runs", "avg_sample_st
 
 def is_valid_sample(result: Mapping[str, Any]) -> bool:
     """Whether a result has a verdict that may enter a mean."""
-    return not result.get("mask_sample") and result.get("valid", True) is not False
+    return not declares_failure(result)
 
 
 def numeric_fields(result: Mapping[str, Any]) -> dict[str, float]:

@@ -23,8 +23,8 @@ from nemo_gym.http.client import (
     request,
 )
 from nemo_gym.http.correlation import apply_rollout_prefix, rollout_path_prefix
+from nemo_gym.http.middleware import SESSION_ID_KEY
 from nemo_gym.http.server import BaseServer, SimpleServer
-from nemo_gym.http.sessions import SESSION_ID_KEY
 
 if TYPE_CHECKING:
     from nemo_gym.global_config import get_first_server_config_dict, get_global_config_dict

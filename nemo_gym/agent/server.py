@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from uuid import uuid4
 
+import orjson
 import structlog
 from aiohttp import ClientResponse
 from fastapi import Body
@@ -22,27 +23,29 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from nemo_gym.agent.acts import ActRegistry
-from nemo_gym.agent.row_ref import RowRefMiddleware
-from nemo_gym.agent.topology.teardown import CLOSE_TIMEOUT_S, shielded
+from nemo_gym.agent.acts import ActRegistry, RowRefMiddleware
 from nemo_gym.agent.topology.transcript import response_object
 from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest, BaseRunServerInstanceConfig
-from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
+from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import ConfigError, ContractError, InvalidBodyError, ServerError
-from nemo_gym.contract.identity import ATTEMPT_INDEX_KEY, ROLLOUT_INDEX_KEY, TASK_INDEX_KEY
-from nemo_gym.contract.model_limits import REQUEST_TIMEOUT_S
-from nemo_gym.contract.rows import PARAMS_KEY, RESPONSE_KEY, SESSION_KEY, public_params
+from nemo_gym.contract.rows import (
+    ATTEMPT_INDEX_KEY,
+    PARAMS_KEY,
+    RESPONSE_KEY,
+    ROLLOUT_INDEX_KEY,
+    SESSION_KEY,
+    TASK_INDEX_KEY,
+)
 from nemo_gym.contract.session import (
     ActRequest,
     ActResponse,
     AgentOutcome,
     BoxNeeds,
-    InferenceEndpoint,
     Limits,
     RolloutIdentity,
-    SessionDescriptor,
     Topology,
 )
+from nemo_gym.contract.verdict import StageError, Verdict
 from nemo_gym.http.application import Application
 from nemo_gym.http.client import expect_json, inference_context
 from nemo_gym.http.correlation import (
@@ -51,12 +54,14 @@ from nemo_gym.http.correlation import (
     rollout_context,
     rollout_path_prefix,
 )
-from nemo_gym.http.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError
+from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError
 from nemo_gym.http.middleware import TOKEN_CAPTURE, require_role
+from nemo_gym.http.peers import PeerError, Peers, Reply
 from nemo_gym.http.plugin_call import PluginCall, plain
 from nemo_gym.http.problems import JsonResponse, parse_json_object
 from nemo_gym.http.server import BaseServer, SimpleServer
 from nemo_gym.reward_profile import AggregateMetricsMixin, compute_aggregate_metrics
+from nemo_gym.rollout import MODEL_SESSION_KEYS, Attempt, Budgets, RolloutSteps, Servers
 
 if TYPE_CHECKING:
     from nemo_gym.http.environment_bodies import BaseRunRequest, BaseVerifyResponse
@@ -77,6 +82,8 @@ __all__ = [
 ]
 
 log = structlog.get_logger(__name__)
+
+CLOSE_TIMEOUT_S = 60.0
 
 
 class BaseResponsesAPIAgentConfig(BaseRunServerInstanceConfig):
@@ -263,10 +270,10 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
         cancelled, seconds = await self._acts.cancel(rollout)
         return JsonResponse({"cancelled": cancelled, "seconds": seconds})
 
-    # -- /run, from the pieces -----------------------------------------------------------------------------------
+    # -- /run ----------------------------------------------------------------------------------------------------
 
     async def _run_route(self, request: Request) -> Response:
-        """One rollout for a caller outside of the pipeline: seed, act, verify, close.
+        """One rollout for a caller outside of the pipeline.
 
         The caller has left the row with the environment (``/rows``) and sends what that answered: this server sees
         the row's public part, and the reference is its right to seed, verify and close this one attempt.
@@ -288,68 +295,46 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
                 f"/run needs '{SESSION_KEY}.row_ref': POST {{'row': …, 'rollout': …}} to /rows of '{environment}', and"
                 f" send its 'public_row' here with '{SESSION_KEY}': {{'rollout': …, 'row_ref': …}}"
             )
-        session = {"rollout": rollout.model_dump(), **({"row_ref": ref} if ref else {})}
+        servers = Servers(
+            self.config.name,
+            environment,
+            self._server_name("model_server"),
+            skipped_reward=self.config.skip_verification_reward if self.config.skip_verification else None,
+        )
+        attempt = Attempt(
+            servers, rollout.model_dump(), orjson.dumps(row), row_ref=ref or None, cookies=dict(request.cookies)
+        )
 
         async def work() -> dict[str, Any]:
             with rollout_context(rollout.rollout_id):
-                return await self._rollout(environment, row, session, rollout, dict(request.cookies))
+                return await self._rollout(attempt)
 
         try:
             return JsonResponse(await self._acts.run(rollout, work, request))
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    async def _rollout(
-        self,
-        environment: str,
-        row: dict[str, Any],
-        session: dict[str, Any],
-        rollout: RolloutIdentity,
-        cookies: dict[str, str],
-    ) -> dict[str, Any]:
+    async def _rollout(self, attempt: Attempt) -> dict[str, Any]:
+        """The verify response; without a valid verdict, the row with the typed failure and no reward."""
+        said: dict[str, Any] = {}
+
+        async def call_agent(attempt: Attempt, body: dict[str, Any]) -> Reply:
+            answer = await self.act_in_session(ActRequest.model_validate(body), attempt.cookies)
+            said[RESPONSE_KEY] = answer.response
+            return Reply(answer.model_dump_json().encode(), {})
+
+        async def on_verdict(_: Attempt, verdict: dict[str, Any]) -> None:
+            said.update(verdict)
+
+        steps = RolloutSteps(Peers(self.server_client), call_agent=call_agent, on_verdict=on_verdict)
         try:
-            return await self._seeded_rollout(environment, row, session, rollout, cookies)
-        finally:
-            # Also where the seed's answer never came: what it opened is closed, and a late seed is refused.
-            closing = self._close(environment, session)
-            await shielded(closing, CLOSE_TIMEOUT_S, what=f"attempt of {rollout.rollout_id}")
-
-    async def _close(self, environment: str, session: dict[str, Any]) -> None:
-        closed = await self.server_client.post(environment, "/close", json=session, idempotent=True)
-        await expect_json(closed, environment)
-
-    async def _seeded_rollout(
-        self,
-        environment: str,
-        row: dict[str, Any],
-        session: dict[str, Any],
-        rollout: RolloutIdentity,
-        cookies: dict[str, str],
-    ) -> dict[str, Any]:
-        client = self.server_client
-        seeded = await client.post(
-            environment, "/seed_session", json={**row, SESSION_KEY: session}, cookies=cookies, idempotent=True
-        )
-        descriptor = (await _told(seeded, environment)).get("descriptor")
-        cookies = {**cookies, **{name: morsel.value for name, morsel in seeded.cookies.items()}}
-        async with _ModelSession(self, rollout) as inference:
-            asked = ActRequest(
-                responses_create_params=public_params(row.get(PARAMS_KEY) or {}),
-                descriptor=SessionDescriptor.model_validate(descriptor),
-                inference=inference,
-            )
-            answer = await self.act_in_session(asked, cookies)
-        if self.config.skip_verification:
-            reward = self.config.skip_verification_reward
-            return {**row, RESPONSE_KEY: answer.response, "reward": reward, "verification_skipped": True}
-        work = {
-            **session,
-            "artifacts": [artifact.model_dump() for artifact in answer.artifacts],
-            "outcome": answer.outcome.value,
-        }
-        body = {**row, RESPONSE_KEY: answer.response, SESSION_KEY: work}
-        verified = await client.post(environment, "/verify", json=body, cookies=cookies, idempotent=True)
-        return await _told(verified, environment)
+            verified = await steps.run(attempt, Budgets(close_s=CLOSE_TIMEOUT_S))
+        except PeerError as error:
+            raise _told_by_peer(error) from error
+        except StageError as error:
+            invalid = Verdict.invalid(error.failure.kind, error.failure.reason)
+            return {**attempt.row_with(), **invalid.as_fields(), **said}
+        return {key: value for key, value in verified.items() if key not in MODEL_SESSION_KEYS}
 
     # -- names that NeMo Gym agents use --------------------------------------------------------------------------
 
@@ -403,45 +388,6 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
         return f"{apply_rollout_prefix(root, rollout_id, token_capture=self._token_id_capture_enabled())}/v1"
 
 
-class _ModelSession:
-    """A gateway session for one ``/run``, finalized when the act is over."""
-
-    def __init__(self, agent: SimpleResponsesAPIAgent, rollout: RolloutIdentity) -> None:
-        self._client = agent.server_client
-        self._model = agent._server_name("model_server")
-        self._rollout = rollout
-        self._opened: dict[str, Any] | None = None
-
-    async def __aenter__(self) -> InferenceEndpoint:
-        if self._model is None:
-            return InferenceEndpoint(base_url="http://127.0.0.1:0/v1", token="", model="none")
-        reply = await self._client.post(self._model, "/sessions", json={"rollout": self._rollout.model_dump()})
-        opened = self._opened = await expect_json(reply, self._model)
-        return InferenceEndpoint(
-            base_url=opened["base_url"],
-            token=opened["inference_token"],
-            model=opened.get("model") or "policy",
-            request_timeout_s=opened.get("request_timeout_s") or REQUEST_TIMEOUT_S,
-        )
-
-    async def __aexit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        if self._opened is None or self._model is None:
-            return
-        action = "finalize" if kind is None else "abort"
-        await shielded(self._end(action), CLOSE_TIMEOUT_S, what=f"model session of {self._rollout.rollout_id}")
-
-    async def _end(self, action: str) -> None:
-        assert self._opened is not None and self._model is not None
-        reply = await self._client.post(
-            self._model,
-            f"/sessions/{self._opened['session_id']}/{action}",
-            headers={CONTROL_TOKEN_HEADER: self._opened["control_token"]},
-            json={},
-            idempotent=True,
-        )
-        await expect_json(reply, self._model)
-
-
 async def _told(reply: ClientResponse, server: str) -> dict[str, Any]:
     """`expect_json` of a body that is our own caller's: what the peer finds wrong with it is the caller's to mend."""
     try:
@@ -450,6 +396,14 @@ async def _told(reply: ClientResponse, server: str) -> dict[str, Any]:
         if error.details.get("peer_status") in (400, 413, 422):
             raise InvalidBodyError(error.message, **error.details) from error
         raise
+
+
+def _told_by_peer(error: PeerError) -> InvalidBodyError | ServerError:
+    """The same for a `PeerError`."""
+    kind = InvalidBodyError if error.status in (400, 413, 422) else ServerError
+    problem = error.problem
+    details = {"peer": error.server, "peer_status": error.status or None, "peer_code": problem.get("code")}
+    return kind(str(error), retryable=bool(problem.get("retryable", not 0 < error.status < 500)), **details)
 
 
 def _rollout(value: Any) -> RolloutIdentity:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nemo_gym._util.suggest import nearest
 from nemo_gym.agent.harness.agent import CliAgent
-from nemo_gym.agent.harness.package import CliPackage
+from nemo_gym.agent.harness.base import CliPackage
 from nemo_gym.cli import command
 from nemo_gym.config.keys import AGENT_TYPE
 from nemo_gym.config.roots import plugin_roots

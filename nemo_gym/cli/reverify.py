@@ -93,7 +93,7 @@ def _environments(words: list[str], agents: set[str]) -> tuple[Composition, dict
     from nemo_gym.config.compose import compose
     from nemo_gym.config.servers import references
     from nemo_gym.config.visibility import call_targets
-    from nemo_gym.rollouts.attempt import ENVIRONMENT_TYPE
+    from nemo_gym.rollouts.routing import ENVIRONMENT_TYPE
 
     composition = compose(words)
     found: dict[str, str] = {}
@@ -147,7 +147,7 @@ def _work(files: RunFiles, environments: Mapping[str, str], concurrency: int, ti
     async def work(supervisor: Supervisor) -> int:
         from nemo_gym.cli.run import say
         from nemo_gym.http.client import close_global_aiohttp_client
-        from nemo_gym.rollouts.peers import Peers
+        from nemo_gym.http.peers import Peers
         from nemo_gym.rollouts.reverify import require_reverifiable, reverify
         from nemo_gym.stack.stack import operator_client
 

@@ -129,9 +129,9 @@ def check_rollout_run(composition: Composition, *, keep: bool) -> tuple[RolloutR
 def _words_no_prompt(composition: Composition, agent: str) -> bool:
     """Whether the sources tell that this agent's work begins with a prompt that only its rows can bring."""
     from nemo_gym.config.plugin_keys import defines
-    from nemo_gym.rollouts.attempt import route_of
+    from nemo_gym.rollouts.routing import servers_of
 
-    environment = route_of(composition.values, agent).environment
+    environment = servers_of(composition.values, agent).environment
     if (
         environment is None
         or defines(composition.servers[agent], ("run", "needs_prompt"), composition.roots) is not False

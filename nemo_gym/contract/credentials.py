@@ -28,7 +28,7 @@ from nemo_gym.contract.session import RolloutIdentity
 CREDENTIAL_HEADER = "X-NeMo-Gym-Credential"
 CONTROL_TOKEN_HEADER = "X-NeMo-Gym-Control-Token"
 ROW_REF_HEADER = "X-NeMo-Gym-Row-Ref"
-"""An agent's right to seed and verify one attempt; see `nemo_gym.environment.rows`."""
+"""An agent's right to seed and verify one attempt; see `nemo_gym.environment.attempts`."""
 CONTROL_TOKEN_TTL_S = 24 * 3600.0
 ROOT_KEY_BYTES = 32
 

@@ -1,4 +1,4 @@
-"""Rows of a dataset and verdicts, and what of them is public.
+"""Rows of a dataset and of results: their keys and names, and what of them is public.
 
 Public is ``responses_create_params`` without its ``metadata`` (allow-listed keys excepted), and the keys by which a
 run numbers its rows. Everything else is the environment's alone.
@@ -7,17 +7,62 @@ run numbers its rows. Everything else is the environment's alone.
 from __future__ import annotations
 
 import hashlib
+import re
+import secrets
+import time
 from collections.abc import Collection, Mapping
 from enum import StrEnum
 from typing import Any
 
 import orjson
 
+from nemo_gym.contract.session import IDENTIFIER
+
+TASK_INDEX_KEY = "_ng_task_index"
+ROLLOUT_INDEX_KEY = "_ng_rollout_index"
+ROLLOUT_ID_KEY = "_ng_rollout_id"
+ATTEMPT_INDEX_KEY = "_ng_attempt_index"
+"""From 0, as NeMo Gym counts: the first attempt of a rollout is 0."""
+AGENT_REF_KEY = "agent_ref"
+
+
+_TASK_ID_FIELDS = ("task_id", "instance_id", "id", "uuid")
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+MAX_TASK_ID = 128
+
+
+def new_run_id() -> str:
+    """``<UTC time>-<6 random hex digits>``."""
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
+
+
+def rollout_id_of(run_id: str, task_index: int, rollout_index: int) -> str:
+    """NeMo Gym's ``<task>-<rollout>``, unique across runs: ``<run>.<task>-<rollout>``. Stable over attempts."""
+    return f"{run_id}.{task_index}-{rollout_index}"
+
+
+def group_id_of(run_id: str, task_index: int) -> str:
+    return f"{run_id}.{task_index}"
+
+
+def task_id_of(row: dict[str, Any], task_index: int) -> str:
+    """The row's own public name where it has one, else its index."""
+    for field in _TASK_ID_FIELDS:
+        value = row.get(field)
+        if isinstance(value, str | int) and not isinstance(value, bool):
+            name = _UNSAFE.sub("-", str(value)).strip("-._")[:MAX_TASK_ID]
+            if IDENTIFIER.match(name):
+                return name
+    return str(task_index)
+
+
 PARAMS_KEY = "responses_create_params"
 RESPONSE_KEY = "response"
 SESSION_KEY = "_ng_session"
 """What the pipeline adds to a row for the servers; never stored."""
 NG_FAILURE_CLASS_KEY = "_ng_failure_class"
+NG_TERMINAL_KEY = "_ng_failure_terminal"
+NG_NO_PERSIST_KEY = "_ng_no_persist"
 NO_PROMPT = "the row has no prompt: 'responses_create_params.input' is missing or blank"
 PUBLIC_ROW_KEYS = frozenset(
     {"agent_ref", "skills_ref", "_ng_task_index", "_ng_rollout_index", "_ng_attempt_index", "_ng_rollout_id"}

@@ -16,10 +16,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from nemo_gym.contract.allowed_hosts import AllowedHosts
 from nemo_gym.contract.errors import ConfigError, ModelError
 from nemo_gym.contract.model_limits import REQUEST_TIMEOUT_S
-from nemo_gym.contract.sandbox import Mount, NetworkPolicy, SandboxResources, SandboxSpec
+from nemo_gym.contract.sandbox import AllowedHosts, Mount, NetworkPolicy, SandboxResources, SandboxSpec
 
 DESCRIPTOR_VERSION: Literal[1] = 1
 MAX_DESCRIPTOR_BYTES = 16 * 1024

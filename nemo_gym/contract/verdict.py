@@ -3,14 +3,24 @@
 A verdict is ``valid`` with a reward or ``invalid`` with a failure and no reward; there is no third state, and no zero
 stands for a failure of ours. ``invalid`` needs evidence from outside the agent's reach. What a patch or a box's
 contents can cause is a valid failure and graded as one. Tampering is a finding beside the verdict.
+
+`decide_validity` is the one place that says whether a reply or a result row holds a reward. Environments ask it about
+what a plugin's ``verify`` returned, the pipeline about every verify response, and readers about result rows.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from nemo_gym.contract.errors import NemoGymError
+from nemo_gym.contract.rows import NG_FAILURE_CLASS_KEY, NG_NO_PERSIST_KEY, NG_TERMINAL_KEY
+from nemo_gym.contract.session import AgentOutcome
 
 MAX_EVALUATION_LOG_CHARS = 64 * 1024
 
@@ -108,12 +118,124 @@ class Verdict(BaseModel):
     def retryable(self) -> bool:
         return not self.valid and self.failure_kind in RETRYABLE_FAILURES
 
+    def as_fields(self) -> dict[str, Any]:
+        """The verdict as fields of a result row."""
+        optional = {"official", "details", "reward_reason", "evaluation_log"}
+        fields = self.model_dump(mode="json", exclude=optional)
+        fields["mask_sample"] = not self.valid
+        return fields | {name: value for name in sorted(optional) if (value := getattr(self, name))}
 
-VERDICT_FIELDS: tuple[Literal["valid", "reward", "failure_kind", "failure_reason", "findings"], ...] = (
-    "valid",
-    "reward",
-    "failure_kind",
-    "failure_reason",
-    "findings",
-)
-"""Names under which a verdict stands in a result row; ``mask_sample`` is ``not valid``."""
+
+def declares_failure(reply: Mapping[str, Any]) -> bool:
+    """Whether a reply or a result row says itself that it has no verdict, in this suite's words or NeMo Gym's."""
+    return (
+        reply.get("valid", True) is False
+        or bool(reply.get("mask_sample"))
+        or bool(reply.get(NG_NO_PERSIST_KEY))
+        or reply.get(NG_FAILURE_CLASS_KEY) is not None
+    )
+
+
+def decide_validity(reply: Mapping[str, Any], unnamed: FailureKind = FailureKind.VERIFIER_FAILED) -> Verdict:
+    """The verdict in ``reply``: valid with its reward, or invalid with the reason.
+
+    A declared failure is invalid, whatever reward stands beside it, and so is a reward that is no finite number.
+
+    Args:
+        reply: what ``verify`` or an agent's ``run`` answered, or a result row.
+        unnamed: the kind of a failure that the reply does not name in this suite's words.
+    """
+    if declares_failure(reply):
+        named = reply.get("failure_kind") or reply.get(NG_FAILURE_CLASS_KEY)
+        kind = FailureKind(str(named)) if named in [*FailureKind] else unnamed
+        said = reply.get("failure_reason") or (f"reported as '{named}'" if named else "the sample is masked")
+        return Verdict.invalid(kind, str(said))
+    reward = reply.get("reward")
+    if isinstance(reward, int | float) and math.isfinite(reward):
+        return Verdict.of(float(reward))
+    return Verdict.invalid(unnamed, f"verify returned the reward {reward!r}, not a finite number")
+
+
+_KIND_OF_CODE = {
+    "sandbox_lost": FailureKind.SANDBOX_LOST,
+    "exec_lost": FailureKind.EXEC_LOST,
+    "model": FailureKind.MODEL_UNREACHABLE,
+}
+
+
+def verdict_of_error(error: NemoGymError) -> Verdict:
+    """The invalid verdict for an error that grading raised. Its details may hold ``kind`` and ``evaluation_log``."""
+    fallback = FailureKind.SANDBOX_FAILED if error.code.startswith("sandbox") else FailureKind.VERIFIER_FAILED
+    named = error.details.get("kind")
+    kind = FailureKind(str(named)) if named in [*FailureKind] else _KIND_OF_CODE.get(error.code, fallback)
+    return Verdict.invalid(kind, error.message, evaluation_log=error.details.get("evaluation_log"))
+
+
+# Failures of a rollout's stages
+
+MAX_REASON_CHARS = 500
+
+
+class StageName(StrEnum):
+    INIT = "init"
+    RUN = "run"
+    EVAL = "eval"
+
+
+@dataclass(frozen=True, slots=True)
+class StageFailure:
+    """Why a stage did not produce a result."""
+
+    stage: StageName
+    kind: FailureKind
+    reason: str
+    retryable: bool = True
+    new_attempt: bool = True
+    """A retry needs a new attempt; ``False`` repeats EVAL on the same attempt and artifact."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+class StageError(Exception):
+    """Carries a typed failure out of a stage."""
+
+    def __init__(self, failure: StageFailure) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
+
+
+INFRASTRUCTURE_OUTCOMES = {
+    AgentOutcome.CRASHED: FailureKind.AGENT_CRASHED,
+    AgentOutcome.MODEL_UNREACHABLE: FailureKind.MODEL_UNREACHABLE,
+    AgentOutcome.MODEL_REFUSED: FailureKind.MODEL_REFUSED,
+    AgentOutcome.CONTEXT_EXCEEDED: FailureKind.CONTEXT_EXCEEDED,
+    AgentOutcome.MCP_FAILED: FailureKind.MCP_FAILED,
+    # A lost box leaves nothing that could be graded.
+    AgentOutcome.SANDBOX_LOST: FailureKind.SANDBOX_LOST,
+}
+"""Outcomes of an act that are no work of the policy; every other outcome is graded."""
+
+
+def failure_of_outcome(outcome: AgentOutcome, detail: Any) -> StageFailure | None:
+    """The failure that an act's outcome stands for; ``None`` when the work is to be graded."""
+    kind = INFRASTRUCTURE_OUTCOMES.get(outcome)
+    if kind is None:
+        return None
+    reason = str(detail or f"the agent reported '{outcome}'")[:MAX_REASON_CHARS]
+    return StageFailure(StageName.RUN, kind, reason, retryable=kind in RETRYABLE_FAILURES)
+
+
+def failure_of_reply(stage: StageName, reply: Mapping[str, Any]) -> StageFailure | None:
+    """Why a verify response (in RUN: the answer of an agent's ``run``) has no valid verdict; ``None`` when it has."""
+    unnamed = FailureKind.AGENT_CRASHED if stage is StageName.RUN else FailureKind.VERIFIER_FAILED
+    verdict = decide_validity(reply, unnamed)
+    if verdict.failure_kind is None:
+        return None
+    legacy_class = reply.get(NG_FAILURE_CLASS_KEY)
+    return StageFailure(
+        stage=stage,
+        kind=verdict.failure_kind,
+        reason=str(verdict.failure_reason)[:MAX_REASON_CHARS],
+        retryable=verdict.retryable and not reply.get(NG_TERMINAL_KEY),
+        new_attempt=stage is not StageName.EVAL,
+        details={"failure_class": legacy_class} if legacy_class else {},
+    )

@@ -9,6 +9,7 @@ of this process holds a bounded number of attempts, those last asked about.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sqlite3
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -18,8 +19,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
-from nemo_gym.contract.errors import ConfigError, ContractError, FencedError, ServerError
+from nemo_gym.contract.errors import ConfigError, ContractError, CredentialError, FencedError, ServerError
+from nemo_gym.contract.rows import RowAccess, row_digest
 from nemo_gym.contract.session import RolloutIdentity
+from nemo_gym.http.client import encode_json
 from nemo_gym.storage.group_commit import SqliteWriter
 
 MAX_KNOWN = 4096
@@ -359,3 +362,54 @@ def _verdict(db: sqlite3.Connection, key: tuple[str, str], attempt: int) -> Stor
     query = f"SELECT digest, final, reply FROM verdict WHERE {_ROLLOUT} AND attempt = ?"
     row = db.execute(query, (*key, attempt)).fetchone()
     return StoredVerdict(row[0], bool(row[1]), orjson.loads(row[2])) if row is not None else None
+
+
+_OF_ROLLOUT = "run_id = ? AND rollout_id = ?"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRow:
+    """A row that an attempt's agent refers to."""
+
+    row: Mapping[str, Any]
+    rollout: RolloutIdentity
+    access: RowAccess = RowAccess.PUBLIC
+
+
+class RowStore:
+    """Rows by unguessable reference, one per attempt, for as long as the attempt lives. They are in a temporary file,
+    as seeds are: many attempts are never closed."""
+
+    def __init__(self, attempts: AttemptStore) -> None:
+        self._attempts = attempts
+
+    async def put(self, stored: StoredRow) -> str:
+        """A reference to the row; the same attempt gets the same one, and an older attempt's is forgotten. Raises
+        `InvalidBodyError` for a row that is nested too deeply."""
+        rollout, written = stored.rollout, encode_json(dict(stored.row))
+        key, digest = (rollout.run_id, rollout.rollout_id), row_digest(stored.row)
+        ref = f"ngr_{secrets.token_urlsafe(32)}"
+
+        def operation(db: sqlite3.Connection) -> str:
+            known = db.execute(f"SELECT attempt, digest, ref FROM given WHERE {_OF_ROLLOUT}", key).fetchone()
+            if known is not None and known[0] > rollout.attempt:
+                raise FencedError(f"attempt {rollout.attempt} of '{rollout.rollout_id}' was replaced by {known[0]}")
+            if known is not None and known[:2] == (rollout.attempt, digest):
+                return str(known[2])
+            values = (*key, rollout.attempt, ref, digest, rollout.model_dump_json(), stored.access, written)
+            db.execute("INSERT OR REPLACE INTO given VALUES (?,?,?,?,?,?,?,?)", values)
+            return ref
+
+        return await self._attempts.ask(operation)
+
+    async def get(self, ref: str) -> StoredRow:
+        """The stored row; raises `CredentialError`, because a reference is also the right to use it."""
+        query = "SELECT row, rollout, access FROM given WHERE ref = ?"
+        found = await self._attempts.ask(lambda db: db.execute(query, (ref,)).fetchone())
+        if found is None:
+            raise CredentialError(
+                "the row reference is unknown: its attempt was replaced or closed, or the server restarted since",
+                retryable=True,
+            )
+        rollout = RolloutIdentity.model_validate_json(found[1])
+        return StoredRow(orjson.loads(found[0]), rollout, RowAccess(found[2]))

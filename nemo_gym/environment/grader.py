@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import orjson
 import structlog
 from starlette.requests import Request
 
 from nemo_gym.contract.errors import InvalidBodyError, NemoGymError
 from nemo_gym.contract.rows import PARAMS_KEY, RESPONSE_KEY
 from nemo_gym.contract.session import Artifact, RolloutIdentity
-from nemo_gym.contract.verdict import FailureKind, Verdict
-from nemo_gym.environment.grading import failed_verdict, reply_fields, verdict_fields
+from nemo_gym.contract.verdict import FailureKind, Verdict, decide_validity, verdict_of_error
 from nemo_gym.environment.judge import JudgeError, judge_failure_fields
 from nemo_gym.http.plugin_call import PluginCall, plain
 
@@ -20,6 +21,21 @@ if TYPE_CHECKING:
     from nemo_gym.environment.hooks import EnvironmentHooks
 
 log = structlog.get_logger(__name__)
+
+
+def work_digest(response: Any, artifacts: Sequence[Artifact]) -> str:
+    """What identifies the work of an attempt: its response and what was harvested."""
+    digest = hashlib.sha256(orjson.dumps(response, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS))
+    for artifact in artifacts:
+        content = artifact.sha256 or hashlib.sha256(artifact.data.encode()).hexdigest()
+        digest.update(orjson.dumps([artifact.name, artifact.kind, content, artifact.truncated, artifact.error]))
+    return digest.hexdigest()
+
+
+def reply_fields(reply: Mapping[str, Any]) -> dict[str, Any]:
+    """What a NeMo Gym ``verify`` returned, with its verdict made explicit and without the request it repeats."""
+    fields = {key: value for key, value in reply.items() if key not in (PARAMS_KEY, RESPONSE_KEY)}
+    return {**fields, **decide_validity(reply).as_fields()}
 
 
 class Grader:
@@ -58,7 +74,7 @@ class Grader:
         """The verdict of an attempt as fields of its result row. Every failure of ours becomes an invalid verdict."""
         try:
             if self._server.overrides("grade"):
-                return verdict_fields(await self._server.grade(row, response, artifacts, rollout))
+                return (await self._server.grade(row, response, artifacts, rollout)).as_fields()
             result = await self._verify(request, {**row, RESPONSE_KEY: response})
             reply = plain(result, exclude={PARAMS_KEY, RESPONSE_KEY})
             return reply_fields({key: value for key, value in reply.items() if key not in row or row[key] != value})
@@ -68,9 +84,9 @@ class Grader:
             raise
         except NemoGymError as error:
             log.warning("no verdict", rollout_id=rollout.rollout_id, code=error.code, error=error.message)
-            return verdict_fields(failed_verdict(error))
+            return verdict_of_error(error).as_fields()
         except Exception as error:
             # The boundary of plugin code: whatever the grader raised, it is not a reward.
             log.exception("verify failed", rollout_id=rollout.rollout_id)
             reason = f"verify raised {type(error).__name__}; the environment's log has the traceback"
-            return verdict_fields(Verdict.invalid(FailureKind.VERIFIER_FAILED, reason))
+            return Verdict.invalid(FailureKind.VERIFIER_FAILED, reason).as_fields()

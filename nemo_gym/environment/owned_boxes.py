@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import structlog
+from starlette.requests import Request
+from starlette.responses import Response
 
-from nemo_gym.contract.errors import ContractError, SandboxError
+from nemo_gym.contract.errors import ContractError, FencedError, SandboxError
 from nemo_gym.contract.sandbox import SandboxRole, SandboxSpec
 from nemo_gym.contract.session import (
     Artifact,
@@ -26,13 +30,18 @@ from nemo_gym.contract.session import (
     SessionDescriptor,
     Topology,
 )
-from nemo_gym.environment.attempts import AttemptKey
+from nemo_gym.environment.attempts import AttemptKey, AttemptStore
+from nemo_gym.http.problems import JsonResponse
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider
 from nemo_gym.sandbox.capabilities import Connectable, SupportsFencing, require
 from nemo_gym.sandbox.facade import keep_renewed
 from nemo_gym.sandbox.harvest import harvest_all
 from nemo_gym.sandbox.merge import HarnessNeeds, world_spec
+
+if TYPE_CHECKING:
+    pass
+
 
 log = structlog.get_logger(__name__)
 
@@ -199,3 +208,72 @@ def _labels(rollout: RolloutIdentity) -> dict[str, str]:
             run=rollout.run_id, rollout=rollout.rollout_id, attempt=rollout.attempt, role=SandboxRole.WORK
         )
     )
+
+
+class Lending:
+    """The routes by which a pipeline keeps an environment's box alive and has it harvested, and the lending at seed.
+
+    Args:
+        owned_boxes: the environment's boxes, where it makes any.
+        ask: the attempt that a request is about, its control token checked.
+    """
+
+    def __init__(
+        self,
+        owned_boxes: Callable[[], OwnedBoxes | None],
+        attempts: AttemptStore,
+        ask: Callable[[Request], Awaitable[RolloutIdentity]],
+    ) -> None:
+        self._owned_boxes, self._attempts, self._ask = owned_boxes, attempts, ask
+
+    async def lent(
+        self, descriptor: SessionDescriptor, needs: BoxNeeds | None
+    ) -> tuple[SessionDescriptor, dict[str, Any]]:
+        """The descriptor with a box of this environment, and what a seed's reply says of it: ``heartbeat_s``.
+        Unchanged without ``needs``: then the caller will not care for a box."""
+        boxes = self._owned_boxes()
+        if boxes is None or needs is None:
+            return descriptor, {}
+        lent = await boxes.lend(descriptor, needs)
+        if not boxes.owns(descriptor.rollout):
+            return descriptor, {}
+        try:
+            await self._attempts.require_live(*AttemptKey.of(descriptor.rollout))
+        except FencedError:
+            await boxes.release(descriptor.rollout)
+            raise
+        return lent, {"heartbeat_s": boxes.heartbeat_s}
+
+    async def heartbeat(self, request: Request) -> Response:
+        """The pipeline still cares for an attempt whose box is this environment's."""
+        rollout = await self._ask(request)
+        boxes = self._boxes()
+        await boxes.renew(rollout)
+        return JsonResponse({"heartbeat_s": boxes.heartbeat_s})
+
+    async def harvest(self, request: Request) -> Response:
+        """The agent has ended: take the box from it, and answer with what is in it. It goes on when its caller
+        leaves: asked again, it answers with what it found."""
+        rollout = await self._ask(request)
+        harvesting = asyncio.ensure_future(self._boxes().harvest(rollout))
+        try:
+            artifacts = await asyncio.shield(harvesting)
+        except asyncio.CancelledError:
+            harvesting.add_done_callback(lambda done: done.cancelled() or done.exception())
+            raise
+        return JsonResponse({"artifacts": [artifact.model_dump() for artifact in artifacts]})
+
+    async def release(self, rollout: RolloutIdentity) -> None:
+        """Let go of an attempt's box, if it has one."""
+        boxes = self._owned_boxes()
+        if boxes is not None:
+            try:
+                await boxes.release(rollout)
+            except SandboxError as error:  # its lease ends it
+                log.warning("owned_box_not_released", rollout_id=rollout.rollout_id, error=str(error))
+
+    def _boxes(self) -> OwnedBoxes:
+        boxes = self._owned_boxes()
+        if boxes is None:
+            raise ContractError("this environment makes no boxes for agents")
+        return boxes

@@ -51,16 +51,13 @@ from nemo_gym.contract.session import (
     SessionDescriptor,
     Topology,
 )
-from nemo_gym.environment.attempts import AttemptKey, AttemptStore, Seed, StoredVerdict
-from nemo_gym.environment.grader import Grader
-from nemo_gym.environment.grading import work_digest
+from nemo_gym.environment.attempts import AttemptKey, AttemptStore, RowStore, Seed, StoredRow, StoredVerdict
+from nemo_gym.environment.grader import Grader, work_digest
 from nemo_gym.environment.hooks import ALLOWED_TOOLS_SESSION_KEY, MCP_PATH
-from nemo_gym.environment.lending import Lending
-from nemo_gym.environment.rows import RowStore, StoredRow
-from nemo_gym.http.middleware import caller_of, require_role
+from nemo_gym.environment.owned_boxes import Lending
+from nemo_gym.http.middleware import LazySession, caller_of, require_role
 from nemo_gym.http.plugin_call import PluginCall, plain
 from nemo_gym.http.problems import JsonResponse, parse_json_object
-from nemo_gym.http.sessions import LazySession
 
 if TYPE_CHECKING:
     from nemo_gym.environment.hooks import EnvironmentHooks
@@ -131,7 +128,7 @@ class EnvironmentRoutes:
         self._control_key = server.derive_key("control-token")
         self._seed_hook = PluginCall(server.seed_session) if server.overrides("seed_session") else None
         self._grader = Grader(server)
-        self._lending = Lending(server, attempts, self._box_attempt)
+        self._lending = Lending(server.owned_boxes, attempts, self._box_attempt)
         self._running: dict[tuple[str, str, str, int], asyncio.Task[Any]] = {}
         self._mcp: McpEndpoint | None = None
 

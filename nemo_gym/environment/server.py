@@ -23,9 +23,8 @@ from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.rows import RESPONSE_KEY, public_row
 from nemo_gym.contract.session import Artifact, RolloutIdentity, SessionDescriptor
-from nemo_gym.contract.verdict import Verdict
+from nemo_gym.contract.verdict import Verdict, decide_validity
 from nemo_gym.environment.attempts import AttemptStore
-from nemo_gym.environment.grading import verdict_of_reply
 from nemo_gym.environment.routes import EnvironmentRoutes
 from nemo_gym.http.application import Application
 from nemo_gym.http.plugin_call import PluginCall, plain
@@ -163,7 +162,7 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
         """
         body = {**row, RESPONSE_KEY: response}
         reply = plain(await PluginCall(self.verify)(Request({"type": "http", "session": {}, "headers": []}), body))
-        return verdict_of_reply(reply)
+        return decide_validity(reply)
 
     async def gold_solution(self, row: dict[str, Any]) -> dict[str, Any] | None:
         """The task's known solution for the validation mode, or ``None``."""

@@ -44,7 +44,7 @@ from nemo_gym.gateway.sessions import (
 from nemo_gym.gateway.usage import StreamedUsage, Usage
 from nemo_gym.http.application import Application
 from nemo_gym.http.body_values import check_messages
-from nemo_gym.http.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
+from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
 from nemo_gym.http.middleware import caller_of, require_role
 from nemo_gym.http.plugin_call import PluginCall, plain
 from nemo_gym.http.problems import JsonResponse, parse_json_object, shape_errors

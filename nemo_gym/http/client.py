@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import socket
 import weakref
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextvars import ContextVar
@@ -26,9 +27,14 @@ from nemo_gym.config.launch import current_launch
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.contract.credentials import CREDENTIAL_HEADER
 from nemo_gym.contract.errors import ConfigError, ServerError, not_json
-from nemo_gym.http.correlation import ROLLOUT_ID_HEADER, current_rollout_id
-from nemo_gym.http.replicas import REPLICAS_HEADER, Chooser, current_replicas, encode_replicas
-from nemo_gym.http.watched_socket import watched_socket
+from nemo_gym.http.correlation import (
+    REPLICAS_HEADER,
+    ROLLOUT_ID_HEADER,
+    Chooser,
+    current_replicas,
+    current_rollout_id,
+    encode_replicas,
+)
 
 MAX_NUM_TRIES = 6
 TRIES_OF_ONE_REPLICA = 2
@@ -420,3 +426,20 @@ def is_loopback(host: str) -> bool:
 def get_server_url(server_name: str) -> str:
     """Where a server of this process's stack listens."""
     return ServerClient.load_from_global_config().base_url(server_name)
+
+
+_WATCHED = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
+"""Options of connections: seconds, seconds, probes, milliseconds."""
+
+
+def watched_socket(address: Any) -> socket.socket:
+    """A socket on which a peer that vanished is noticed within 30 s: while an answer is being waited for (the kernel
+    asks it) and while bytes are being sent (nobody acknowledges them). ``address``: as of `socket.getaddrinfo`."""
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    if family in (socket.AF_INET, socket.AF_INET6):
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _WATCHED.items():
+            if (option := getattr(socket, name, None)) is not None:  # not every system has each
+                made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made

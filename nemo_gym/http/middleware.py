@@ -1,24 +1,246 @@
-"""What stands before every route, as plain ASGI: the rollout a request belongs to, and who sent it."""
+"""What every request passes: bounds on its body, its session cookie, its rollout, its sender's credential.
+
+A session's cookie is a signed, unencrypted dict per client, read only when somebody looks at it. Its name is the one
+NeMo Gym uses; its key is the server's own, so no client can write a session. A session that was opened for an attempt
+names it, and every request with it is refused once that attempt is fenced or closed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import base64
+import hashlib
+import hmac
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
+import orjson
 from starlette.requests import HTTPConnection
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Caller, Role, ServerCredentials
 from nemo_gym.contract.errors import NemoGymError
+from nemo_gym.http.body_values import TooManyValuesError, ValueCounter
 from nemo_gym.http.correlation import (
+    REPLICAS_HEADER,
     ROLLOUT_ID_HEADER,
     ROLLOUT_ID_PATTERN,
     ROLLOUT_PATH_PREFIX,
     TOKEN_CAPTURE_PATH_SEGMENT,
+    decode_replicas,
+    replica_context,
     rollout_context,
 )
 from nemo_gym.http.problems import send_problem
-from nemo_gym.http.replicas import REPLICAS_HEADER, decode_replicas, replica_context
+
+
+class BodyTooLargeError(NemoGymError):
+    """A request body beyond the server's bound."""
+
+    code = "body_too_large"
+    status = 413
+
+
+_OF_CONTAINERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """What one request's body may have. Each names the key of the server that sets it."""
+
+    max_bytes: int
+    bytes_key: str = "max_body_bytes"
+    max_values: int | None = None
+    """JSON values, a list or an object being worth `_OF_CONTAINERS` of them."""
+    values_key: str = ""
+
+    def refuse_bytes(self) -> NemoGymError:
+        return BodyTooLargeError(
+            f"the body is larger than {self.max_bytes} bytes; raise the server's '{self.bytes_key}' if it may be",
+            limit_bytes=self.max_bytes,
+        )
+
+    def refuse_values(self) -> NemoGymError:
+        return TooManyValuesError(
+            f"the body holds more than {self.max_values} JSON values (a list or an object is worth {_OF_CONTAINERS});"
+            f" raise the server's '{self.values_key}' if it may",
+            limit=self.max_values,
+        )
+
+
+class BodyLimitMiddleware:
+    """Answers with `BodyTooLargeError` or `TooManyValuesError` where a route reads more of a body than its sender may
+    send, whether its length was announced or not. What was not read is thrown away by the web server, so the
+    connection stays usable.
+
+    ``limits``: by whoever sends the request. Values are counted before anything is parsed, whoever parses it.
+    """
+
+    def __init__(self, app: ASGIApp, limits: Callable[[Scope], BodyLimits]) -> None:
+        self.app = app
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        limits = self._limits(scope)
+        announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        taken = 0
+        counter = ValueCounter(_OF_CONTAINERS) if limits.max_values is not None else None
+        error: NemoGymError | None = None
+        replaced = False
+
+        async def bounded() -> Message:
+            nonlocal taken, error
+            if error is None and not (announced.isdigit() and int(announced) > limits.max_bytes):
+                message = await receive()
+                body = message.get("body", b"")
+                taken += len(body)
+                if counter is not None and limits.max_values is not None and body:
+                    counter.feed(body)
+                    if counter.found > limits.max_values:
+                        error = limits.refuse_values()
+                        raise error
+                if taken <= limits.max_bytes:
+                    return message
+            error = error or limits.refuse_bytes()
+            raise error
+
+        async def worded(message: Message) -> None:
+            # A framework that was reading the body says 400 to whatever is raised meanwhile.
+            nonlocal replaced
+            if error is not None and message["type"] == "http.response.start" and message["status"] != error.status:
+                replaced = True
+                await send_problem(scope, receive, send, error)
+            elif not replaced:
+                await send(message)
+
+        await self.app(scope, bounded, worded)
+
+
+SESSION_ID_KEY = "session_id"
+MAX_AGE_S = 14 * 24 * 3600
+_ATTRIBUTES = f"path=/; Max-Age={MAX_AGE_S}; httponly; samesite=lax"
+SessionGuard = Callable[[str, Mapping[str, Any]], Awaitable[None]]
+"""Gets the path and the session; raises a `NemoGymError` for one that may not be used any more."""
+
+
+class CookieCodec:
+    """Signs and reads session cookies with one key."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def _mac(self, body: bytes) -> bytes:
+        return base64.urlsafe_b64encode(hmac.digest(self._key, body, hashlib.sha256)).rstrip(b"=")
+
+    def encode(self, session: Mapping[str, Any]) -> str:
+        body = base64.urlsafe_b64encode(orjson.dumps(dict(session))).rstrip(b"=")
+        return (body + b"." + self._mac(body)).decode()
+
+    def decode(self, cookie: str) -> dict[str, Any] | None:
+        """The session in a cookie, or ``None`` when it is not one of this server's."""
+        body, _, mac = cookie.encode("latin-1").rpartition(b".")
+        if not body or not hmac.compare_digest(mac, self._mac(body)):
+            return None
+        data: dict[str, Any] = orjson.loads(base64.urlsafe_b64decode(body + b"=" * (-len(body) % 4)))
+        return data
+
+
+class LazySession(MutableMapping[str, Any]):
+    """``request.session``: decoded on first use; a new one gets a random ``session_id``."""
+
+    __slots__ = ("_codec", "_cookie", "_data", "changed")
+
+    def __init__(self, codec: CookieCodec, cookie: str | None) -> None:
+        self._codec = codec
+        self._cookie = cookie
+        self._data: dict[str, Any] | None = None
+        self.changed = False
+
+    @property
+    def _loaded(self) -> dict[str, Any]:
+        if self._data is None:
+            data = self._codec.decode(self._cookie) if self._cookie else None
+            if data is None:
+                data = {SESSION_ID_KEY: str(uuid4())}
+                self.changed = True
+            self._data = data
+        return self._data
+
+    def replace(self, data: Mapping[str, Any]) -> None:
+        """Make this the session ``data``: a repeated seed gets the session of the first."""
+        self._data = dict(data)
+        self.changed = True
+
+    def __getitem__(self, key: str) -> Any:
+        return self._loaded[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._loaded[key] = value
+        self.changed = True
+
+    def __delitem__(self, key: str) -> None:
+        del self._loaded[key]
+        self.changed = True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._loaded)
+
+    def __len__(self) -> int:
+        return len(self._loaded)
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self._loaded)
+
+
+class SessionMiddleware:
+    """Gives every HTTP request a `LazySession`, and its reply the cookie of a session that is used."""
+
+    def __init__(self, app: ASGIApp, cookie_name: str, codec: CookieCodec, guard: SessionGuard | None = None) -> None:
+        self.app = app
+        self._name = cookie_name
+        self._needle = cookie_name.encode("latin-1", "replace") + b"="
+        self._codec = codec
+        self._guard = guard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or isinstance(scope.get("session"), LazySession):
+            # The second case: an application within one that has sessions already.
+            await self.app(scope, receive, send)
+            return
+        cookie = self._cookie(scope)
+        session = LazySession(self._codec, cookie)
+        scope["session"] = session
+        if cookie is not None and self._guard is not None:
+            try:
+                await self._guard(scope["path"], session)
+            except NemoGymError as error:
+                await send_problem(scope, receive, send, error)
+                return
+
+        async def send_with_cookie(message: Message) -> None:
+            # Also when nothing changed: callers keep the cookies of the last reply only.
+            if message["type"] == "http.response.start" and (session.changed or cookie is not None):
+                value = self._codec.encode(session) if session.changed else cookie
+                header = f"{self._name}={value}; {_ATTRIBUTES}".encode("latin-1")
+                message["headers"] = [*message.get("headers", ()), (b"set-cookie", header)]
+            await send(message)
+
+        await self.app(scope, receive, send_with_cookie)
+
+    def _cookie(self, scope: Scope) -> str | None:
+        for name, value in scope["headers"]:
+            if name == b"cookie" and self._needle in value:
+                for part in value.split(b";"):
+                    part = part.strip()
+                    if part.startswith(self._needle):
+                        text: str = part[len(self._needle) :].decode("latin-1")
+                        return text.strip('"')
+        return None
+
 
 OPEN_ROUTES = frozenset({"/", "/health", "/ready"})
 """Served to anybody: they say that a server lives, and nothing else."""

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nemo_gym.contract.errors import InvalidBodyError, NemoGymError, not_json
 from nemo_gym.http.body_values import check_values
-from nemo_gym.http.disconnect import CLIENT_CLOSED_REQUEST
+from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST
 
 PROBLEM_TYPE = "application/problem+json"
 _LEVELS_AROUND = 50

@@ -21,14 +21,20 @@ from nemo_gym.config.launch import ServerLaunch, current_launch
 from nemo_gym.config_types import BaseRunServerInstanceConfig
 from nemo_gym.contract.credentials import Role, ServerCredentials
 from nemo_gym.contract.errors import ConfigError, NemoGymError
-from nemo_gym.http.application import Application
-from nemo_gym.http.body_limit import BodyLimitMiddleware, BodyLimits
+from nemo_gym.http.application import Application, DirectRoutesMiddleware
 from nemo_gym.http.client import ServerClient, close_global_aiohttp_client, server_config_of, server_path
-from nemo_gym.http.direct import DirectRoutesMiddleware
 from nemo_gym.http.logs import configure_plain_logging
-from nemo_gym.http.middleware import CredentialMiddleware, RolloutMiddleware, sent_by_agent
+from nemo_gym.http.middleware import (
+    BodyLimitMiddleware,
+    BodyLimits,
+    CookieCodec,
+    CredentialMiddleware,
+    RolloutMiddleware,
+    SessionGuard,
+    SessionMiddleware,
+    sent_by_agent,
+)
 from nemo_gym.http.problems import JsonResponse, UnknownErrorMiddleware, install_problem_handlers
-from nemo_gym.http.sessions import CookieCodec, SessionGuard, SessionMiddleware
 
 CONFIG_PATH_ENV = "NEMO_GYM_CONFIG_PATH"
 """The instance's name, for a server that is started by hand or by NeMo Gym's own tools."""

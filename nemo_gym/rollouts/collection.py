@@ -18,29 +18,37 @@ from rich.text import Text
 from nemo_gym.config.launch import GC_THRESHOLDS
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import RowError
-from nemo_gym.contract.identity import new_run_id
+from nemo_gym.contract.rows import new_run_id
 from nemo_gym.http.client import ServerClient
-from nemo_gym.rollouts.attempt import Route, agent_instances, route_of
+from nemo_gym.http.peers import Peers
+from nemo_gym.rollout import Servers
 from nemo_gym.rollouts.interfaces import JobListener, JobSelector, JobState, JobStore
-from nemo_gym.rollouts.metrics import aggregate, for_aggregation, write_aggregates
-from nemo_gym.rollouts.peers import Peers
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
-from nemo_gym.rollouts.progress import RunProgress
-from nemo_gym.rollouts.results import OutputLock, RecordedRun, ResultFiles, RunFiles
-from nemo_gym.rollouts.routing import checked_route, chosen_topology, preflight, rows_without_prompt
-from nemo_gym.rollouts.rows import MAX_LISTED, MaterializedInputs, job_specs, materialize, without_rows
-from nemo_gym.rollouts.stages import http_stages
-from nemo_gym.rollouts.store import SqliteJobStore
-from nemo_gym.rollouts.store.sqlite import store_error
-from nemo_gym.rollouts.table import (
+from nemo_gym.rollouts.report import (
+    aggregate,
     counted,
+    for_aggregation,
     print_agents,
     print_key_metrics,
     print_reasons,
     print_table,
     warn_of_context,
+    write_aggregates,
 )
-from nemo_gym.rollouts.tally import RolloutSummary, Tally
+from nemo_gym.rollouts.results import OutputLock, RecordedRun, ResultFiles, RunFiles
+from nemo_gym.rollouts.routing import (
+    agent_instances,
+    checked_servers,
+    chosen_topology,
+    preflight,
+    rows_without_prompt,
+    servers_of,
+)
+from nemo_gym.rollouts.rows import MAX_LISTED, MaterializedInputs, job_specs, materialize, without_rows
+from nemo_gym.rollouts.stages import http_stages
+from nemo_gym.rollouts.store import SqliteJobStore
+from nemo_gym.rollouts.store.sqlite import store_error
+from nemo_gym.rollouts.tally import RolloutSummary, RunProgress, Tally
 
 log = structlog.get_logger(__name__)
 
@@ -95,7 +103,7 @@ class Collection:
         self._console = console
         self._files = RunFiles(config.output, config.store)
         self._peers = Peers(client)
-        self._routes: dict[str, Route] = {}
+        self._servers: dict[str, Servers] = {}
 
     async def run(self) -> CollectionResult:
         lock = OutputLock(self._files)
@@ -121,7 +129,7 @@ class Collection:
         recorded = await RecordedRun.of(config, files)
         agents = agent_instances(self._client.global_config_dict)
         if config.agent_name is not None:
-            route_of(self._client.global_config_dict, config.agent_name)
+            servers_of(self._client.global_config_dict, config.agent_name)
         if self._inputs is None:
             self._inputs = await asyncio.to_thread(materialize, config, agents)
         inputs = self._inputs
@@ -130,12 +138,12 @@ class Collection:
             if is_finished(config, recorded):
                 return await finished_result(config, recorded)
         for agent in inputs.agents:
-            self._routes[agent] = await checked_route(self._client, self._peers, agent, config)
-        refused = await rows_without_prompt(config, inputs, self._routes, self._peers)
+            self._servers[agent] = await checked_servers(self._client, self._peers, agent, config)
+        refused = await rows_without_prompt(config, inputs, self._servers, self._peers)
         inputs = without_rows(config, inputs, refused)
         for error in inputs.bad_rows:
             log.warning("row left out", error=error.message)
-        await preflight(self._routes.values(), self._peers, self._say)
+        await preflight(self._servers.values(), self._peers, self._say)
         if recorded is None:
             # As late as this: whatever is wrong with the new run, the old one stands until then.
             files.discard()
@@ -204,7 +212,7 @@ class Collection:
         stages = http_stages(self._peers, config, chosen_topology(self._client), logs=self._files.logs)
         with RunProgress(total, tally, self._console) as progress:
             listener: JobListener = progress
-            dispatcher = AsyncDispatcher(store, stages, config, self._routes.__getitem__, listener=listener)
+            dispatcher = AsyncDispatcher(store, stages, config, self._servers.__getitem__, listener=listener)
             await dispatcher.start()
             try:
                 await dispatcher.drain()
@@ -218,7 +226,7 @@ class Collection:
 
     async def _conclude(self, store: JobStore, run_id: str, start: float) -> CollectionResult:
         summaries: list[RolloutSummary] = []
-        rows: dict[str, list[dict[str, Any]]] = {agent: [] for agent in self._routes}
+        rows: dict[str, list[dict[str, Any]]] = {agent: [] for agent in self._servers}
         tally = Tally()
         async for record in store.iterate(JobSelector()):
             row = orjson.loads(record.result) if record.result is not None else {}
@@ -232,7 +240,7 @@ class Collection:
         if not self._config.disable_aggregation:
             for agent, of_agent in tally.agents.items():
                 mine = [item for item in summaries if item.agent == agent]
-                aggregates.append(await aggregate(self._peers, self._routes[agent], rows[agent], of_agent, mine))
+                aggregates.append(await aggregate(self._peers, self._servers[agent], rows[agent], of_agent, mine))
             await asyncio.to_thread(write_aggregates, self._files.aggregate_metrics, aggregates)
         seconds = asyncio.get_running_loop().time() - start
         return _result(run_id, self._files, tally, summaries, aggregates, seconds=seconds)

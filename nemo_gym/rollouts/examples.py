@@ -11,7 +11,7 @@ import orjson
 
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.contract.identity import (
+from nemo_gym.contract.rows import (
     AGENT_REF_KEY,
     ROLLOUT_ID_KEY,
     ROLLOUT_INDEX_KEY,
@@ -21,11 +21,11 @@ from nemo_gym.contract.identity import (
     task_id_of,
 )
 from nemo_gym.http.client import ServerClient
-from nemo_gym.rollouts.attempt import Route, agent_instances
+from nemo_gym.http.peers import Peers
+from nemo_gym.rollout import Servers
 from nemo_gym.rollouts.interfaces import JobSpec, JobStore
-from nemo_gym.rollouts.peers import Peers
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
-from nemo_gym.rollouts.routing import checked_route, chosen_topology
+from nemo_gym.rollouts.routing import agent_instances, checked_servers, chosen_topology
 from nemo_gym.rollouts.stages import http_stages
 from nemo_gym.rollouts.store import SqliteJobStore
 
@@ -99,12 +99,12 @@ class ExampleRun:
         peers = Peers(self._client)
         store: JobStore = SqliteJobStore(MEMORY, sink=self._sink)
         try:
-            routes: dict[str, Route] = {}
+            servers: dict[str, Servers] = {}
             for agent in {spec.agent for spec in self._specs}:
-                routes[agent] = await checked_route(self._client, peers, agent, self._config)
+                servers[agent] = await checked_servers(self._client, peers, agent, self._config)
             await store.submit(self._specs)
             stages = http_stages(peers, self._config, chosen_topology(self._client))
-            dispatcher = AsyncDispatcher(store, stages, self._config, routes.__getitem__)
+            dispatcher = AsyncDispatcher(store, stages, self._config, servers.__getitem__)
             await dispatcher.start()
             try:
                 await dispatcher.drain()

@@ -14,9 +14,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
+import orjson
+
 from nemo_gym.contract.errors import NemoGymError
+from nemo_gym.contract.rows import ROLLOUT_INDEX_KEY
 from nemo_gym.contract.session import RolloutIdentity
-from nemo_gym.contract.verdict import FailureKind
+from nemo_gym.contract.verdict import StageFailure, StageName
+from nemo_gym.rollout import Attempt, ModelSession, Servers
 
 
 class StoreError(NemoGymError):
@@ -31,12 +35,6 @@ class SameFailureError(NemoGymError):
 
     code = "same_failure"
     status = 503
-
-
-class StageName(StrEnum):
-    INIT = "init"
-    RUN = "run"
-    EVAL = "eval"
 
 
 class JobState(StrEnum):
@@ -70,19 +68,6 @@ class JobSpec:
     """The dataset row as one JSON object, without line end."""
     priority: int = 0
     """Higher first; equal ones in order of submission."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageFailure:
-    """Why a stage did not produce a result."""
-
-    stage: StageName
-    kind: FailureKind
-    reason: str
-    retryable: bool = True
-    new_attempt: bool = True
-    """A retry needs a new attempt; ``False`` repeats EVAL on the same attempt and artifact."""
-    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +111,60 @@ class Job:
             attempt=self.attempt,
             run_id=spec.run_id,
         )
+
+
+@dataclass(slots=True)
+class JobAttempt(Attempt):
+    """A claimed job's attempt on its way through the stages."""
+
+    job: Job = field(kw_only=True)
+    public_row: Mapping[str, Any] | None = None
+    """What an agent with its own ``run()`` gets of the row."""
+    evaluation_log: str | None = None
+    """The file with what grading printed, beside the result file."""
+    timings: dict[str, float] = field(default_factory=dict)
+    salvage: Callable[[], Awaitable[dict[str, Any]]] | None = None
+    """What is worth keeping of the attempt when it ends without a verdict; asked once, before it is closed."""
+    cancelled: str | None = None
+    """Why it is being cancelled for good."""
+    lost: bool = False
+    """Its lease is somebody else's by now."""
+    has_result: bool = False
+    """Its result is with the store, and its lease at an end; what is left is to close it."""
+
+    @classmethod
+    def of(cls, job: Job, servers: Servers) -> JobAttempt:
+        """The attempt of a job, which goes on after RUN where the job's RUN result is stored."""
+        attempt = cls(servers, job.rollout.model_dump(), job.spec.row, job=job)
+        if job.stage is StageName.EVAL and job.run_result is not None:
+            attempt._restore(job.run_result)
+        return attempt
+
+    def row_with(self, **members: Any) -> dict[str, Any]:
+        """The row, its rollout index, and more members."""
+        return {**orjson.loads(self.row), ROLLOUT_INDEX_KEY: self.job.spec.sample_index, **members}
+
+    def stored_run(self) -> bytes:
+        """RUN's payload: what EVAL needs when another process takes the attempt up again."""
+        held: dict[str, Any] = {"control_token": self.control_token, "cookies": dict(self.cookies)}
+        if self.session is not None:
+            held["session"] = {"session_id": self.session.session_id, "control_token": self.session.control_token}
+        held["replicas"] = self.replicas
+        held["timings"] = self.timings
+        act = self.act if self.act_json is None else orjson.Fragment(self.act_json)
+        return orjson.dumps({"act": act, "held": held})
+
+    def _restore(self, payload: bytes) -> None:
+        stored = orjson.loads(payload)
+        self.verified = stored.get("verified")
+        self.act = stored.get("act") or {}
+        held = stored.get("held") or {}
+        self.control_token = held.get("control_token")
+        self.cookies = held.get("cookies") or {}
+        self.replicas.update(held.get("replicas") or {})
+        self.timings.update(held.get("timings") or {})
+        if (session := held.get("session")) is not None:
+            self.session = ModelSession(session["session_id"], "", "", session["control_token"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,8 +292,8 @@ class Stage(Protocol):
         """Of execution, not of queueing."""
         ...
 
-    async def run(self, attempt: Any) -> StageResult:
-        """Do the step for one attempt: an object of the pipeline with the `Job` and what earlier stages opened."""
+    async def run(self, attempt: JobAttempt) -> StageResult:
+        """Do the step for one attempt, which holds what earlier stages opened."""
         ...
 
     def classify(self, error: BaseException) -> StageFailure:
@@ -306,7 +345,3 @@ class Dispatcher(Protocol):
     async def stop(self) -> None:
         """Take no more jobs, stop those under way, release everything, and leave them queued for a later resume."""
         ...
-
-
-AttemptCloser = Callable[[], Awaitable[None]]
-"""Releases one thing an attempt holds; idempotent."""

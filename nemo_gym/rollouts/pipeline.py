@@ -15,6 +15,7 @@ import os
 import secrets
 import socket
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,12 +23,12 @@ import structlog
 
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import FencedError
-from nemo_gym.contract.verdict import FailureKind
-from nemo_gym.rollouts.attempt import Attempt, Route
-from nemo_gym.rollouts.failures import failure_row, same_way
+from nemo_gym.contract.verdict import FailureKind, StageFailure, StageName
+from nemo_gym.rollout import Servers
 from nemo_gym.rollouts.interfaces import (
     CancelReport,
     Job,
+    JobAttempt,
     JobEvent,
     JobListener,
     JobSelector,
@@ -35,14 +36,131 @@ from nemo_gym.rollouts.interfaces import (
     JobStore,
     SameFailureError,
     Stage,
-    StageFailure,
-    StageName,
     StageResult,
 )
-from nemo_gym.rollouts.pool import StagePool
-from nemo_gym.rollouts.stages import restore_run
+from nemo_gym.rollouts.result_rows import failure_row, same_way
 
 log = structlog.get_logger(__name__)
+
+
+OnResult = Callable[[JobAttempt, StageResult], Awaitable[None]]
+OnFailure = Callable[[JobAttempt, StageFailure], Awaitable[None]]
+OnAbandon = Callable[[JobAttempt], Awaitable[None]]
+
+
+class StagePool:
+    """``stage.workers`` workers over a queue of ``buffer`` places.
+
+    ``on_result`` and ``on_failure`` run in the worker: a worker that cannot hand on takes nothing new.
+    """
+
+    def __init__(
+        self, stage: Stage, buffer: int, on_result: OnResult, on_failure: OnFailure, on_abandon: OnAbandon
+    ) -> None:
+        self._stage = stage
+        self._buffer = buffer
+        self._queue: asyncio.Queue[JobAttempt] = asyncio.Queue()
+        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._active: dict[str, asyncio.Task[None]] = {}
+        self._workers: list[asyncio.Task[None]] = []
+        self._stopping = False
+        self._on_result, self._on_failure, self._on_abandon = on_result, on_failure, on_abandon
+
+    def start(self) -> None:
+        self._workers = [
+            asyncio.create_task(self._work(), name=f"{self._stage.name}-{number}")
+            for number in range(self._stage.workers)
+        ]
+
+    async def stop(self) -> None:
+        """Cancel what is under way. The attempts are the dispatcher's to release."""
+        self._stopping = True
+        for worker in self._workers:
+            worker.cancel()
+        await asyncio.gather(*self._workers, return_exceptions=True)
+
+    @property
+    def waiting(self) -> int:
+        return self._queue.qsize()
+
+    @property
+    def capacity(self) -> int:
+        return self._buffer
+
+    @property
+    def free(self) -> int:
+        """Places left in the queue."""
+        return max(0, self._buffer - self._queue.qsize())
+
+    async def put(self, attempt: JobAttempt) -> None:
+        """Hand over an attempt, waiting for a place."""
+        while self._queue.qsize() >= self._buffer:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
+                else:
+                    self._room()  # the place that was meant for this one
+                raise
+        self._queue.put_nowait(attempt)
+
+    def put_now(self, attempt: JobAttempt) -> None:
+        """Hand over an attempt whatever the queue holds: for its feeder, and for what was under way before."""
+        self._queue.put_nowait(attempt)
+
+    def interrupt(self, attempt: JobAttempt) -> None:
+        """Stop the attempt if this stage is working on it; one that waits is looked at when its turn comes."""
+        if (task := self._active.get(attempt.job.job_id)) is not None:
+            task.cancel()
+
+    def _room(self) -> None:
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+
+    async def _work(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        while True:
+            attempt = await self._queue.get()
+            self._room()
+            if attempt.lost:
+                await self._on_abandon(attempt)
+                continue
+            failure: StageFailure | None = None
+            result: StageResult | None = None
+            if attempt.cancelled is not None:
+                failure = self._cancelled(attempt.cancelled)
+            else:
+                self._active[attempt.job.job_id] = task
+                try:
+                    async with asyncio.timeout(self._stage.timeout_s):
+                        result = await self._stage.run(attempt)
+                except asyncio.CancelledError:
+                    if self._stopping:
+                        raise
+                    task.uncancel()
+                    if attempt.cancelled is not None:
+                        failure = self._cancelled(attempt.cancelled)
+                except Exception as error:  # noqa: BLE001 - the stage's boundary: every failure becomes typed
+                    failure = self._stage.classify(error)
+                finally:
+                    self._active.pop(attempt.job.job_id, None)
+            if failure is not None:
+                await self._on_failure(attempt, failure)
+            elif result is not None:
+                await self._on_result(attempt, result)
+            else:
+                await self._on_abandon(attempt)
+
+    def _cancelled(self, reason: str) -> StageFailure:
+        return StageFailure(self._stage.name, FailureKind.CANCELLED, reason, retryable=False)
+
 
 MAX_RETRY_DELAY_S = 30.0
 NOT_IN_A_ROW = frozenset({FailureKind.CANCELLED, FailureKind.CONTROLS_WEAK})
@@ -93,13 +211,13 @@ class AsyncDispatcher:
         store: JobStore,
         stages: Sequence[Stage],
         config: RolloutRunConfig,
-        route: Callable[[str], Route],
+        servers: Callable[[str], Servers],
         *,
         listener: JobListener | None = None,
     ) -> None:
         self._store = store
         self._config = config
-        self._route = route
+        self._servers = servers
         self._listener = listener
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         init, run, eval_ = stages
@@ -107,7 +225,7 @@ class AsyncDispatcher:
         self._eval = StagePool(eval_, max(1, eval_.workers // 4), self._evaluated, self._failed, self._abandoned)
         self._run = StagePool(run, buffer, self._ran, self._failed, self._abandoned)
         self._init = StagePool(init, init.workers, self._ready, self._failed, self._abandoned)
-        self._held: dict[str, Attempt] = {}
+        self._held: dict[str, JobAttempt] = {}
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
         self._background: list[asyncio.Task[None]] = []
@@ -190,10 +308,9 @@ class AsyncDispatcher:
         self._wake.clear()
 
     def _admit(self, job: Job) -> None:
-        attempt = Attempt.of(job, self._route(job.spec.agent))
+        attempt = JobAttempt.of(job, self._servers(job.spec.agent))
         self._held[job.job_id] = attempt
         if job.stage is StageName.EVAL and job.run_result is not None:
-            restore_run(attempt, job.run_result)
             self._eval.put_now(attempt)
         else:
             self._init.put_now(attempt)
@@ -214,12 +331,12 @@ class AsyncDispatcher:
 
     # Hand-over
 
-    async def _ready(self, attempt: Attempt, _: StageResult) -> None:
+    async def _ready(self, attempt: JobAttempt, _: StageResult) -> None:
         if not self._idle:
             self._wake.set()
         await self._run.put(attempt)
 
-    async def _ran(self, attempt: Attempt, result: StageResult) -> None:
+    async def _ran(self, attempt: JobAttempt, result: StageResult) -> None:
         self._streak.passed(StageName.RUN)
         # Not waited for: the writer keeps order, so the result row is never recorded without it or before it.
         recorded = asyncio.ensure_future(self._store.record_stage(attempt.job, result))
@@ -230,7 +347,7 @@ class AsyncDispatcher:
         if not done.cancelled() and (error := done.exception()) is not None and not isinstance(error, FencedError):
             self._stop_for(error)
 
-    async def _evaluated(self, attempt: Attempt, result: StageResult) -> None:
+    async def _evaluated(self, attempt: JobAttempt, result: StageResult) -> None:
         self._streak.passed(StageName.EVAL)
         attempt.has_result = True
         if await self._recording(self._store.complete(attempt.job, result.payload)):
@@ -238,7 +355,7 @@ class AsyncDispatcher:
         await attempt.close(self._config.close_timeout_s)
         self._drop(attempt)
 
-    async def _failed(self, attempt: Attempt, failure: StageFailure) -> None:
+    async def _failed(self, attempt: JobAttempt, failure: StageFailure) -> None:
         job = attempt.job
         if attempt.cancelled is not None:
             failure = StageFailure(failure.stage, FailureKind.CANCELLED, attempt.cancelled, retryable=False)
@@ -269,7 +386,7 @@ class AsyncDispatcher:
             self._tell(JobEvent(job, state, failure.stage, failure=failure))
         self._drop(attempt)
 
-    async def _abandoned(self, attempt: Attempt) -> None:
+    async def _abandoned(self, attempt: JobAttempt) -> None:
         """The dispatcher stops, or the lease was lost: release everything and give the job back."""
         if self._held.get(attempt.job.job_id) is not attempt:
             return
@@ -290,7 +407,7 @@ class AsyncDispatcher:
             return False
         return True
 
-    def _drop(self, attempt: Attempt) -> None:
+    def _drop(self, attempt: JobAttempt) -> None:
         if self._held.get(attempt.job.job_id) is attempt:
             del self._held[attempt.job.job_id]
         if not self._held or attempt.cancelled is not None:

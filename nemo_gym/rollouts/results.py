@@ -18,7 +18,7 @@ import orjson
 
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.contract.identity import ROLLOUT_ID_KEY
+from nemo_gym.contract.rows import ROLLOUT_ID_KEY
 from nemo_gym.rollouts.interfaces import JobSelector, JobState, JobStore
 from nemo_gym.rollouts.store import SqliteJobStore
 from nemo_gym.rollouts.store.sqlite import store_error

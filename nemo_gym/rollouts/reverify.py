@@ -17,24 +17,21 @@ from typing import Any
 import orjson
 
 from nemo_gym.contract.errors import ConfigError, ContractError, ServerError
-from nemo_gym.contract.identity import (
+from nemo_gym.contract.rows import (
     AGENT_REF_KEY,
     ATTEMPT_INDEX_KEY,
     ROLLOUT_ID_KEY,
     ROLLOUT_INDEX_KEY,
+    SESSION_KEY,
     TASK_INDEX_KEY,
     group_id_of,
     task_id_of,
 )
-from nemo_gym.contract.rows import SESSION_KEY
 from nemo_gym.contract.session import AgentOutcome, Artifact, RolloutIdentity
-from nemo_gym.contract.verdict import FailureKind
-from nemo_gym.rollouts import failures
-from nemo_gym.rollouts.failures import PeerError
-from nemo_gym.rollouts.interfaces import StageName
-from nemo_gym.rollouts.peers import Peers
+from nemo_gym.contract.verdict import MAX_REASON_CHARS, FailureKind, StageName, failure_of_reply
+from nemo_gym.http.peers import PeerError, Peers
+from nemo_gym.rollouts.result_rows import artifacts_digest
 from nemo_gym.rollouts.results import RunFiles
-from nemo_gym.rollouts.rowmaking import artifacts_digest
 
 UNSUPPORTED = "unsupported"
 
@@ -266,12 +263,12 @@ async def _again(peers: Peers, work: StoredWork, inputs: Inputs, environment: st
             raise ConfigError(
                 f"{error}; this environment does not let operators verify again", key="output"
             ) from error
-        kind, reason = FailureKind.VERIFIER_FAILED, str(error)[: failures.MAX_REASON_CHARS]
+        kind, reason = FailureKind.VERIFIER_FAILED, str(error)[:MAX_REASON_CHARS]
         return {**line, "status": Outcome.INVALID, "failure_kind": kind, "reason": reason}
     except TimeoutError:
         reason = f"no verdict within {timeout_s:g} s"
         return {**line, "status": Outcome.INVALID, "failure_kind": FailureKind.DEADLINE, "reason": reason}
-    failure = failures.of_verdict(StageName.EVAL, reply)
+    failure = failure_of_reply(StageName.EVAL, reply)
     if failure is not None:
         return {**line, "status": Outcome.INVALID, "failure_kind": failure.kind, "reason": failure.reason}
     new = _verdict(reply)

@@ -9,54 +9,102 @@ from typing import Any
 
 import orjson
 
+from nemo_gym._util.suggest import nearest
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.rows import NO_PROMPT
 from nemo_gym.http.client import ServerClient
-from nemo_gym.rollouts.attempt import Route, route_of
-from nemo_gym.rollouts.failures import PeerError
-from nemo_gym.rollouts.peers import Peers
+from nemo_gym.http.peers import PeerError, Peers
+from nemo_gym.rollout import Servers
 from nemo_gym.rollouts.rows import MaterializedInputs, numbered_lines
 
 PROMPT_BATCH_BYTES = 1 << 20
 """Of rows in one question to an environment."""
 
 
-async def checked_route(client: ServerClient, peers: Peers, agent: str, config: RolloutRunConfig) -> Route:
+AGENT_TYPE = "responses_api_agents"
+ENVIRONMENT_TYPE = "resources_servers"
+MODEL_TYPE = "responses_api_models"
+
+
+def agent_instances(config: Mapping[str, Any]) -> list[str]:
+    """Agent server instances of a global configuration."""
+    return [str(name) for name, block in config.items() if isinstance(block, Mapping) and AGENT_TYPE in block]
+
+
+def servers_of(config: Mapping[str, Any], agent: str) -> Servers:
+    """The servers that ``agent`` is configured with; raises `ConfigError` when they do not exist."""
+    block = _implementation(config, agent, AGENT_TYPE)
+
+    def named(key: str, server_type: str) -> str | None:
+        ref = block.get(key)
+        if ref is None:
+            return None
+        name = str(ref.get("name") if isinstance(ref, Mapping) else ref)
+        _implementation(config, name, server_type, referred_by=f"{agent}.{key}")
+        return name
+
+    return Servers(
+        agent=agent,
+        environment=named("resources_server", ENVIRONMENT_TYPE),
+        model=named("model_server", MODEL_TYPE),
+        row_access=str(block.get("row_access") or "public"),
+        skipped_reward=float(block.get("skip_verification_reward") or 0.0) if block.get("skip_verification") else None,
+    )
+
+
+def _implementation(
+    config: Mapping[str, Any], name: str, server_type: str, referred_by: str | None = None
+) -> Mapping[str, Any]:
+    block = config.get(name)
+    if not isinstance(block, Mapping) or server_type not in block:
+        known = [str(key) for key, value in config.items() if isinstance(value, Mapping) and server_type in value]
+        where = f"{referred_by}: " if referred_by else ""
+        raise ConfigError(
+            f"{where}no {server_type} instance is named '{name}'{nearest(name, known)}; there are:"
+            f" {', '.join(known) or 'none'}",
+            key=referred_by or name,
+        )
+    implementations = block[server_type]
+    chosen: Mapping[str, Any] = implementations[next(iter(implementations))]
+    return chosen
+
+
+async def checked_servers(client: ServerClient, peers: Peers, agent: str, config: RolloutRunConfig) -> Servers:
     """The servers of an agent. Raises `ConfigError` when it is not ready, has nobody to judge it, or does not fit the
     run's validation mode."""
-    route = route_of(client.global_config_dict, agent)
+    servers = servers_of(client.global_config_dict, agent)
     try:
         ready = (await peers.get(agent, "/ready")).json()
     except PeerError as error:
         raise ConfigError(f"agent '{agent}' is not ready: {error}", key=agent) from error
     told = ready if isinstance(ready, dict) else {}
-    opaque = bool(told.get("overrides_run"))
-    if route.environment is None and not opaque:
+    own_run = bool(told.get("overrides_run"))
+    if servers.environment is None and not own_run:
         raise ConfigError(
             f"agent '{agent}' names no 'resources_server', so nothing could judge its work; name one", key=agent
         )
-    if config.validation is not None and route.row_access != "validation":
+    if config.validation is not None and servers.row_access != "validation":
         raise ConfigError(
             f"validation={config.validation} shows the solution to the agent; '{agent}' is not configured for it"
             " (row_access: validation), use the oracle agent",
             key="validation",
         )
-    if config.validation is None and route.row_access == "validation":
+    if config.validation is None and servers.row_access == "validation":
         raise ConfigError(
             f"agent '{agent}' only validates environments; run it with oracle=gold or oracle=nothing", key="validation"
         )
-    if opaque or route.environment is None:
+    if own_run or servers.environment is None:
         _check_limits(agent, told, config, owns_boxes=False)
-        return replace(route, opaque_run=opaque)
-    facts = await _facts(peers, route.environment)
+        return replace(servers, own_run=own_run)
+    facts = await _facts(peers, servers.environment)
     owns_boxes = bool(facts.get("owns_boxes"))
     _check_limits(agent, told, config, owns_boxes=owns_boxes)
     return replace(
-        route,
+        servers,
         needs_prompt=bool(told.get("needs_prompt", True)),
         words_prompts=bool(facts.get("words_prompts")),
-        box_needs=await _box_needs(peers, route) if owns_boxes else None,
+        box_needs=await _box_needs(peers, servers) if owns_boxes else None,
     )
 
 
@@ -83,10 +131,10 @@ async def _facts(peers: Peers, environment: str) -> Mapping[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
-async def _box_needs(peers: Peers, route: Route) -> Mapping[str, Any]:
+async def _box_needs(peers: Peers, servers: Servers) -> Mapping[str, Any]:
     """What the agent needs of boxes, where its environment makes them."""
     try:
-        told = await peers.get(route.agent, "/box_needs")
+        told = await peers.get(servers.agent, "/box_needs")
     except PeerError as error:
         raise ConfigError(
             f"'{error.server}' does not say how boxes are to be made: {error}", key=error.server
@@ -96,14 +144,14 @@ async def _box_needs(peers: Peers, route: Route) -> Mapping[str, Any]:
     except orjson.JSONDecodeError:
         needs = None
     if not isinstance(needs, dict):
-        raise ConfigError(f"agent '{route.agent}' answers /box_needs with no JSON object", key=route.agent)
+        raise ConfigError(f"agent '{servers.agent}' answers /box_needs with no JSON object", key=servers.agent)
     return needs
 
 
-async def preflight(routes: Iterable[Route], peers: Peers, say: Callable[[str], None]) -> None:
+async def preflight(servers: Iterable[Servers], peers: Peers, say: Callable[[str], None]) -> None:
     """Have each model server ask its engines once, and say what serves. Raises `ConfigError` where no rollout could
     get an answer."""
-    for model in dict.fromkeys(route.model for route in routes if route.model is not None and not route.opaque_run):
+    for model in dict.fromkeys(each.model for each in servers if each.model is not None and not each.own_run):
         try:
             checks = (await peers.post(model, "/preflight", {})).json()["engines"]
         except PeerError as error:
@@ -122,12 +170,12 @@ async def preflight(routes: Iterable[Route], peers: Peers, say: Callable[[str], 
 
 
 async def rows_without_prompt(
-    config: RolloutRunConfig, inputs: MaterializedInputs, routes: Mapping[str, Route], peers: Peers
+    config: RolloutRunConfig, inputs: MaterializedInputs, servers: Mapping[str, Servers], peers: Peers
 ) -> dict[int, str]:
     """Rows that ask their agents nothing, also by the word of their environments: their lines, each with its
     reason."""
     refused: dict[int, str] = {}
-    for environment, rows in _without_prompt(config, inputs, routes, refused):
+    for environment, rows in _without_prompt(config, inputs, servers, refused):
         try:
             reply = (await peers.post(environment, "/row_prompts", {"rows": list(rows.values())})).json()
             without = dict(reply["without"])
@@ -141,24 +189,24 @@ async def rows_without_prompt(
 
 
 def _without_prompt(
-    config: RolloutRunConfig, inputs: MaterializedInputs, routes: Mapping[str, Route], refused: dict[int, str]
+    config: RolloutRunConfig, inputs: MaterializedInputs, servers: Mapping[str, Servers], refused: dict[int, str]
 ) -> Iterator[tuple[str, dict[int, dict[str, Any]]]]:
     """Batches of rows, by their line numbers, whose environment is to be asked; the others go into ``refused``."""
     batches: dict[str, dict[int, dict[str, Any]]] = {}
     sizes: Counter[str] = Counter()
     for number, line in numbered_lines(config.input, inputs.without_prompt):
-        route = routes[inputs.without_prompt[number].agent]
-        if not route.needs_prompt or route.environment is None:
+        its = servers[inputs.without_prompt[number].agent]
+        if not its.needs_prompt or its.environment is None:
             continue
-        if not route.words_prompts:
+        if not its.words_prompts:
             refused[number] = NO_PROMPT
             continue
-        batch = batches.setdefault(route.environment, {})
+        batch = batches.setdefault(its.environment, {})
         batch[number] = orjson.loads(line)
-        sizes[route.environment] += len(line)
-        if sizes[route.environment] >= PROMPT_BATCH_BYTES:
-            yield route.environment, batches.pop(route.environment)
-            del sizes[route.environment]
+        sizes[its.environment] += len(line)
+        if sizes[its.environment] >= PROMPT_BATCH_BYTES:
+            yield its.environment, batches.pop(its.environment)
+            del sizes[its.environment]
     yield from batches.items()
 
 

@@ -20,15 +20,17 @@ import orjson
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError, RowError
-from nemo_gym.contract.identity import (
+from nemo_gym.contract.rows import (
     AGENT_REF_KEY,
+    PARAMS_KEY,
     ROLLOUT_INDEX_KEY,
+    SESSION_KEY,
     TASK_INDEX_KEY,
     group_id_of,
+    has_prompt,
     rollout_id_of,
     task_id_of,
 )
-from nemo_gym.contract.rows import PARAMS_KEY, SESSION_KEY, has_prompt
 from nemo_gym.rollouts.interfaces import JobSpec
 from nemo_gym.rollouts.results import existing_folder
 from nemo_gym.rollouts.store.sqlite import store_error

@@ -1,15 +1,21 @@
-"""What a run amounts to so far: counted from its events, for the progress line and the final table."""
+"""What a run came to so far: counts by agent, a summary of each rollout, and the progress bar."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from nemo_gym.contract.session import AgentOutcome
-from nemo_gym.rollouts.failures import same_way
+from nemo_gym.contract.verdict import decide_validity
 from nemo_gym.rollouts.interfaces import JobEvent, JobState
+from nemo_gym.rollouts.result_rows import same_way
 
 WHY_CHARS = 48
 
@@ -100,7 +106,8 @@ class RolloutSummary:
     def of_row(cls, row: Mapping[str, Any]) -> RolloutSummary:
         """From a line of the output or of the failures file."""
         timings = row.get("timings") or {}
-        valid = row.get("valid", True) and row.get("reward") is not None
+        reward = decide_validity(row).reward
+        valid = reward is not None
         findings = row.get("findings") or ()
         said = (row.get("reward_reason"), row.get("outcome_detail")) if valid else (row.get("failure_reason"),)
         return cls(
@@ -108,7 +115,7 @@ class RolloutSummary:
             task_index=row["_ng_task_index"],
             sample_index=row["_ng_rollout_index"],
             agent=(row.get("agent_ref") or {}).get("name", ""),
-            reward=float(row["reward"]) if valid else None,
+            reward=reward,
             outcome=str(row.get("outcome") if valid else row.get("failure_kind")),
             findings=len(findings),
             turns=_turns(row),
@@ -156,8 +163,7 @@ class Tally:
     def add_row(self, agent: str, row: Mapping[str, Any]) -> None:
         tally = self.agents.setdefault(agent, AgentTally())
         self.finished += 1
-        reward = row.get("reward")
-        if isinstance(reward, int | float) and row.get("valid", True):
+        if (reward := decide_validity(row).reward) is not None:
             tally.valid += 1
             tally.rewards += reward
         else:
@@ -179,3 +185,53 @@ class Tally:
             extra += f", {tally.findings} with findings" if tally.findings else ""
             parts.append(f"{name}: reward {mean} ({tally.valid}){extra}")
         return "; ".join(parts)
+
+
+class RunProgress:
+    """A `JobListener` that shows a run on ``console``; ``None`` shows nothing and still counts."""
+
+    def __init__(self, total: int, tally: Tally, console: Console | None) -> None:
+        self._total = max(total, 1)
+        self._tally = tally
+        self._console = console
+        self._percent = 100 * tally.finished // self._total
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        if console is not None and console.is_terminal:
+            self._bar = Progress(
+                TextColumn("rollouts"),
+                BarColumn(bar_width=30),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[averages]}"),
+                console=console,
+                refresh_per_second=4,
+            )
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task(
+                "", total=self._total, completed=self._tally.finished, averages=self._tally.describe()
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, event: JobEvent) -> None:
+        if not event.state.terminal:
+            return
+        self._tally.add(event)
+        percent = 100 * self._tally.finished // self._total
+        if self._console is None or percent == self._percent:
+            return
+        self._percent = percent
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._tally.finished, averages=self._tally.describe())
+        else:
+            line = f"{percent:3d}% ({self._tally.finished}/{self._total})  {self._tally.describe()}"
+            self._console.print(Text(line), soft_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +10,14 @@ from typing import Any
 import orjson
 
 from nemo_gym.contract.errors import RowError
-from nemo_gym.contract.identity import (
+from nemo_gym.contract.rows import (
     AGENT_REF_KEY,
     ATTEMPT_INDEX_KEY,
     ROLLOUT_ID_KEY,
     ROLLOUT_INDEX_KEY,
     TASK_INDEX_KEY,
 )
+from nemo_gym.contract.verdict import decide_validity, declares_failure
 from nemo_gym.gateway.tokens.export import from_row
 from nemo_gym.gateway.tokens.trajectory import Trajectory
 
@@ -68,12 +68,12 @@ def _of_row(line: bytes) -> list[Trajectory]:
 
 
 def _reward(row: Mapping[str, Any]) -> float | None:
-    if not row.get("valid", True) or row.get("mask_sample"):
+    if declares_failure(row):
         return None
-    reward = row.get("reward")
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+    reward = decide_validity(row).reward
+    if reward is None or isinstance(row["reward"], bool):
         raise RowError("'reward' is no finite number, though the verdict is valid")
-    return float(reward)
+    return reward
 
 
 def _identity(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,9 +21,8 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from nemo_gym.contract.allowed_hosts import AllowedHosts
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.contract.sandbox import Door
+from nemo_gym.contract.sandbox import AllowedHosts, Door
 from nemo_gym.sandbox.door_statistics import DoorStatistics, Exchange
 
 EGRESS_DOOR = "egress"

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from pydantic import PrivateAttr
 
-from nemo_gym.agent.topology.borrowing import BROKER_CLIENT
+from nemo_gym.agent.topology.world import BROKER_CLIENT
 from nemo_gym.base_resources_server import ReverifyMode, SimpleResourcesServer
 from nemo_gym.contract.sandbox import SandboxRole
 from nemo_gym.contract.session import Artifact, RolloutIdentity, SessionDescriptor, Topology

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from nemo_gym.agent.harness.base import HarnessOptions
-from nemo_gym.agent.harness.package import CliPackage
+from nemo_gym.agent.harness.base import CliPackage, HarnessOptions
 
 BUILD = "@anthropic-ai/claude-code-linux-x64"
 INTEGRITY = "sha512-+n4lu1ubYAp02Y0X/MAUnxw9yY6SHHZ77F+IoW+V0wVoFuiI9opdH6gofjf14gXJCEYMTNpks7Gn1i8XZTKAWA=="

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from nemo_gym.agent.harness.base import HarnessOptions
-from nemo_gym.agent.harness.package import CliPackage
+from nemo_gym.agent.harness.base import CliPackage, HarnessOptions
 
 BUILD = "@openai/codex-linux-x64"
 INTEGRITY = "sha512-o05NyAOCDygSPRo1yinzxvkRSdmsZyBD9E7mbpmjRanSfM8lypqWtQgEo4XfNkwhuCR2aFu8mlGOsQGFXVbVww=="

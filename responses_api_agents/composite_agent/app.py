@@ -7,8 +7,7 @@ from pathlib import Path
 
 from nemo_gym._util.directories import cache_root
 from nemo_gym.agent.harness.agent import CliAgent
-from nemo_gym.agent.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, Judgement
-from nemo_gym.agent.harness.package import CliPackage
+from nemo_gym.agent.harness.base import CliHarness, CliPackage, HarnessCommand, HarnessContext, HarnessEnded, Judgement
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.prompt import resolve_path

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nemo_gym.agent.harness.events import JsonEventReader
-from nemo_gym.agent.harness.transcript import MAIN
+from nemo_gym.agent.harness.events import MAIN, JsonEventReader
 from nemo_gym.contract.session import AgentOutcome
 from responses_api_agents.composite_agent.options import CLAIMS
 

@@ -9,8 +9,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from nemo_gym._util.suggest import nearest
-from nemo_gym.agent.harness.base import HarnessContext, HarnessOptions
-from nemo_gym.agent.harness.package import Runtime
+from nemo_gym.agent.harness.base import HarnessContext, HarnessOptions, Runtime
 from nemo_gym.contract.session import AgentOutcome
 
 PROMPT_FILE, TASK_FILE, MCP_FILE = "prompt.txt", "task.json", "mcp.json"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from nemo_gym.agent.harness.base import HarnessOptions
-from nemo_gym.agent.harness.package import CliPackage
+from nemo_gym.agent.harness.base import CliPackage, HarnessOptions
 
 # The build for processors without AVX2, which runs on all of x86-64.
 BUILD = "opencode-linux-x64-baseline"

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from nemo_gym.agent.harness.base import HarnessOptions
-from nemo_gym.agent.harness.package import CliPackage
+from nemo_gym.agent.harness.base import CliPackage, HarnessOptions
 
 PACKAGE = CliPackage(
     name="openhands",

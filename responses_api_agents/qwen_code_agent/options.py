@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from nemo_gym.agent.harness.base import HarnessOptions
-from nemo_gym.agent.harness.package import CliPackage
+from nemo_gym.agent.harness.base import CliPackage, HarnessOptions
 
 SCRIPT = "node_modules/@qwen-code/qwen-code/cli.js"
 INTEGRITY = {

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, PrivateAttr
 
-from nemo_gym.agent.harness.transcript import Transcript
+from nemo_gym.agent.harness.events import Transcript
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
 from nemo_gym.contract.session import ActRequest, ActResponse, AgentOutcome, Topology

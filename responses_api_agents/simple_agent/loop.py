@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
+from nemo_gym.agent.harness.events import Transcript
 from nemo_gym.agent.harness.policy import ContextExceededError, PolicyClient
-from nemo_gym.agent.harness.transcript import Transcript
 from nemo_gym.contract.errors import ModelError
 from nemo_gym.contract.session import AgentOutcome, outcome_of_model_error
 from responses_api_agents.simple_agent.tools import Toolbox, ToolServerError

@@ -34,7 +34,7 @@ from nemo_gym.gateway.service.sessions import DurableSessions
 from nemo_gym.gateway.service.text_backend import TextBackend
 from nemo_gym.gateway.sessions import GatewaySessions, opener_of
 from nemo_gym.http.application import Application
-from nemo_gym.http.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError
+from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError
 from nemo_gym.http.middleware import require_role
 from nemo_gym.http.problems import JsonResponse, parse_json_object, refuse_encoded
 

@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 
 from nemo_gym.agent.harness.agent import CliAgent, CliAgentConfig
-from nemo_gym.agent.harness.event_log import BoundedLog
-from nemo_gym.agent.harness.events import MAX_LINE_BYTES, JsonEventReader, LineSplitter, TextReader
-from nemo_gym.agent.harness.home import CANDIDATES, home_candidates, setup_script
-from nemo_gym.agent.harness.transcript import MAX_OUTPUT_CHARS, Transcript
+from nemo_gym.agent.harness.events import (
+    MAX_LINE_BYTES,
+    MAX_OUTPUT_CHARS,
+    BoundedLog,
+    JsonEventReader,
+    LineSplitter,
+    TextReader,
+    Transcript,
+)
+from nemo_gym.agent.harness.run import CANDIDATES, home_candidates, setup_script
 from nemo_gym.contract.errors import AgentError
 from nemo_gym.contract.session import FilesHarvest, GitDiffHarvest
 

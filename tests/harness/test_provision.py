@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.agent.harness.package import CliPackage, Runtime
+from nemo_gym.agent.harness.base import CliPackage, Runtime
 from nemo_gym.agent.harness.provision import UNFIT_STATUS, fitness_check, installed
 from nemo_gym.agent.harness.provision.fetch import _unpack, fetch
 from nemo_gym.contract.errors import ConfigError

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.agent.harness.package import CliPackage
+from nemo_gym.agent.harness.base import CliPackage
 from nemo_gym.agent.harness.provision import installed
 from nemo_gym.agent.harness.provision.fetch import fetch
 from nemo_gym.agent.harness.provision.libraries import SYSTEM_DIRECTORY, host_loader, take_along

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 
 import pytest
 
-from nemo_gym.agent.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, Judgement
+from nemo_gym.agent.harness.base import CliHarness, CliPackage, HarnessCommand, HarnessContext, HarnessEnded, Judgement
 from nemo_gym.agent.harness.events import EventReader, TextReader
-from nemo_gym.agent.harness.package import CliPackage
-from nemo_gym.agent.harness.verdict import judge, within_reach
+from nemo_gym.agent.harness.run import judge, within_reach
 from nemo_gym.contract.session import AgentOutcome
-from nemo_gym.rollouts.failures import of_outcome
+from nemo_gym.contract.verdict import failure_of_outcome
 from nemo_gym.sandbox.base import ExecOutcome
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 
@@ -113,7 +112,7 @@ def test_mcp_server_that_failed_is_within_reach_unless_a_door_saw_it() -> None:
     refused = seen(requests=2, failed=2, failures_since_answer=2, statuses={401: 2})
     assert not within_reach(MCP_FAILED, ended(WELL, mcp={"weather": refused}))
     assert within_reach(MCP_FAILED, ended(WELL))
-    assert of_outcome(MCP_FAILED, None) is not None
+    assert failure_of_outcome(MCP_FAILED, None) is not None
 
 
 def test_mcp_server_that_never_served_is_the_outcome() -> None:

@@ -14,9 +14,9 @@ import structlog
 from rich.console import Console
 
 from nemo_gym.contract.errors import ConfigError, RowError
+from nemo_gym.rollout import reward_of
 from nemo_gym.rollouts.collection import run_collection
 from nemo_gym.rollouts.interfaces import SameFailureError
-from nemo_gym.rollouts.stages import reward_of
 from tests.rollouts.conftest import Chain, wait_until
 
 MakeChain = Callable[..., Chain]
@@ -290,8 +290,8 @@ async def test_agent_that_overrides_run_says_nothing_that_others_say(make_chain:
 async def test_answer_of_an_agent_server_has_a_bound(
     make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch, says: dict[str, Any], key: str
 ) -> None:
-    monkeypatch.setattr("nemo_gym.rollouts.peers.MAX_AGENT_REPLY_BYTES", 100_000)
-    monkeypatch.setattr("nemo_gym.rollouts.peers.MAX_AGENT_REPLY_VALUES", 1000)
+    monkeypatch.setattr("nemo_gym.http.peers.MAX_AGENT_REPLY_BYTES", 100_000)
+    monkeypatch.setattr("nemo_gym.http.peers.MAX_AGENT_REPLY_VALUES", 1000)
     chain = make_chain(agent={"says": says, "compressed": True})
     chain.write_rows(1)
     await run_collection(chain.client(), chain.run_keys(max_attempts=2))
@@ -566,7 +566,7 @@ async def test_table_puts_what_needs_looking_at_first_and_names_every_reason_how
 
 
 async def test_reasons_that_differ_in_numbers_and_names_only_are_one() -> None:
-    from nemo_gym.rollouts.failures import same_way
+    from nemo_gym.rollouts.result_rows import same_way
 
     first = same_way("deadline", "t1: took 12.5 s at 0x7f3a (box 8f3ac9d01e22)", ["t1-0"])
     assert first == same_way("deadline", "t22: took 98.25 s at 0x99 (box 77aa01bb3c4d5e)", []).replace("t22", "t1")

@@ -10,10 +10,10 @@ import pytest
 import structlog
 
 from nemo_gym.config.run import RolloutRunConfig
+from nemo_gym.http.peers import Peers
 from nemo_gym.rollouts.interfaces import Dispatcher, JobEvent, JobSelector, JobState, Stage
-from nemo_gym.rollouts.peers import Peers
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
-from nemo_gym.rollouts.routing import checked_route
+from nemo_gym.rollouts.routing import checked_servers
 from nemo_gym.rollouts.rows import job_specs, materialize
 from nemo_gym.rollouts.stages import http_stages
 from nemo_gym.rollouts.store import SqliteJobStore
@@ -40,11 +40,11 @@ class Running:
         inputs.close()
         self.store = SqliteJobStore(Path(self.chain.directory, "store.sqlite"))
         await self.store.submit([*job_specs(rows, "r")])
-        route = await checked_route(client, peers, "trivial", self.config)
+        servers = await checked_servers(client, peers, "trivial", self.config)
         stages = http_stages(peers, self.config, None)
         assert all(isinstance(stage, Stage) for stage in stages)
         self.dispatcher = AsyncDispatcher(
-            self.store, stages, self.config, lambda _: route, listener=self.events.append
+            self.store, stages, self.config, lambda _: servers, listener=self.events.append
         )
         assert isinstance(self.dispatcher, Dispatcher)
         await self.dispatcher.start()

@@ -9,18 +9,9 @@ from pathlib import Path
 import pytest
 
 from nemo_gym.contract.errors import ContractError, FencedError
-from nemo_gym.contract.verdict import FailureKind
-from nemo_gym.rollouts.failures import failure_row
-from nemo_gym.rollouts.interfaces import (
-    JobSelector,
-    JobSpec,
-    JobState,
-    JobStore,
-    StageFailure,
-    StageName,
-    StageResult,
-    StoreError,
-)
+from nemo_gym.contract.verdict import FailureKind, StageFailure, StageName
+from nemo_gym.rollouts.interfaces import JobSelector, JobSpec, JobState, JobStore, StageResult, StoreError
+from nemo_gym.rollouts.result_rows import failure_row
 from nemo_gym.rollouts.store import SqliteJobStore
 
 LOST = StageFailure(StageName.RUN, FailureKind.AGENT_LOST, "gone")

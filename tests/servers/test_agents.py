@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from fastapi import Request
 
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.contract.errors import AgentError
-from nemo_gym.contract.session import InferenceEndpoint, SessionDescriptor
+from nemo_gym.contract.session import ActRequest, ActResponse, AgentOutcome, InferenceEndpoint, SessionDescriptor
 from nemo_gym.openai_utils import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
 from responses_api_models.scripted_model.app import ScriptedModel
 from tests.servers.plugins import ToolAgent, WaitingAgent
@@ -194,6 +194,14 @@ class FailingAgent(ToolAgent):
         raise AgentError("the harness broke")
 
 
+class CrashedAgent(WaitingAgent):
+    """Its harness dies, as its answer says, with work that would be graded right."""
+
+    async def act_in_session(self, request: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
+        answer = await super().act_in_session(request, cookies)
+        return answer.model_copy(update={"outcome": AgentOutcome.CRASHED, "outcome_detail": "the harness died"})
+
+
 @pytest.fixture
 def runs(phrase: Stack) -> Stack:
     """Agents for ``/run`` with an environment that counts what it closes, and a model."""
@@ -201,6 +209,7 @@ def runs(phrase: Stack) -> Stack:
     refs = {**REFS, "resources_server": {"type": "resources_servers", "name": "phrase"}}
     phrase.add("agent", WaitingAgent, Role.AGENT, ("phrase", "model"), **refs)
     phrase.add("failing", FailingAgent, Role.AGENT, ("phrase", "model"), **refs)
+    phrase.add("crashed", CrashedAgent, Role.AGENT, ("phrase", "model"), **refs)
     return phrase
 
 
@@ -247,6 +256,16 @@ async def test_run_leaves_nothing_open_when_its_agent_fails(runs: Stack) -> None
     body = await run_body(runs, "What is 4 plus zero")
     reply = await runs.client(Role.OPERATOR).post("failing", "/run", json=body)
     assert reply.status >= 500
+    assert is_closed(runs)
+
+
+async def test_run_has_no_reward_when_its_harness_crashed(runs: Stack) -> None:
+    body = await run_body(runs, "at once")
+    reply = await runs.client(Role.OPERATOR).post("crashed", "/run", json=body)
+    result = await reply.json()
+    said = (reply.status, result["reward"], result.get("valid"), result.get("mask_sample"), result.get("failure_kind"))
+    assert said == (200, None, False, True, "agent_crashed"), result
+    assert (result["failure_reason"], "response" in result, "phrase" in result) == ("the harness died", True, False)
     assert is_closed(runs)
 
 

@@ -14,8 +14,7 @@ from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.contract.errors import CredentialError, FencedError, ServerError
 from nemo_gym.contract.rows import RowAccess
 from nemo_gym.environment import attempts
-from nemo_gym.environment.attempts import AttemptStore, Seed, StoredVerdict
-from nemo_gym.environment.rows import RowStore, StoredRow
+from nemo_gym.environment.attempts import AttemptStore, RowStore, Seed, StoredRow, StoredVerdict
 from tests.servers.plugins import CounterEnvironment
 from tests.servers.stack import Stack, response, rollout, running_stack
 

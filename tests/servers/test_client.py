@@ -16,8 +16,7 @@ from nemo_gym.http import client as client_module
 from nemo_gym.http import openai_client as model_client_module
 from nemo_gym.http.client import close_global_aiohttp_client, expect_json, get_global_aiohttp_client
 from nemo_gym.http.openai_client import MAX_TRIES, NeMoGymAsyncOpenAI
-from nemo_gym.rollouts.failures import PeerError
-from nemo_gym.rollouts.peers import Peers
+from nemo_gym.http.peers import PeerError, Peers
 from nemo_gym.server_utils import (
     ServerClient,
     ServerUnreachableError,

@@ -10,8 +10,7 @@ import pytest
 from aiohttp import web
 
 from nemo_gym.http import client as client_module
-from nemo_gym.http.middleware import RolloutMiddleware
-from nemo_gym.http.replicas import (
+from nemo_gym.http.correlation import (
     REPLICAS_HEADER,
     Chooser,
     current_replicas,
@@ -19,9 +18,9 @@ from nemo_gym.http.replicas import (
     encode_replicas,
     replica_context,
 )
+from nemo_gym.http.middleware import RolloutMiddleware
+from nemo_gym.http.peers import PeerError, Peers
 from nemo_gym.rollout_correlation import rollout_context
-from nemo_gym.rollouts.failures import PeerError
-from nemo_gym.rollouts.peers import Peers
 from nemo_gym.server_utils import ServerClient, ServerUnreachableError, close_global_aiohttp_client
 
 

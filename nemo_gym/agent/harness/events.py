@@ -1,17 +1,211 @@
-"""Readers of a CLI's standard output.
+"""Readers of a CLI's standard output, and the transcript that they fill.
 
 A harness that prints one JSON object a line subclasses `JsonEventReader` and implements ``event``. What a CLI prints
 is untrusted: a reader takes any bytes, and an event that is not as expected is a gap in the transcript and no error.
+A `Transcript` holds what a harness did, in one shape for all of them. Out of it come the Responses object that the
+agent answers with, the counts for metrics, and an `AgentObservationBundle`.
 """
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from typing import Any
+from collections import Counter
+from typing import Any, Literal
 
 import orjson
 
-from nemo_gym.agent.harness.transcript import Transcript
+from nemo_gym.agent.topology.transcript import response_object, text_message
+from nemo_gym.rollout_observability import (
+    AgentInvocation,
+    AgentObservationBundle,
+    ContextCompactionObservation,
+    ObservationGap,
+    ToolCallObservation,
+)
+
+MAIN = "main"
+"""Invocation of the agent itself; sub-agents have names of their own."""
+MAX_OUTPUT_CHARS = 20_000
+"""Of one tool's output in the transcript; the event log has the rest, as far as it is kept."""
+MAX_ITEMS = 5_000
+
+InvocationStatus = Literal["completed", "failed", "incomplete", "unknown"]
+
+
+class Transcript:
+    """Collects one run. Every method takes what is known and nothing twice; unknown ids are made up."""
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        """Responses items of the main invocation, in order."""
+        self.turns = 0
+        """Model answers of the main invocation."""
+        self.usage: Counter[str] = Counter()
+        """``input_tokens``, ``output_tokens``, ``cached_tokens``, of all invocations together."""
+        self.final_text = ""
+        """What the agent said last."""
+        self._calls: dict[str, ToolCallObservation] = {}
+        self._invocations: dict[str, AgentInvocation] = {MAIN: AgentInvocation(invocation_id=MAIN)}
+        self._compactions: list[ContextCompactionObservation] = []
+        self._gaps: dict[str, ObservationGap] = {}
+        self._started = time.monotonic()
+
+    @property
+    def tool_calls(self) -> int:
+        return len(self._calls)
+
+    def turn(self, *, input_tokens: int = 0, output_tokens: int = 0, cached_tokens: int = 0) -> None:
+        """The model has answered once, for the main invocation."""
+        self.turns += 1
+        self.add_usage(input_tokens=input_tokens, output_tokens=output_tokens, cached_tokens=cached_tokens)
+
+    def add_usage(self, *, input_tokens: int = 0, output_tokens: int = 0, cached_tokens: int = 0) -> None:
+        self.usage.update(input_tokens=input_tokens, output_tokens=output_tokens, cached_tokens=cached_tokens)
+
+    def set_usage(self, *, input_tokens: int = 0, output_tokens: int = 0, cached_tokens: int = 0) -> None:
+        """A harness's own total, in place of what was added up."""
+        self.usage = Counter(input_tokens=input_tokens, output_tokens=output_tokens, cached_tokens=cached_tokens)
+
+    def says(self, text: str, *, invocation: str = MAIN) -> None:
+        """The assistant said something."""
+        if not text:
+            return
+        if invocation == MAIN:
+            self.final_text = text
+            self._add(text_message(text))
+
+    def thinks(self, text: str, *, invocation: str = MAIN) -> None:
+        """Reasoning that the harness shows."""
+        if text and invocation == MAIN:
+            self._add(
+                {
+                    "id": f"rs_{len(self.items)}",
+                    "type": "reasoning",
+                    "summary": [{"type": "summary_text", "text": text}],
+                }
+            )
+
+    def calls(self, call_id: str, name: str, arguments: Any, *, invocation: str = MAIN) -> None:
+        """A tool is called; ``arguments`` is JSON text or what becomes it."""
+        if call_id in self._calls:
+            return
+        self._calls[call_id] = ToolCallObservation(
+            invocation_id=invocation,
+            tool_call_id=call_id,
+            tool_name=name,
+            started_at=time.time(),
+            timing_source="harness",
+            status="incomplete",
+        )
+        if invocation == MAIN:
+            text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+            self._add(
+                {
+                    "id": f"fc_{call_id}",
+                    "type": "function_call",
+                    "call_id": call_id,
+                    "name": name,
+                    "arguments": text,
+                    "status": "completed",
+                }
+            )
+
+    def returns(self, call_id: str, output: Any, *, failed: bool = False) -> None:
+        """A tool has returned; the result of a call that was not seen is a gap."""
+        call = self._calls.get(call_id)
+        if call is None:
+            self.gap("tool_result_without_call", call_id)
+            return
+        now = max(time.time(), call.started_at or 0.0)
+        call.completed_at = now
+        call.duration_ms = round((now - (call.started_at or now)) * 1000, 1)
+        call.status = "failed" if failed else "completed"
+        if call.invocation_id == MAIN:
+            text = output if isinstance(output, str) else orjson.dumps(output).decode()
+            self._add({"type": "function_call_output", "call_id": call_id, "output": _cut(text)})
+
+    def invokes(self, invocation: str, *, parent: str = MAIN, by_call: str | None = None) -> None:
+        """A sub-agent begins."""
+        if invocation not in self._invocations:
+            self._invocations[invocation] = AgentInvocation(
+                invocation_id=invocation, parent_invocation_id=parent, spawned_by_tool_call_id=by_call
+            )
+
+    def compacts(self, *, trigger: str | None = None, tokens_before: int | None = None) -> None:
+        """The harness summarized its history."""
+        self._compactions.append(
+            ContextCompactionObservation(
+                invocation_id=MAIN,
+                observed_at=time.time(),
+                trigger=trigger,
+                tokens_before=tokens_before,
+                outcome="completed",
+            )
+        )
+
+    def gap(self, code: str, detail: str | None = None) -> None:
+        """Something could not be observed; the first of each code is kept."""
+        self._gaps.setdefault(code, ObservationGap(code=code, detail=detail and detail[:500]))
+
+    def ends(self, status: InvocationStatus, *, error_type: str | None = None) -> None:
+        main = self._invocations[MAIN]
+        main.status, main.error_type = status, error_type
+        main.duration_ms = round((time.monotonic() - self._started) * 1000, 1)
+
+    def response(self, model: str) -> dict[str, Any]:
+        """An OpenAI Responses object of the main invocation."""
+        usage = {key: self.usage[key] for key in ("input_tokens", "output_tokens")}
+        return response_object(self.items, model=model, usage=usage)
+
+    def bundle(self, source: str) -> AgentObservationBundle:
+        """``source`` is the harness's name."""
+        records = [*self._invocations.values(), *self._calls.values(), *self._compactions]
+        return AgentObservationBundle(source=source, records=records, gaps=[*self._gaps.values()])
+
+    def _add(self, item: dict[str, Any]) -> None:
+        if len(self.items) < MAX_ITEMS:
+            self.items.append(item)
+        else:
+            self.gap("transcript_too_long", f"more than {MAX_ITEMS} items")
+
+
+def _cut(text: str) -> str:
+    if len(text) <= MAX_OUTPUT_CHARS:
+        return text
+    half = MAX_OUTPUT_CHARS // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+
+
+class BoundedLog:
+    """Keeps at most ``max_bytes``: three quarters from the beginning, the rest from the end."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._head_room = max_bytes * 3 // 4
+        self._tail_room = max_bytes - self._head_room
+        self._head = bytearray()
+        self._tail = bytearray()
+        self.size = 0
+        """Bytes that were written in all."""
+
+    def write(self, data: bytes) -> None:
+        self.size += len(data)
+        if room := self._head_room - len(self._head):
+            self._head += data[:room]
+            data = data[room:]
+        if data and self._tail_room:
+            self._tail += data[-self._tail_room :]
+            # Cut rarely: each cut moves what is kept.
+            if len(self._tail) > 4 * self._tail_room:
+                del self._tail[: -self._tail_room]
+
+    def text(self) -> str:
+        """What was kept, as text."""
+        tail = bytes(self._tail[-self._tail_room :]) if self._tail_room else b""
+        left_out = self.size - len(self._head) - len(tail)
+        hole = f"\n[{left_out} bytes left out]\n".encode() if left_out else b""
+        return (bytes(self._head) + hole + tail).decode("utf-8", "replace")
+
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 """A longer line is dropped, and the transcript says so."""

@@ -10,8 +10,7 @@ from typing import Any
 import structlog
 
 from nemo_gym.agent.harness.base import Judgement
-from nemo_gym.agent.harness.event_log import BoundedLog
-from nemo_gym.agent.harness.events import EventReader, LineSplitter
+from nemo_gym.agent.harness.events import BoundedLog, EventReader, LineSplitter
 from nemo_gym.contract.errors import SandboxError
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecProcess
 

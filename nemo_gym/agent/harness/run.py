@@ -1,11 +1,23 @@
-"""One run of a CLI in a box: start it, read it as it goes, stop it at its deadline, and say how it ended."""
+"""One run of a CLI in a box: prepare its home, start it, read it as it goes, stop it, and say how it ended.
+
+A process in a box can say anything. That the model failed is only believed of what the policy cannot bring about: the
+door's own failures to reach the model, 5xx and 429 answers, streams that broke off. A harness that says it succeeded
+without ever getting an answer from the model did not.
+
+A turn is an answer of the model to anything in the box: the agent itself, its sub-agents, and what it asks beside its
+work (titles, summaries). They are counted at the model's door, which forwards no more than the limit, so that neither
+a sub-agent nor a command of the policy gets another. Where the provider does not count, the turns that the events show
+are the limit's; those are the main conversation's alone, and only as true as the process that prints them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import shlex
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 
 from nemo_gym.agent.harness.base import (
     CliHarness,
@@ -15,18 +27,181 @@ from nemo_gym.agent.harness.base import (
     Judgement,
     McpEndpoint,
 )
-from nemo_gym.agent.harness.event_log import BoundedLog
-from nemo_gym.agent.harness.events import EventReader
-from nemo_gym.agent.harness.home import home_candidates, setup_script
+from nemo_gym.agent.harness.events import BoundedLog, EventReader, InvocationStatus
 from nemo_gym.agent.harness.process import Sinks, follow
 from nemo_gym.agent.harness.provision import UNFIT_STATUS, fitness_check
-from nemo_gym.agent.harness.transcript import InvocationStatus
-from nemo_gym.agent.harness.verdict import judge, within_reach
-from nemo_gym.agent.harness.watch import until_over
 from nemo_gym.agent.topology.world import HarnessRun, OutputLimitError, World
 from nemo_gym.contract.errors import AgentError, ConfigError, SandboxLostError
-from nemo_gym.contract.session import MODEL_DOOR, AgentOutcome, HarvestItem
+from nemo_gym.contract.session import (
+    MODEL_DOOR,
+    AgentOutcome,
+    CommandHarvest,
+    FilesHarvest,
+    GitDiffHarvest,
+    HarvestItem,
+    is_context_exceeded,
+    outcome_of_refusal,
+)
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest
+from nemo_gym.sandbox.door_statistics import DoorStatistics
+
+# /tmp comes last: some CLIs distrust it.
+CANDIDATES = ("/var/tmp/nemo-gym-agent", "/tmp/nemo-gym-agent", "/run/nemo-gym-agent", "/nemo-gym-agent")
+"""The same in every box, because CLIs tell the model their paths, and samples of one task should see one prompt."""
+
+
+def home_candidates(workdir: str, harvest: Iterable[HarvestItem]) -> Iterator[str]:
+    """Paths that nothing harvested contains. Raises `AgentError` when there are none."""
+    taken = [PurePosixPath(path) for path in _harvested(harvest)]
+    if workdir != "/":
+        taken.append(PurePosixPath(workdir))
+    free = [path for path in CANDIDATES if not any(PurePosixPath(path).is_relative_to(other) for other in taken)]
+    if not free:
+        raise AgentError(
+            f"there is no place in the box for the agent's own files: all of {', '.join(CANDIDATES)} are harvested"
+        )
+    yield from free
+
+
+def _harvested(harvest: Iterable[HarvestItem]) -> Iterator[str]:
+    for item in harvest:
+        match item:
+            case GitDiffHarvest():
+                yield item.path
+            case FilesHarvest():
+                yield from item.paths
+            case CommandHarvest():
+                pass
+
+
+def setup_script(home: str, files: Mapping[str, bytes]) -> bytes:
+    """A POSIX shell script (for standard input) that makes ``home``, which must not exist, and writes ``files``."""
+    lines = ["set -e", "umask 077", f"mkdir -p {shlex.quote(str(PurePosixPath(home).parent))}"]
+    lines.append(f"mkdir {shlex.quote(home)} {shlex.quote(home + '/tmp')}")
+    for path, content in files.items():
+        lines.append(f"mkdir -p {shlex.quote(str(PurePosixPath(path).parent))}")
+        lines.append(f"printf {_printf_arguments(content)} > {shlex.quote(path)}")
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _printf_arguments(content: bytes) -> str:
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" not in text:
+        return f"%s {shlex.quote(text)}"
+    return "'" + "".join(f"\\{byte:03o}" for byte in content) + "'"
+
+
+def judge(harness: CliHarness, ended: HarnessEnded) -> Judgement:
+    """The outcome of a run whose process has ended, and one sentence when it is not ``completed``."""
+    model = ended.model_door
+    if model is not None and model.over_limit:
+        return AgentOutcome.MAX_TURNS, f"it asked the model for more than its {model.turns} answers"
+    if ended.stopped is not None and ended.stopped[0] is AgentOutcome.MAX_TURNS:
+        return ended.stopped
+    said = ended.stopped or _said(harness, ended)
+    if model is not None and model.refused and not model.answered and not model.failing:
+        # The policy never had a word, so nothing of this is its doing.
+        if is_context_exceeded(model.last_error or ""):
+            return AgentOutcome.CONTEXT_EXCEEDED, f"the first request does not fit the model's context{_in(model)}"
+        if said[0] in (AgentOutcome.COMPLETED, AgentOutcome.CRASHED):
+            return AgentOutcome.MODEL_REFUSED, _of_the_model(model, said)
+    if model is not None and _model_failed(said[0], model):
+        return outcome_of_refusal(_last_status(model), model.last_error or ""), _of_the_model(model, said)
+    for name, door in ended.mcp_doors.items():
+        if _served_nothing(door):
+            return AgentOutcome.MCP_FAILED, f"MCP server '{name}' served none of {door.requests} requests{_in(door)}"
+    if model is None or model.failing:
+        return said
+    if said[0] is AgentOutcome.CRASHED and model.refused and is_context_exceeded(model.last_error or ""):
+        return AgentOutcome.MAX_TURNS, "the conversation no longer fits the model's context"
+    if said[0] is AgentOutcome.COMPLETED and not model.answered:
+        never = "it never asked" if not model.requests else f"none of its {model.requests} requests was answered"
+        return AgentOutcome.CRASHED, f"{harness.name} says it completed without the model: {never}{_in(model)}"
+    return said
+
+
+def within_reach(outcome: AgentOutcome, ended: HarnessEnded) -> bool:
+    """Whether the policy could have caused it: it acts in the box of the process, once the model has answered. That
+    the model does not answer is the doors' word, which it cannot change."""
+    if outcome is AgentOutcome.MCP_FAILED and any(map(_served_nothing, ended.mcp_doors.values())):
+        return False
+    if outcome not in (AgentOutcome.CRASHED, AgentOutcome.MCP_FAILED):
+        return False
+    door = ended.model_door
+    return bool(door.answered if door is not None else ended.reader.transcript.turns)
+
+
+def _served_nothing(door: DoorStatistics) -> bool:
+    return bool(door.failures) and not any(status < 400 for status in door.statuses)
+
+
+def _model_failed(said: AgentOutcome, model: DoorStatistics) -> bool:
+    if said is AgentOutcome.MAX_TURNS:
+        return False
+    if said is AgentOutcome.TIMED_OUT:
+        # One failure and then a long generation is a run that was too slow.
+        return model.failures_since_answer > 1 or bool(model.requests and not model.answered and not model.refused)
+    return model.failing
+
+
+def _said(harness: CliHarness, ended: HarnessEnded) -> Judgement:
+    match ended.outcome:
+        case ExecOutcome.TIMED_OUT:
+            return AgentOutcome.TIMED_OUT, "stopped at the end of its wall-clock time"
+        case ExecOutcome.OUT_OF_MEMORY:
+            return AgentOutcome.CRASHED, "killed: the box ran out of memory"
+        case ExecOutcome.EXITED | ExecOutcome.SIGNALED | ExecOutcome.LOST:
+            return harness.outcome(ended)
+
+
+def _last_status(model: DoorStatistics) -> int | None:
+    """Of the error that the door saw last; ``None`` where there was no answer."""
+    status = (model.last_error or "").partition(":")[0]
+    return int(status) if status.isdecimal() else None
+
+
+def _of_the_model(model: DoorStatistics, said: Judgement) -> str:
+    unanswered = model.requests - model.answered
+    which = f"the last {model.failures_since_answer}" if model.failing else str(unanswered)
+    detail = f"{which} of {model.requests} requests to the model were not answered{_in(model)}"
+    if said[0] is AgentOutcome.MODEL_UNREACHABLE:
+        return f"{detail}; {said[1]}"
+    return f"{detail}; by the harness it {said[0].replace('_', ' ')}" + (f": {said[1]}" if said[1] else "")
+
+
+def _in(door: DoorStatistics) -> str:
+    """The target's own words."""
+    return f" ({door.last_error[:500]})" if door.last_error else ""
+
+
+POLL_S = 0.2
+
+
+async def until_over(
+    world: World, reader: EventReader, *, max_turns: int | None, max_model_failures: int | None
+) -> Judgement:
+    """Wait until a limit is passed, and say which; without limits it waits for ever."""
+    while True:
+        over = _over(world, reader, max_turns, max_model_failures)
+        if over is not None:
+            return over
+        await asyncio.sleep(POLL_S)
+
+
+def _over(
+    world: World, reader: EventReader, max_turns: int | None, max_model_failures: int | None
+) -> Judgement | None:
+    door = world.door_statistics(MODEL_DOOR)
+    turns = 0 if door is not None else reader.transcript.turns
+    if (door is not None and door.over_limit) or (max_turns is not None and turns > max_turns):
+        return AgentOutcome.MAX_TURNS, f"stopped after the {max_turns} turns it was given"
+    if door is not None and max_model_failures is not None and door.failures_since_answer >= max_model_failures:
+        return AgentOutcome.MODEL_UNREACHABLE, f"stopped after {door.failures_since_answer} failures in a row"
+    return None
+
 
 MAX_OUTPUT_BYTES = 512 * 1024 * 1024
 """Of each stream; it is read and thrown away beyond. Nothing near this much is ever held."""

@@ -17,19 +17,26 @@ from typing import Any
 import structlog
 
 from nemo_gym.agent.topology.bindings import AgentBoxes, Binding, bind
-from nemo_gym.agent.topology.borrowing import borrowed
-from nemo_gym.agent.topology.teardown import CLOSE_TIMEOUT_S, shielded
 from nemo_gym.contract.errors import (
     AgentError,
     ConfigError,
+    FencedError,
     ModelError,
     NemoGymError,
     SandboxCapabilityError,
     SandboxError,
     SandboxLostError,
 )
-from nemo_gym.contract.sandbox import SandboxRole, SandboxSpec
-from nemo_gym.contract.session import ActRequest, ActResponse, AgentOutcome, Artifact, Topology, outcome_of_model_error
+from nemo_gym.contract.sandbox import Door, SandboxRole, SandboxSpec
+from nemo_gym.contract.session import (
+    ActRequest,
+    ActResponse,
+    AgentOutcome,
+    Artifact,
+    SandboxRef,
+    Topology,
+    outcome_of_model_error,
+)
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import (
     DEFAULT_MAX_OUTPUT_BYTES,
@@ -41,13 +48,76 @@ from nemo_gym.sandbox.base import (
     SandboxHandle,
     SandboxProvider,
 )
-from nemo_gym.sandbox.capabilities import SupportsDoorStatistics
+from nemo_gym.sandbox.capabilities import Connectable, SupportsDoorStatistics, SupportsLoopbackDoor, require
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.facade import keep_renewed
 from nemo_gym.sandbox.harvest import harvest_all
 from nemo_gym.sandbox.merge import HarnessNeeds
+from nemo_gym.sandbox.registry import create_provider
 
 log = structlog.get_logger(__name__)
+
+CLOSE_TIMEOUT_S = 60.0
+
+
+async def shielded(teardown: Awaitable[None], timeout_s: float, *, what: str) -> None:
+    """Finish a teardown also when the act is cancelled meanwhile; bounded, because the lease ends the box anyway."""
+    task = asyncio.ensure_future(teardown)
+    try:
+        await asyncio.shield(asyncio.wait({task}, timeout=timeout_s))
+    except asyncio.CancelledError:
+        await asyncio.wait({task}, timeout=timeout_s)
+        raise
+    if not task.done():
+        task.cancel()
+        log.warning("teardown_timed_out", what=what, timeout_s=timeout_s)
+    elif (error := task.exception()) is not None:
+        log.warning("teardown_failed", what=what, error=str(error))
+
+
+BROKER_CLIENT = "remote"
+"""Name of the provider whose references these are."""
+
+
+@contextlib.asynccontextmanager
+async def borrowed(
+    provider: SandboxProvider, ref: SandboxRef, doors: Sequence[Door]
+) -> AsyncIterator[tuple[SandboxProvider, SandboxHandle]]:
+    """The lent box with ``doors`` open, and the provider to use it by: ``provider`` where that is a broker's client,
+    else one made for the occasion.
+
+    Raises:
+        SandboxLostError: the box is gone, or the reference is no longer good.
+        SandboxError: a door cannot be opened.
+    """
+    lender = provider if provider.name == BROKER_CLIENT else create_provider(BROKER_CLIENT)
+    try:
+        require(lender, Connectable, why="to use a box that the environment lends")
+        assert isinstance(lender, Connectable)
+        handle = await lender.connect(ref.model_dump())
+        try:
+            if doors:
+                require(lender, SupportsLoopbackDoor, why="to open the model's door in a lent box")
+                assert isinstance(lender, SupportsLoopbackDoor)
+                await asyncio.gather(*(lender.open_door(handle, door) for door in doors))
+            yield lender, handle
+        finally:
+            await shielded(_leave(lender, handle, doors), CLOSE_TIMEOUT_S, what="leave a lent box")
+    finally:
+        if lender is not provider:
+            await shielded(lender.aclose(), CLOSE_TIMEOUT_S, what="close a broker's client")
+
+
+async def _leave(lender: SandboxProvider, handle: SandboxHandle, doors: Sequence[Door]) -> None:
+    try:
+        # Where the environment was faster and took the box back, its doors are closed already.
+        with contextlib.suppress(SandboxLostError, FencedError):
+            for door in doors:
+                assert isinstance(lender, SupportsLoopbackDoor)
+                await lender.close_door(handle, door.name)
+    finally:
+        await lender.close(handle)
+
 
 DEFAULT_LEASE_TTL_S = 120.0
 """Lease of a working box: how long it outlives an agent server that was killed."""

@@ -18,7 +18,7 @@ from nemo_gym.broker.routes.request_ids import request_id_of
 from nemo_gym.broker.service import BrokerService
 from nemo_gym.contract.errors import FencedError, NemoGymError, SandboxError
 from nemo_gym.contract.session import LeaseScope
-from nemo_gym.http.disconnect import CLIENT_CLOSED_REQUEST
+from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST
 from nemo_gym.sandbox.wire.problems import BrokerError, Problem, problem_of
 from nemo_gym.sandbox.wire.routes import SANDBOXES, TAR
 

@@ -19,7 +19,7 @@ from nemo_gym.broker.routes.models import reply
 from nemo_gym.broker.service import BrokerService
 from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.contract.session import LeaseScope
-from nemo_gym.http.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
+from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
 from nemo_gym.sandbox.wire.boxes import CreatedSandbox, CreateSandbox, ReapedView, SandboxPage, SandboxView
 from nemo_gym.sandbox.wire.problems import BrokerError
 from nemo_gym.sandbox.wire.routes import IDEMPOTENCY_KEY_HEADER, SANDBOXES, sandbox

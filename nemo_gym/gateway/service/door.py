@@ -23,7 +23,7 @@ from nemo_gym.gateway.service.live import LiveSession
 from nemo_gym.gateway.service.sessions import DurableSessions
 from nemo_gym.gateway.sessions import token_in
 from nemo_gym.http.correlation import ROLLOUT_ID_HEADER
-from nemo_gym.http.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError
+from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError
 from nemo_gym.http.problems import json_object, refused, unexpected
 
 _SESSIONS = "/sessions/"

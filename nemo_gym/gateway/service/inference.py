@@ -44,8 +44,7 @@ from nemo_gym.gateway.service.sessions import DurableSessions
 from nemo_gym.gateway.streaming import FIRST_EVENT_GRACE_S, PING_INTERVAL_S, KeepAlive
 from nemo_gym.gateway.usage import Usage
 from nemo_gym.http.body_values import check_values
-from nemo_gym.http.delivery import DELIVERIES
-from nemo_gym.http.disconnect import CallerGoneError, while_connected
+from nemo_gym.http.delivery import DELIVERIES, CallerGoneError, while_connected
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.25
 """How soon, and at last how often, it is looked whether a reply that the kernel did not take at once has left."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 
-from nemo_gym.contract.verdict import FailureKind
-from nemo_gym.rollouts.interfaces import Job, JobSpec, JobState, StageFailure, StageName
+from nemo_gym.contract.verdict import FailureKind, StageFailure, StageName
+from nemo_gym.rollouts.interfaces import Job, JobSpec, JobState
 
 SCHEMA_VERSION = 1
 

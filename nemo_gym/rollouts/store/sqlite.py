@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from nemo_gym.contract.errors import ContractError, FencedError
-from nemo_gym.contract.verdict import FailureKind
+from nemo_gym.contract.verdict import FailureKind, StageFailure
 from nemo_gym.rollouts.interfaces import (
     FailureRenderer,
     Job,
@@ -21,7 +21,6 @@ from nemo_gym.rollouts.interfaces import (
     JobSelector,
     JobSpec,
     JobState,
-    StageFailure,
     StageResult,
     StoreError,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from nemo_gym.http.replicas import Chooser
+from nemo_gym.http.correlation import Chooser
 from nemo_gym.sandbox.providers.remote.options import Broker, RemoteOptions, find_broker
 
 NEXT_BROKER_AFTER_S = 5.0

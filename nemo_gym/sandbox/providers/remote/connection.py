@@ -21,7 +21,7 @@ from yarl import URL
 
 from nemo_gym._util.backoff import retry_after_s
 from nemo_gym.contract.errors import InvalidBodyError, SandboxError
-from nemo_gym.http.watched_socket import watched_socket
+from nemo_gym.http.client import watched_socket
 from nemo_gym.sandbox.wire import routes
 from nemo_gym.sandbox.wire.problems import Problem, error_of, parse_problem
 

@@ -1,22 +1,76 @@
-"""Result rows: the verify response in NeMo Gym's shape, with the attempt's identity, verdict and provenance."""
+"""Result rows and failure rows: one line of the output, or of the failures file, per rollout."""
 
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import orjson
 
-from nemo_gym.contract.identity import (
+from nemo_gym.contract.rows import (
     AGENT_REF_KEY,
     ATTEMPT_INDEX_KEY,
+    NG_FAILURE_CLASS_KEY,
+    NG_TERMINAL_KEY,
+    PARAMS_KEY,
     ROLLOUT_ID_KEY,
     ROLLOUT_INDEX_KEY,
+    SESSION_KEY,
     TASK_INDEX_KEY,
 )
-from nemo_gym.contract.rows import PARAMS_KEY, SESSION_KEY
 from nemo_gym.contract.session import AgentOutcome
-from nemo_gym.rollouts.attempt import Attempt
+from nemo_gym.contract.verdict import StageFailure
+from nemo_gym.rollouts.interfaces import Job, JobAttempt
+
+_VARIABLE = re.compile(r"(?i)0x[0-9a-f]+|\b(?=[a-f]*\d)[0-9a-f]{8,}\b|(?<![\d.])(?![1-5]\d\d(?![\d.]))\d+(\.\d+)?")
+"""Addresses, digests, counts and durations. Three digits that may be an HTTP status are told apart."""
+
+_UNDERSCORES = re.compile("__+")
+
+
+def same_way(kind: str, reason: str | None, names: Iterable[str] = ()) -> str:
+    """What failures have in common that failed the same way: the kind, and the reason without ``names`` (of the task,
+    of the rollout; also as image names spell them) and without numbers that change from one to the next."""
+    text = _UNDERSCORES.sub("_", (reason or "").lower())
+    for name in names:
+        if len(name) > 2:
+            text = text.replace(_UNDERSCORES.sub("_", name.lower()), "…")
+    return f"{kind}: {_VARIABLE.sub('#', text)}"
+
+
+def failure_row(
+    job: Job, failure: StageFailure, *, validation: str | None = None, kept: Mapping[str, Any] | None = None
+) -> bytes:
+    """The line of the failures file: NeMo Gym's keys, the verdict's, every earlier failure, and what is ``kept`` of
+    the attempt. No private field."""
+    row: dict[str, Any] = {
+        **(kept or {}),
+        TASK_INDEX_KEY: job.spec.task_index,
+        ROLLOUT_INDEX_KEY: job.spec.sample_index,
+        AGENT_REF_KEY: {"type": "responses_api_agents", "name": job.spec.agent},
+        ROLLOUT_ID_KEY: job.job_id,
+        ATTEMPT_INDEX_KEY: max(0, job.attempt - 1),
+        "task_id": job.spec.task_id,
+        "reward": None,
+        "valid": False,
+        "mask_sample": True,
+        "failure_kind": failure.kind,
+        "failure_reason": failure.reason,
+        "failure_stage": failure.stage,
+        "findings": [],
+        NG_FAILURE_CLASS_KEY: failure.kind,
+        NG_TERMINAL_KEY: not failure.retryable,
+        "failures": [
+            {"stage": past.stage, "kind": past.kind, "reason": past.reason, "details": dict(past.details)}
+            for past in (*job.failures, failure)
+        ],
+    }
+    if validation is not None:
+        row["validation"] = validation
+    return orjson.dumps(row, default=str)
+
 
 OWN_FIELDS = frozenset(
     {
@@ -29,7 +83,7 @@ OWN_FIELDS = frozenset(
 """Of a result row: what the run, the model server and the environment say, and no agent called by ``/run``."""
 
 
-def result_row(attempt: Attempt, verified: dict[str, Any], *, validation: str | None) -> bytes:
+def result_row(attempt: JobAttempt, verified: dict[str, Any], *, validation: str | None) -> bytes:
     """One line of the output, for an attempt with a valid verdict."""
     spec, act = attempt.job.spec, attempt.act
     row = dict(verified)
@@ -62,9 +116,9 @@ def result_row(attempt: Attempt, verified: dict[str, Any], *, validation: str | 
         row["replicas"] = attempt.replicas
     if validation is not None:
         row["validation"] = validation
-    if attempt.route.row_access == "full":
+    if attempt.servers.row_access == "full":
         row["row_access"] = "full"
-    if attempt.route.environment is None:
+    if attempt.servers.environment is None:
         row["reward_source"] = "agent"
     return orjson.dumps(row)
 
@@ -77,7 +131,7 @@ def artifacts_digest(artifacts: list[dict[str, Any]]) -> str:
     return digest.hexdigest()
 
 
-def _topology(attempt: Attempt) -> str | None:
+def _topology(attempt: JobAttempt) -> str | None:
     placement = attempt.descriptor.get("placement") or {}
     topology = placement.get("topology")
     return str(topology) if topology is not None else None

@@ -13,10 +13,10 @@ import orjson
 
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER
 from nemo_gym.contract.errors import ServerError
+from nemo_gym.contract.verdict import MAX_REASON_CHARS, FailureKind, StageFailure, StageName
 from nemo_gym.http.body_values import TooManyValuesError, check_values
 from nemo_gym.http.client import TRIES_OF_ONE_REPLICA, ServerClient
-from nemo_gym.http.replicas import replica_context
-from nemo_gym.rollouts.failures import PeerError
+from nemo_gym.http.correlation import replica_context
 
 CONNECT_PATIENCE_S = 60.0
 """How long a server that refuses connections is waited for: it may be restarting. Such a request surely
@@ -29,6 +29,38 @@ MAX_AGENT_REPLY_BYTES = 256 << 20
 MAX_AGENT_REPLY_VALUES = 5_000_000
 """JSON values in it: token ids are the most that there is of."""
 _JSON = {"Content-Type": "application/json"}
+
+
+_KIND_BY_STAGE = {
+    StageName.INIT: FailureKind.SEED_FAILED,
+    StageName.RUN: FailureKind.AGENT_CRASHED,
+    StageName.EVAL: FailureKind.VERIFIER_FAILED,
+}
+_LOST_BY_STAGE = {
+    StageName.INIT: FailureKind.ENVIRONMENT_LOST,
+    StageName.RUN: FailureKind.AGENT_LOST,
+    StageName.EVAL: FailureKind.ENVIRONMENT_LOST,
+}
+_KIND_BY_CODE = {
+    "sandbox_create": FailureKind.SANDBOX_FAILED,
+    "sandbox_create_verification": FailureKind.SANDBOX_FAILED,
+    "sandbox_image_missing": FailureKind.SANDBOX_FAILED,
+    "sandbox": FailureKind.SANDBOX_FAILED,
+    "sandbox_capability": FailureKind.SANDBOX_FAILED,
+    "sandbox_lost": FailureKind.SANDBOX_LOST,
+    "model": FailureKind.MODEL_UNREACHABLE,
+}
+# What a second try of the same request cannot change: the request itself is refused.
+_FINAL_CODES = frozenset({"config", "row", "sandbox_capability", "sandbox_image_missing", "role"})
+_FINAL_STATUSES = frozenset({400, 404, 405, 413, 422, 501})
+
+
+class PeerError(Exception):
+    """A server of the stack answered with an error, or not at all (``status`` 0)."""
+
+    def __init__(self, server: str, path: str, status: int, problem: Mapping[str, Any]) -> None:
+        self.server, self.path, self.status, self.problem = server, path, status, problem
+        super().__init__(f"{server}{path}: {problem.get('detail') or problem.get('title') or f'status {status}'}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,3 +207,22 @@ def _problem(body: bytes, status: int) -> Mapping[str, Any]:
         fields = [".".join(map(str, item.get("loc", ()))) for item in problem["detail"] if isinstance(item, dict)]
         problem = {"detail": f"the request was refused (status {status}); fields: {', '.join(fields)}"}
     return problem
+
+
+def failure_of_peer(stage: StageName, error: PeerError) -> StageFailure:
+    """What a peer's error means for the attempt."""
+    code = str(error.problem.get("code", ""))
+    kind = _LOST_BY_STAGE[stage] if error.status == 0 else _KIND_BY_CODE.get(code, _KIND_BY_STAGE[stage])
+    refused = error.status in (401, 403, 404, 409, 410)
+    told = error.problem.get("retryable")
+    final = (code in _FINAL_CODES or error.status in _FINAL_STATUSES) and told is not True
+    return StageFailure(
+        stage=stage,
+        kind=kind,
+        reason=str(error)[:MAX_REASON_CHARS],
+        retryable=not final or (stage is StageName.EVAL and refused),
+        # A fenced, forgotten or foreign attempt cannot be verified again, nor one whose replica is gone for good; only
+        # a new one can.
+        new_attempt=stage is not StageName.EVAL or refused or error.problem.get("replica_lost") is True,
+        details={"server": error.server, "status": error.status, "code": code},
+    )

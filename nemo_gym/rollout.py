@@ -1,0 +1,471 @@
+"""One rollout on one page: seed → act → harvest → verify → finalize → close.
+
+    prepare   model session ◀─ model server; descriptor and control token ◀─ environment
+    work      response, outcome, artifacts ◀─ agent, whose open connection is the attempt's heartbeat;
+              artifacts ◀─ environment where it owns the box, with heartbeats from seed to harvest
+    judge     verdict ◀─ environment; trajectories ◀─ model server
+
+`RolloutSteps.run` drives a whole rollout: an agent server's ``/run`` calls it, and so may whoever has one row. The
+pipeline calls the three parts, each in a stage with workers and a deadline of its own (`nemo_gym.rollouts.stages`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+import structlog
+
+from nemo_gym.contract.errors import NemoGymError
+from nemo_gym.contract.model_limits import REQUEST_TIMEOUT_S
+from nemo_gym.contract.rows import NO_PROMPT, PARAMS_KEY, RESPONSE_KEY, SESSION_KEY, has_prompt, public_params
+from nemo_gym.contract.session import AgentOutcome
+from nemo_gym.contract.verdict import (
+    MAX_REASON_CHARS,
+    FailureKind,
+    StageError,
+    StageFailure,
+    StageName,
+    decide_validity,
+    failure_of_outcome,
+    failure_of_reply,
+)
+from nemo_gym.http.peers import PeerError, Peers, Reply, failure_of_peer
+
+log = structlog.get_logger(__name__)
+
+CLOSE_TIMEOUT_S = 30.0
+MODEL_SESSION_KEYS = frozenset({"ng_model_session", "ng_trajectory"})
+"""What `RolloutSteps.finalize` adds to a verify response."""
+
+Closer = Callable[[], Awaitable[None]]
+"""Releases one thing that an attempt holds; idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """The servers of one agent instance, and what they say of themselves."""
+
+    agent: str
+    environment: str | None
+    model: str | None
+    row_access: str = "public"
+    """``public``, ``validation`` (only with run key ``validation``) or ``full``."""
+    needs_prompt: bool = False
+    """A row without a prompt is no task for this agent."""
+    words_prompts: bool = False
+    """The environment may word a prompt for rows that bring none."""
+    own_run: bool = False
+    """The agent overrides NeMo Gym's ``run()``: it seeds and verifies by itself, in one call."""
+    box_needs: Mapping[str, Any] | None = None
+    """What the agent needs in its box, where the environment makes the boxes."""
+    skipped_reward: float | None = None
+    """The agent is configured with ``skip_verification``: its rollouts get this reward, labelled so."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSettings:
+    """What one run asks of all its rollouts; the defaults leave everything to environments and agents."""
+
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    model_limits: Mapping[str, Any] = field(default_factory=dict)
+    topology: str | None = None
+    validation: str | None = None
+    base_seed: int | None = None
+    """Each sample's sampling seed is this plus its index."""
+    finalize_timeout_s: float = CLOSE_TIMEOUT_S
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Deadlines in seconds; ``None`` sets none."""
+
+    prepare_s: float | None = None
+    work_s: float | None = None
+    judge_s: float | None = None
+    close_s: float = CLOSE_TIMEOUT_S
+
+
+@dataclass(slots=True)
+class ModelSession:
+    """A rollout's session with its model server."""
+
+    session_id: str
+    base_url: str
+    inference_token: str = field(repr=False)
+    control_token: str = field(repr=False)
+    model: str = "policy"
+    request_timeout_s: float = REQUEST_TIMEOUT_S
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One attempt at a row, with everything that is open for it; closed once, in reverse order of opening."""
+
+    servers: Servers
+    rollout: Mapping[str, Any]
+    """The `RolloutIdentity` as plain data."""
+    row: bytes = field(repr=False)
+    """The dataset row as a JSON object; without its private part where ``row_ref`` stands for that."""
+    row_ref: str | None = field(default=None, repr=False)
+    """The environment's reference to the row: an agent's right to seed, verify and close this attempt."""
+    cookies: Mapping[str, str] = field(default_factory=dict, repr=False)
+    control_token: str | None = field(default=None, repr=False)
+    seed_refused: bool = False
+    """The environment answered the seed with an error: nothing is open there."""
+    descriptor: Mapping[str, Any] = field(default_factory=dict)
+    public_params: Mapping[str, Any] | None = None
+    validation: Any = field(default=None, repr=False)
+    heartbeat: asyncio.Task[None] | None = None
+    """Keeps the environment's box alive until it is harvested or the attempt is closed."""
+    session: ModelSession | None = None
+    act: dict[str, Any] = field(default_factory=dict)
+    """The agent's answer."""
+    act_json: bytes | None = field(default=None, repr=False)
+    """The same as it came, unless the environment's harvest was added."""
+    verified: dict[str, Any] | None = None
+    """The verify response, once it has a valid verdict."""
+    replicas: dict[str, int] = field(default_factory=dict)
+    """Which replica of each server has this attempt's sessions; a new attempt chooses anew."""
+    closers: list[Closer] = field(default_factory=list)
+
+    def row_with(self, **members: Any) -> dict[str, Any]:
+        """The row with more members."""
+        return {**orjson.loads(self.row), **members}
+
+    def envelope(self, **members: Any) -> dict[str, Any]:
+        """``_ng_session`` of a request to the environment: which attempt it belongs to, and more."""
+        named = {"rollout": self.rollout, **members}
+        return named if self.row_ref is None else {**named, "row_ref": self.row_ref}
+
+    def agent_params(self) -> Mapping[str, Any]:
+        """What the agent is asked: the environment's wording, else the public part of the row's."""
+        return self.public_params or public_params(orjson.loads(self.row).get(PARAMS_KEY) or {})
+
+    async def close(self, timeout_s: float) -> None:
+        """Release everything, also while being cancelled; a release that fails or hangs is logged, and its lease ends
+        by itself."""
+        if not self.closers:
+            return
+        try:
+            await self._close(timeout_s)
+        except asyncio.CancelledError:
+            # The interrupted release is repeated (releases are idempotent) where nobody interrupts it.
+            await asyncio.shield(asyncio.ensure_future(self._close(timeout_s)))
+            raise
+
+    async def _close(self, timeout_s: float) -> None:
+        rollout_id = self.rollout["rollout_id"]
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.closers:
+                    try:
+                        await self.closers[-1]()
+                    except Exception as error:  # noqa: BLE001 - one failed release must not keep the others
+                        log.warning("release failed", rollout_id=rollout_id, error=str(error))
+                    self.closers.pop()
+        except TimeoutError:
+            log.warning("release timed out", rollout_id=rollout_id, left=len(self.closers), timeout_s=timeout_s)
+            self.closers.clear()
+
+
+CallAgent = Callable[[Attempt, dict[str, Any]], Awaitable[Reply]]
+OnVerdict = Callable[[Attempt, dict[str, Any]], Awaitable[None]]
+
+
+class RolloutSteps:
+    """The steps of every rollout of one run.
+
+    Args:
+        peers: the servers.
+        call_agent: asks the agent for an act; by default ``POST /act``.
+        on_verdict: gets every verify response before it is judged, and may change it.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        settings: RolloutSettings | None = None,
+        *,
+        call_agent: CallAgent | None = None,
+        on_verdict: OnVerdict | None = None,
+    ) -> None:
+        self._peers = peers
+        self._settings = settings or RolloutSettings()
+        self._call_agent = call_agent or self._post_act
+        self._on_verdict = on_verdict
+
+    async def run(self, attempt: Attempt, budgets: Budgets) -> dict[str, Any]:
+        """A whole rollout: its verify response, which holds a valid reward, and the model session's trajectories.
+
+        To cancel it, cancel the task: the attempt is closed first, however the rollout ends. Whatever is raised
+        (`StageError`, `PeerError`, `TimeoutError`, or what ``call_agent`` raises) becomes typed by `failure_of`.
+        """
+        try:
+            async with asyncio.timeout(budgets.prepare_s):
+                await self.prepare(attempt)
+            async with asyncio.timeout(budgets.work_s):
+                await self.work(attempt)
+            async with asyncio.timeout(budgets.judge_s):
+                return await self.judge(attempt)
+        finally:
+            await attempt.close(budgets.close_s)
+
+    async def prepare(self, attempt: Attempt) -> None:
+        if attempt.servers.model is not None:
+            await self.open_session(attempt, attempt.servers.model)
+        if attempt.servers.environment is not None:
+            attempt.closers.append(lambda: self.close_environment(attempt))
+            await self.seed(attempt)
+
+    async def work(self, attempt: Attempt) -> None:
+        await self.act(attempt)
+        if attempt.heartbeat is not None:
+            await self.harvest(attempt)
+
+    async def judge(self, attempt: Attempt) -> dict[str, Any]:
+        verified = attempt.verified = attempt.verified or await self.verify(attempt)
+        verified |= await self.finalize(attempt, verified)
+        return verified
+
+    # The steps, in their order
+
+    async def open_session(self, attempt: Attempt, model: str) -> None:
+        body: dict[str, Any] = {"rollout": attempt.rollout}
+        if self._settings.base_seed is not None:
+            body["sampling"] = {"seed": self._settings.base_seed + attempt.rollout["sample_index"]}
+        if self._settings.model_limits:
+            body["limits"] = self._settings.model_limits
+        opened = (await self._of(attempt).post(model, "/sessions", body)).json()
+        attempt.session = session = ModelSession(
+            session_id=required(opened, "session_id", model, "/sessions", StageName.INIT),
+            base_url=required(opened, "base_url", model, "/sessions", StageName.INIT),
+            inference_token=required(opened, "inference_token", model, "/sessions", StageName.INIT),
+            control_token=required(opened, "control_token", model, "/sessions", StageName.INIT),
+            model=opened.get("model") or "policy",
+            request_timeout_s=opened.get("request_timeout_s") or REQUEST_TIMEOUT_S,
+        )
+
+        async def abort() -> None:
+            if attempt.session is not None:  # not finalized
+                path = f"/sessions/{session.session_id}/abort"
+                token = session.control_token
+                await self._of(attempt).post(model, path, {}, control_token=token, idempotent=True)
+                attempt.session = None
+
+        attempt.closers.append(abort)
+
+    async def seed(self, attempt: Attempt) -> None:
+        servers, settings = attempt.servers, self._settings
+        environment, path = servers.environment or "", "/seed_session"
+        asked = {
+            "validation": settings.validation,
+            "topology": settings.topology,
+            "limits": settings.limits or None,
+            "box_needs": servers.box_needs,
+        }
+        session = attempt.envelope(**{name: value for name, value in asked.items() if value is not None})
+        try:
+            reply = await self._post_environment(attempt, path, attempt.row_with(**{SESSION_KEY: session}))
+        except PeerError as error:
+            attempt.seed_refused = error.status != 0
+            raise
+        seeded = reply.json()
+        attempt.descriptor = required(seeded, "descriptor", environment, path, StageName.INIT)
+        if attempt.row_ref is None:
+            attempt.control_token = required(seeded, "control_token", environment, path, StageName.INIT)
+        attempt.cookies = {**attempt.cookies, **reply.cookies}
+        if isinstance(beat_s := seeded.get("heartbeat_s"), int | float):
+            self._start_heartbeat(attempt, beat_s)
+        public = seeded.get("public_row")
+        if isinstance(public, dict) and PARAMS_KEY in public:
+            attempt.public_params = public[PARAMS_KEY]
+        if servers.needs_prompt and not has_prompt(attempt.agent_params()):
+            # Nobody was asked anything: whatever came of it would be no reward.
+            raise _seed_failed(NO_PROMPT)
+        if settings.validation:
+            if seeded.get("validation") is None:
+                raise _seed_failed(
+                    f"environment '{environment}' gives no solution for validation={settings.validation}"
+                )
+            attempt.validation = seeded["validation"]
+
+    async def act(self, attempt: Attempt) -> None:
+        agent, session = attempt.servers.agent, attempt.session
+        endpoint: dict[str, Any] = {"base_url": "", "token": "", "model": ""}
+        if session is not None:
+            endpoint = {
+                "base_url": session.base_url,
+                "token": session.inference_token,
+                "model": session.model,
+                "request_timeout_s": session.request_timeout_s,
+            }
+        body = {
+            "responses_create_params": attempt.agent_params(),
+            "descriptor": attempt.descriptor,
+            "inference": endpoint,
+        }
+        if self._settings.limits:
+            body["limits"] = self._settings.limits
+        if attempt.validation is not None:
+            body["validation"] = attempt.validation
+        reply = await self._call_agent(attempt, body)
+        act = reply.json()
+        required(act, "response", agent, "/act", StageName.RUN)
+        failure = failure_of_outcome(_outcome(act, agent), act.get("outcome_detail"))
+        if failure is not None and act.get("within_reach") is not True:
+            raise StageError(failure)
+        attempt.act, attempt.act_json = act, reply.body
+
+    async def harvest(self, attempt: Attempt) -> None:
+        """What is in the environment's box. The agent has no part in it: its lease of the box ends first."""
+        reply = await self._post_environment(attempt, "/harvest", attempt.envelope())
+        await stop_heartbeat(attempt)
+        environment = attempt.servers.environment or ""
+        attempt.act["artifacts"] = required(reply.json(), "artifacts", environment, "/harvest", StageName.RUN)
+        attempt.act_json = None
+
+    async def verify(self, attempt: Attempt) -> dict[str, Any]:
+        """The verify response; raises `StageError` for one that holds no valid verdict."""
+        act, servers = attempt.act, attempt.servers
+        if servers.skipped_reward is not None:
+            graded = {RESPONSE_KEY: act["response"], "reward": servers.skipped_reward, "verification_skipped": True}
+            return attempt.row_with(**graded)
+        session = attempt.envelope(
+            artifacts=act.get("artifacts") or [], outcome=act.get("outcome", AgentOutcome.COMPLETED)
+        )
+        body = attempt.row_with(**{RESPONSE_KEY: act["response"], SESSION_KEY: session})
+        verified = (await self._post_environment(attempt, "/verify", body)).json()
+        if not isinstance(verified, dict):
+            reason = f"{servers.environment}/verify answered no JSON object"
+            raise StageError(StageFailure(StageName.EVAL, FailureKind.VERIFIER_FAILED, reason, new_attempt=False))
+        if self._on_verdict is not None:
+            await self._on_verdict(attempt, verified)
+        if (failure := failure_of_reply(StageName.EVAL, verified)) is not None:
+            raise StageError(failure)
+        return verified
+
+    async def finalize(self, attempt: Attempt, verdict: Mapping[str, Any]) -> dict[str, Any]:
+        """Close the model session for its trajectories. The verdict stands without them, and the row says so."""
+        session, model = attempt.session, attempt.servers.model
+        if session is None or model is None:
+            return {}
+        path, body, token = f"/sessions/{session.session_id}/finalize", reward_of(verdict), session.control_token
+        try:
+            async with asyncio.timeout(self._settings.finalize_timeout_s):
+                reply = await self._of(attempt).post(model, path, body, control_token=token, idempotent=True)
+        except (PeerError, TimeoutError) as error:
+            log.warning("session not finalized", rollout_id=attempt.rollout["rollout_id"], error=str(error))
+            return {"ng_model_session": {"error": str(error) or "timed out"}}
+        attempt.session = None
+        finalized = reply.json()
+        trajectories = finalized.pop("trajectories", None)
+        return {"ng_model_session": finalized, **({"ng_trajectory": trajectories} if trajectories else {})}
+
+    async def close_environment(self, attempt: Attempt) -> None:
+        if attempt.control_token is None and attempt.row_ref is None:
+            if attempt.seed_refused:
+                return
+            # A seed whose answer we never saw may have opened something. Seeding again is idempotent and returns the
+            # token that closes it.
+            await self.seed(attempt)
+        await self._post_environment(attempt, "/close", attempt.envelope())
+
+    # Requests
+
+    def _of(self, attempt: Attempt) -> Peers:
+        return self._peers.of_attempt(attempt.replicas)
+
+    async def _post_environment(self, attempt: Attempt, path: str, body: Mapping[str, Any]) -> Reply:
+        return await self._of(attempt).post(
+            attempt.servers.environment or "",
+            path,
+            body,
+            control_token=attempt.control_token,
+            cookies=attempt.cookies,
+            idempotent=True,
+        )
+
+    async def _post_act(self, attempt: Attempt, body: dict[str, Any]) -> Reply:
+        agent = attempt.servers.agent
+        return await self._of(attempt).post(agent, "/act", body, cookies=attempt.cookies, from_agent=True)
+
+    # Heartbeats: they tell an environment that owns the box that somebody still cares for the attempt, from seed to
+    # harvest, queues included. They end with this process, and then the box's lease ends too.
+
+    def _start_heartbeat(self, attempt: Attempt, every_s: float) -> None:
+        if attempt.heartbeat is None:
+            name = f"heartbeat {attempt.rollout['rollout_id']}"
+            attempt.heartbeat = asyncio.create_task(self._beat(attempt, every_s), name=name)
+            attempt.closers.append(lambda: stop_heartbeat(attempt))
+
+    async def _beat(self, attempt: Attempt, every_s: float) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            try:
+                await self._post_environment(attempt, "/heartbeat", attempt.envelope())
+            except PeerError as error:
+                # Whoever works in the box learns by itself that it is gone; an environment that restarts may be back.
+                log.warning("heartbeat_not_taken", rollout_id=attempt.rollout["rollout_id"], error=str(error))
+
+
+async def stop_heartbeat(attempt: Attempt) -> None:
+    beating = attempt.heartbeat
+    if beating is not None and not beating.done():
+        beating.cancel()
+        await asyncio.wait({beating})
+
+
+def reward_of(verified: Mapping[str, Any]) -> dict[str, Any]:
+    """What trajectories get of a verify response: ``reward``, ``None`` for an invalid verdict, and ``reward_info``."""
+    findings = verified.get("findings")
+    kinds = [each.get("kind") for each in findings if isinstance(each, Mapping)] if isinstance(findings, list) else []
+    own = verified.get("reward_info")
+    info = {**(own if isinstance(own, Mapping) else {}), **({"findings": kinds} if kinds else {})}
+    if verified.get("verification_skipped"):
+        info["verification_skipped"] = True
+    return {"reward": decide_validity(verified).reward, "reward_info": info}
+
+
+def failure_of(stage: StageName, error: BaseException, deadline: str = "its deadline") -> StageFailure:
+    """The typed failure of whatever a rollout raised in ``stage``; never a reward. ``deadline`` words a timeout."""
+    if isinstance(error, StageError):
+        return error.failure
+    if isinstance(error, PeerError):
+        return failure_of_peer(stage, error)
+    again = stage is not StageName.EVAL
+    if isinstance(error, TimeoutError):
+        reason = f"stage '{stage}' took longer than {deadline}"
+        return StageFailure(stage, FailureKind.DEADLINE, reason, new_attempt=again)
+    reason = f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]
+    retryable = not isinstance(error, NemoGymError) or error.retryable
+    return StageFailure(stage, FailureKind.INTERNAL, reason, retryable=retryable, new_attempt=again)
+
+
+def required(reply: Any, name: str, server: str, path: str, stage: StageName) -> Any:
+    """A required member of a server's reply; a server without it does not speak the contract, and will not next
+    time."""
+    value = reply.get(name) if isinstance(reply, dict) else None
+    if value is None:
+        kind = FailureKind.SEED_FAILED if stage is StageName.INIT else FailureKind.AGENT_CRASHED
+        raise StageError(StageFailure(stage, kind, f"{server}{path} answered without '{name}'", retryable=False))
+    return value
+
+
+def _seed_failed(reason: str) -> StageError:
+    return StageError(StageFailure(StageName.INIT, FailureKind.SEED_FAILED, reason, retryable=False))
+
+
+def _outcome(act: Mapping[str, Any], agent: str) -> AgentOutcome:
+    """How the agent says its work ended. A word of its own is refused, whatever else it says: nobody knows whether
+    such work may be graded."""
+    said = act.get("outcome", AgentOutcome.COMPLETED)
+    try:
+        return AgentOutcome(said)
+    except ValueError:
+        reason = f"{agent}/act answered the unknown outcome {said!r}"[:MAX_REASON_CHARS]
+        failure = StageFailure(StageName.RUN, FailureKind.AGENT_CRASHED, reason, retryable=False)
+        raise StageError(failure) from None

@@ -1,0 +1,227 @@
+"""What a finished run shows: aggregate metrics, as its servers compute them, and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+import structlog
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from nemo_gym.contract.rows import TASK_INDEX_KEY
+from nemo_gym.contract.verdict import FailureKind
+from nemo_gym.http.peers import PeerError, Peers
+from nemo_gym.reward_profile import GIVEN_NUMBERS_KEY, INVALID_COUNT, STD_ERR, pass_rates
+from nemo_gym.rollout import Servers
+from nemo_gym.rollouts.tally import AgentTally, Reason, RolloutSummary, Tally
+
+log = structlog.get_logger(__name__)
+
+
+def for_aggregation(row: Mapping[str, Any], given: bytes) -> dict[str, Any]:
+    """A result row without what metrics do not read: the prompt, the conversation, artifacts and trajectories.
+
+    ``given`` is the dataset row. Its numbers (an expected answer, a year) are no metrics of the work; environments may
+    still group by them. Tokens are those that the model server counted, whatever the agent says.
+    """
+    left_out = ("responses_create_params", "response", "artifacts", "ng_trajectory")
+    kept = {key: value for key, value in row.items() if key not in left_out}
+    numbers = [
+        key
+        for key, value in orjson.loads(given).items()
+        if isinstance(value, int | float) and key != "reward" and kept.get(key) == value
+    ]
+    if numbers:
+        kept[GIVEN_NUMBERS_KEY] = numbers
+    if usage := _usage(row):
+        kept["response"] = {"usage": usage}
+    return kept
+
+
+def _usage(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    for source in (row.get("ng_model_session"), row.get("response")):
+        usage = source.get("usage") if isinstance(source, Mapping) else None
+        if isinstance(usage, Mapping) and any(usage.values()):
+            return usage
+    return None
+
+
+async def aggregate(
+    peers: Peers, servers: Servers, rows: list[dict[str, Any]], tally: AgentTally, summaries: Sequence[RolloutSummary]
+) -> dict[str, Any]:
+    """One entry of the aggregate file. An environment that cannot answer leaves its counts and says why."""
+    metrics: dict[str, Any] = {"agent_metrics": {}, "key_metrics": {}, "group_level_metrics": []}
+    server = servers.environment or servers.agent
+    if rows:
+        try:
+            reply = await peers.post(server, "/aggregate_metrics", {"verify_responses": rows})
+            answered = reply.json()
+            metrics.update({key: answered[key] or metrics[key] for key in metrics if key in answered})
+        except (PeerError, ValueError, TypeError) as error:
+            log.warning("no aggregate metrics", server=server, error=str(error))
+            metrics["error"] = f"{server}/aggregate_metrics: {error}"
+    tasks = _by_task(summaries)
+    rates = pass_rates([_rewards(samples) for samples in tasks.values()])
+    counts = {
+        "rollouts/total": len(summaries),
+        "rollouts/valid": tally.valid,
+        "rollouts/invalid": tally.invalid,
+        **{f"rollouts/invalid/{kind}": count for kind, count in sorted(tally.failures.items())},
+        "rollouts/with_findings": tally.findings,
+        "tasks/total": len(tasks),
+        "tasks/solved": sum(any(reward >= 1 for reward in _rewards(samples)) for samples in tasks.values()),
+        "tasks/without_verdict": sum(not _rewards(samples) for samples in tasks.values()),
+    }
+    for kind in ("agent_metrics", "key_metrics"):
+        # The environment saw rollouts with a verdict only: its count of the others says nothing.
+        metrics[kind].pop(INVALID_COUNT, None)
+    metrics["agent_metrics"] |= {**rates, **counts}
+    headline = {name: counts[name] for name in ("tasks/total", "tasks/solved", "rollouts/total", "rollouts/invalid")}
+    metrics["key_metrics"] |= {**_headline(rates), **headline}
+    metrics["group_level_metrics"] = _groups(metrics["group_level_metrics"], tasks)
+    return {"agent_ref": {"type": "responses_api_agents", "name": servers.agent}, **metrics}
+
+
+def _by_task(summaries: Sequence[RolloutSummary]) -> dict[int, list[RolloutSummary]]:
+    tasks: dict[int, list[RolloutSummary]] = {}
+    for item in sorted(summaries, key=lambda item: (item.task_index, item.sample_index)):
+        tasks.setdefault(item.task_index, []).append(item)
+    return tasks
+
+
+def _rewards(samples: Sequence[RolloutSummary]) -> list[float]:
+    return [item.reward for item in samples if item.reward is not None]
+
+
+def _headline(rates: Mapping[str, float]) -> dict[str, float]:
+    """``pass@1`` and the largest ``pass@k``, with their standard errors."""
+    names = [name for name in rates if not name.endswith(STD_ERR)]
+    chosen = dict.fromkeys([*names[:1], *names[-1:]])
+    return {name: rates[name] for base in chosen for name in (base, base + STD_ERR) if name in rates}
+
+
+def _groups(answered: Sequence[dict[str, Any]], tasks: Mapping[int, Sequence[RolloutSummary]]) -> list[dict[str, Any]]:
+    """The environment's metrics of each task, named and with the rollouts that have no verdict."""
+    known = {group.get(TASK_INDEX_KEY): group for group in answered}
+    groups = []
+    for index, samples in tasks.items():
+        without = sum(item.reward is None for item in samples)
+        if index not in known and without < len(samples):
+            continue
+        counts = {"num_rollouts": len(samples), INVALID_COUNT: without}
+        groups.append({TASK_INDEX_KEY: index, "task_id": samples[0].task_id, **known.get(index, {}), **counts})
+    return groups
+
+
+def write_aggregates(path: Path, aggregates: list[dict[str, Any]]) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_bytes(orjson.dumps(aggregates, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS))
+    partial.replace(path)
+
+
+MAX_TABLE_ROWS = 60
+MAX_NAMED = 3
+"""Rollouts named beside a reason."""
+CONTEXT_WARNING_SHARE = 0.05
+
+
+def print_table(console: Console, summaries: Sequence[RolloutSummary], *, title: str) -> None:
+    """One row per sample: without verdict, with findings, without reward, then the rest. A long run shows the first of
+    them, and how many more there are."""
+    table = Table(title=title, title_justify="left", show_lines=False)
+    for name in ("task", "sample", "reward", "outcome"):
+        table.add_column(name, justify="right" if name in ("sample", "reward") else "left", overflow="fold")
+    for name in ("findings", "turns", "time", "attempts"):
+        table.add_column(name, justify="right")
+    table.add_column("why", overflow="fold")
+    ordered = sorted(summaries, key=lambda item: (item.rank, item.task_index, item.sample_index))
+    for item in ordered[:MAX_TABLE_ROWS]:
+        table.add_row(
+            Text(item.task_id),
+            str(item.sample_index),
+            _reward(item),
+            Text(item.outcome, style="" if item.reward is not None else "yellow"),
+            Text(str(item.findings), style="bold red") if item.findings else "",
+            "" if item.turns is None else str(item.turns),
+            "" if item.seconds is None else f"{item.seconds:.1f} s",
+            str(item.attempts),
+            Text(item.why),
+        )
+    console.print(table)
+    if len(ordered) > MAX_TABLE_ROWS:
+        console.print(f"… and {len(ordered) - MAX_TABLE_ROWS} more in the output file")
+
+
+def print_reasons(console: Console, summaries: Sequence[RolloutSummary], logs: Path) -> None:
+    """Every distinct reason of a rollout without verdict, with findings or without reward, with its number, however
+    long the run, and a log of ``logs`` that shows it."""
+    reasons = Reason.distinct(summaries)
+    if not reasons:
+        return
+    console.print(Text("Why:", style="bold"))
+    for reason in reasons:
+        which = ", ".join(reason.rollouts[:MAX_NAMED]) + (", …" if len(reason.rollouts) > MAX_NAMED else "")
+        text = f"  {len(reason.rollouts)} × {reason.label}" + (f": {reason.text}" if reason.text else "")
+        # A row may have a field of that name of its own.
+        shown = reason.log and reason.log.startswith(f"{logs.name}/")
+        which += f"; log: {logs.parent / reason.log}" if reason.log and shown else ""
+        style = "yellow" if reason.label.startswith("no verdict") else ""
+        console.print(Text(f"{text} ({which})", style=style), soft_wrap=True)
+
+
+def warn_of_context(console: Console, summaries: Sequence[RolloutSummary]) -> None:
+    """A model server that is too small for the tasks looks like a policy that cannot do them."""
+    exceeded = sum(item.outcome == FailureKind.CONTEXT_EXCEEDED for item in summaries)
+    if exceeded > CONTEXT_WARNING_SHARE * len(summaries):
+        console.print(
+            Text(
+                f"Warning: the first request of {exceeded} of {len(summaries)} rollouts does not fit the model's"
+                " context. Serve the model with a longer one (vLLM: --max-model-len, SGLang: --context-length), or"
+                " choose shorter tasks.",
+                style="bold yellow",
+            ),
+            soft_wrap=True,
+        )
+
+
+def print_agents(console: Console, tally: Tally) -> None:
+    table = Table(title="Agents", title_justify="left")
+    for name in ("agent", "mean reward", "with verdict", "without verdict", "with findings"):
+        table.add_column(name, justify="left" if name == "agent" else "right")
+    for agent, counted in tally.agents.items():
+        kinds = ", ".join(f"{kind} {count}" for kind, count in counted.failures.most_common())
+        table.add_row(
+            Text(agent),
+            "–" if counted.mean_reward is None else f"{counted.mean_reward:.3f}",
+            str(counted.valid),
+            f"{counted.invalid} ({kinds})" if kinds else "0",
+            str(counted.findings),
+        )
+    console.print(table)
+
+
+def print_key_metrics(console: Console, aggregates: Sequence[Mapping[str, Any]]) -> None:
+    """NeMo Gym's closing lines."""
+    for aggregate in aggregates:
+        console.print(Text(f"Key metrics for {aggregate['agent_ref']['name']}:", style="bold"))
+        for name, value in (aggregate.get("key_metrics") or {}).items():
+            if name.endswith(STD_ERR):
+                continue
+            shown = f"{value:.4f}" if isinstance(value, float) else str(value)
+            if (spread := aggregate["key_metrics"].get(name + STD_ERR)) is not None:
+                shown += f" ± {spread:.4f}"
+            console.print(Text(f"  {name}: {shown}"), soft_wrap=True)
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def _reward(item: RolloutSummary) -> Text:
+    if item.reward is None:
+        return Text("–", style="yellow")
+    return Text(f"{item.reward:g}", style="green" if item.reward > 0 else "")

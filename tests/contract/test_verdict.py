@@ -1,0 +1,44 @@
+"""Where a reward's validity is decided."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from nemo_gym.contract.verdict import FailureKind, StageName, decide_validity, failure_of_reply
+
+
+@pytest.mark.parametrize("reward", [0, 1, 0.5, -2.0, True])
+def test_reply_is_valid_when_its_reward_is_a_finite_number(reward: float) -> None:
+    verdict = decide_validity({"reward": reward})
+    assert (verdict.valid, verdict.reward) == (True, float(reward))
+
+
+@pytest.mark.parametrize("reward", [None, "1", math.nan, math.inf, [1]])
+def test_reply_is_invalid_when_its_reward_is_no_finite_number(reward: Any) -> None:
+    verdict = decide_validity({"reward": reward, "valid": True})
+    assert (verdict.valid, verdict.reward, verdict.failure_kind) == (False, None, FailureKind.VERIFIER_FAILED)
+
+
+@pytest.mark.parametrize(
+    "declared", [{"valid": False}, {"mask_sample": True}, {"_ng_no_persist": True}, {"_ng_failure_class": "boom"}]
+)
+def test_reply_is_invalid_when_it_declares_a_failure_beside_a_reward(declared: dict[str, Any]) -> None:
+    verdict = decide_validity({"reward": 1.0, **declared}, FailureKind.AGENT_CRASHED)
+    assert (verdict.valid, verdict.reward, verdict.failure_kind) == (False, None, FailureKind.AGENT_CRASHED)
+
+
+def test_failure_keeps_the_kind_and_the_reason_that_the_reply_names() -> None:
+    reply = {"reward": None, "valid": False, "failure_kind": "sandbox_lost", "failure_reason": "the host is gone"}
+    failure = failure_of_reply(StageName.EVAL, reply)
+    assert failure is not None
+    assert (failure.kind, failure.reason) == (FailureKind.SANDBOX_LOST, "the host is gone")
+    assert (failure.retryable, failure.new_attempt) == (True, False)
+
+
+def test_failure_is_final_when_nemo_gyms_marker_says_so() -> None:
+    failure = failure_of_reply(StageName.RUN, {"_ng_failure_class": "bad_row", "_ng_failure_terminal": True})
+    assert failure is not None and not failure.retryable and failure.new_attempt
+    assert failure.details == {"failure_class": "bad_row"}

@@ -87,12 +87,6 @@ def _aiohttp_client() -> None:
     pool.EngineConnections = _AiohttpConnections  # type: ignore[assignment,misc]
 
 
-def _no_filling() -> None:
-    from nemo_gym.gateway.engines import exchange
-
-    exchange.WORTH_IT_BYTES = 1 << 60
-
-
 def _no_echo_comparison() -> None:
     from nemo_gym.gateway.engines import http, vllm
 
@@ -266,7 +260,6 @@ def _frequent_collections() -> None:
 MECHANISMS: Mapping[str, Mechanism] = {
     "nothing": Mechanism("(a second gateway like the first: the noise)", lambda: None),
     "engine_client": Mechanism("engines/exchange, connections", _aiohttp_client),
-    "filled_bodies": Mechanism("engines/filling", _no_filling),
     "echo_as_bytes": Mechanism("engines/echo", _no_echo_comparison),
     "long_completions": Mechanism("engines/long_completions", _whole_decoder),
     "ascii_words": Mechanism("tokens/words", _tokenizer_encodes),

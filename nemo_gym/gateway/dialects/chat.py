@@ -28,7 +28,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_gym.contract.errors import NemoGymError
-from nemo_gym.gateway.dialects import Dialect, chat_reply
+from nemo_gym.gateway.dialects import Dialect
+from nemo_gym.gateway.dialects.chat_reply import chat_events, completion_of
 from nemo_gym.gateway.dialects.content import answer_text, lead_system, openai_content, reasoning_of, system_text
 from nemo_gym.gateway.dialects.errors import openai_error
 from nemo_gym.gateway.dialects.fields import (
@@ -99,10 +100,10 @@ class ChatAdapter:
         return request.asking(_messages(body, table, memo))
 
     def reply(self, answer: Answer, request: LoweredRequest, body: Body) -> dict[str, Any]:
-        return chat_reply.completion_of(answer, request)
+        return completion_of(answer, request)
 
     def events(self, reply: Mapping[str, Any], request: LoweredRequest) -> Iterator[bytes]:
-        return chat_reply.events_of(reply, usage=request.stream_usage)
+        return chat_events(reply, usage=request.stream_usage)
 
     def opening(
         self, answer_id: str, created_at: float, model: str, request: LoweredRequest, body: Body

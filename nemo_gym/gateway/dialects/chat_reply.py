@@ -20,7 +20,9 @@ def completion_of(answer: Answer, request: LoweredRequest) -> dict[str, Any]:
     if reasoning := reasoning_in(answer):
         message["reasoning_content"] = reasoning
     if calls := calls_in(answer):
-        message["tool_calls"] = [_call(call.call_id, call.name, call.arguments, call.data, request) for call in calls]
+        message["tool_calls"] = [
+            _reply_call(call.call_id, call.name, call.arguments, call.data, request) for call in calls
+        ]
     elif message["content"] is None:
         message["content"] = ""
     if request.token_ids and answer.tokens is not None:
@@ -41,7 +43,7 @@ def completion_of(answer: Answer, request: LoweredRequest) -> dict[str, Any]:
     }
 
 
-def _call(call_id: str, name: str, arguments: str, parsed: Any, request: LoweredRequest) -> dict[str, Any]:
+def _reply_call(call_id: str, name: str, arguments: str, parsed: Any, request: LoweredRequest) -> dict[str, Any]:
     known = request.names.get(name)
     if known is not None and known.custom:
         call_id, text = custom_input(call_id, arguments, parsed)
@@ -80,7 +82,7 @@ def logprobs_content(tokens: AnswerTokens) -> list[dict[str, Any]]:
     ]
 
 
-def events_of(completion: Mapping[str, Any], *, usage: bool) -> Iterator[bytes]:
+def chat_events(completion: Mapping[str, Any], *, usage: bool) -> Iterator[bytes]:
     """The chunks of a completion, of ours or of an endpoint. ``usage``: whether the last one reports it."""
     head = {key: completion.get(key) for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     if usage:

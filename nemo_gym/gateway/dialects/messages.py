@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_gym.contract.errors import NemoGymError
-from nemo_gym.gateway.dialects import Dialect, messages_reply
+from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.chat import one_answer, wants_token_ids
 from nemo_gym.gateway.dialects.errors import anthropic_error
 from nemo_gym.gateway.dialects.fields import (
@@ -45,6 +45,7 @@ from nemo_gym.gateway.dialects.fields import (
 )
 from nemo_gym.gateway.dialects.memo import LoweringMemo
 from nemo_gym.gateway.dialects.messages_history import lower_messages
+from nemo_gym.gateway.dialects.messages_reply import message_of, messages_events
 from nemo_gym.gateway.dialects.tools import ToolTable
 from nemo_gym.gateway.lowered import Answer, LoweredRequest
 
@@ -72,10 +73,10 @@ class MessagesAdapter:
         return request.asking(lower_messages(body, tools, memo))
 
     def reply(self, answer: Answer, request: LoweredRequest, body: Body) -> dict[str, Any]:
-        return messages_reply.message_of(answer, request)
+        return message_of(answer, request)
 
     def events(self, reply: Mapping[str, Any], request: LoweredRequest) -> Iterator[bytes]:
-        return messages_reply.events_of(reply)
+        return messages_events(reply)
 
     def opening(
         self, answer_id: str, created_at: float, model: str, request: LoweredRequest, body: Body

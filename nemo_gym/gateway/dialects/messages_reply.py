@@ -64,7 +64,7 @@ def _stop_reason(answer: Answer, *, called: bool) -> str:
     return "stop_sequence" if _stopped_by_text(answer, called=called) else "end_turn"
 
 
-def events_of(message: Mapping[str, Any]) -> Iterator[bytes]:
+def messages_events(message: Mapping[str, Any]) -> Iterator[bytes]:
     """The events of a message, of ours or of an endpoint."""
     usage = message.get("usage") or {}
     started = {**message, "content": [], "stop_reason": None, "stop_sequence": None}

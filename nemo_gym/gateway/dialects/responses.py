@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_gym.contract.errors import NemoGymError
-from nemo_gym.gateway.dialects import Dialect, responses_events, responses_reply
+from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.chat import NOT_STORED, SAMPLING, one_answer, wants_token_ids
 from nemo_gym.gateway.dialects.errors import openai_error
 from nemo_gym.gateway.dialects.fields import (
@@ -45,7 +45,9 @@ from nemo_gym.gateway.dialects.fields import (
     text_at,
 )
 from nemo_gym.gateway.dialects.memo import LoweringMemo
+from nemo_gym.gateway.dialects.responses_events import begun, responses_events
 from nemo_gym.gateway.dialects.responses_history import lower_input
+from nemo_gym.gateway.dialects.responses_reply import REPEATED, included, response_object, response_of
 from nemo_gym.gateway.dialects.tools import LOCAL_SHELL, ToolTable, chosen
 from nemo_gym.gateway.lowered import Answer, LoweredRequest
 
@@ -74,15 +76,15 @@ class ResponsesAdapter:
         return request.asking(lower_input(body, table, memo))
 
     def reply(self, answer: Answer, request: LoweredRequest, body: Body) -> dict[str, Any]:
-        return responses_reply.response_of(answer, request, body)
+        return response_of(answer, request, body)
 
     def events(self, reply: Mapping[str, Any], request: LoweredRequest) -> Iterator[bytes]:
-        return responses_events.events_of(reply)
+        return responses_events(reply)
 
     def opening(
         self, answer_id: str, created_at: float, model: str, request: LoweredRequest, body: Body
     ) -> dict[str, Any] | None:
-        return responses_events.begun(responses_reply.response_object(answer_id, created_at, model, body))
+        return begun(response_object(answer_id, created_at, model, body))
 
     def error(self, error: NemoGymError) -> tuple[int, dict[str, Any]]:
         return openai_error(error)
@@ -92,7 +94,7 @@ def _parameters(body: Body) -> tuple[ToolTable, LoweredRequest]:
     """The tools, and a request without its messages."""
     one_answer(body)
     refuse_set(body, _REFUSED)
-    repeatable(body, *responses_reply.REPEATED)
+    repeatable(body, *REPEATED)
     table = tool_table(body)
     asked = sampling_at(body, *SAMPLING)
     if (limit := number_at(body, "max_output_tokens", low=1, whole=True)) is not None:
@@ -115,7 +117,7 @@ def _parameters(body: Body) -> tuple[ToolTable, LoweredRequest]:
         stream=flag_at(body, "stream"),
         tool_choice=chosen(body.get("tool_choice"), table),
         response_format=_format(object_at(object_at(body, "text", ""), "format", "text")),
-        logprobs=bool(top) or LOGPROBS in responses_reply.included(body),
+        logprobs=bool(top) or LOGPROBS in included(body),
         token_ids=wants_token_ids(body),
         extra=extra,
     )

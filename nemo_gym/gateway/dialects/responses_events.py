@@ -37,7 +37,7 @@ def begun(response: Mapping[str, Any]) -> dict[str, Any]:
     return {**response, **empty}
 
 
-def events_of(response: Mapping[str, Any]) -> Iterator[bytes]:
+def responses_events(response: Mapping[str, Any]) -> Iterator[bytes]:
     """The events of a response, of ours or of an endpoint."""
     for number, value in enumerate(_events(response)):
         yield event({"type": value.pop("type"), "sequence_number": number, **value})

@@ -25,7 +25,7 @@ from nemo_gym.gateway.engines import (
 )
 from nemo_gym.gateway.engines.heads import RequestHeads
 from tests.gateway.engines.test_connections import JSON, WHOLE, certificate, serving
-from tests.gateway.engines.test_filling import BODY, HEAD
+from tests.gateway.engines.test_long_bodies import BODY, HEAD
 
 __all__ = ["certificate"]  # a fixture
 

@@ -18,8 +18,7 @@ from nemo_gym.contract.identity import (
     ROLLOUT_INDEX_KEY,
     TASK_INDEX_KEY,
 )
-from nemo_gym.gateway.tokens.export import from_row
-from nemo_gym.gateway.tokens.trajectory import Trajectory
+from nemo_gym.gateway.tokens.trajectories import Trajectory, from_row
 
 TRAJECTORY_KEY = "ng_trajectory"
 

@@ -18,8 +18,8 @@ from nemo_gym.contract.errors import CredentialError, InvalidBodyError
 from nemo_gym.gateway.capture import CallCapture, make_capture
 from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
+from nemo_gym.gateway.dialects.errors import dialect_of
 from nemo_gym.gateway.engines.types import EngineCheck
-from nemo_gym.gateway.refusals import dialect_of
 from nemo_gym.gateway.service.backend import Backend
 from nemo_gym.gateway.service.call import CallRequest
 from nemo_gym.gateway.service.config import GatewayConfig

@@ -119,7 +119,8 @@ def _tokenizer_decodes() -> None:
 
 def _no_numpy() -> None:
     from nemo_gym.gateway import packed
-    from nemo_gym.gateway.tokens import decoding, turns
+    from nemo_gym.gateway.tokens import byte_level as decoding
+    from nemo_gym.gateway.tokens import turns
 
     packed.LARGE = 1 << 60
     decoding.LARGE = turns.LARGE = 1 << 60  # type: ignore[attr-defined]
@@ -166,8 +167,7 @@ def _answers_read_anew() -> None:
 
 
 def _prompts_written_anew() -> None:
-    from nemo_gym.gateway.tokens.prompts import Prompt
-    from nemo_gym.gateway.tokens.turns import json_of
+    from nemo_gym.gateway.tokens.turns import Prompt, json_of
 
     Prompt.json = lambda self: json_of(self.ids())  # type: ignore[method-assign]
 
@@ -179,7 +179,7 @@ def _histories_written_anew() -> None:
 
 
 def _zlib() -> None:
-    from nemo_gym.gateway.journal import frames
+    from nemo_gym.gateway.journal import log as frames
 
     frames.crc32 = zlib.crc32
 
@@ -214,8 +214,8 @@ def _two_writes() -> None:
 
 
 def _framework_replies() -> None:
+    from nemo_gym.gateway import streaming as delivered
     from nemo_gym.gateway.relayed import written
-    from nemo_gym.gateway.service import delivered
     from nemo_gym.http.problems import JsonResponse
 
     def begin(self: Any, content: Any, sent: Callable[[], None]) -> None:

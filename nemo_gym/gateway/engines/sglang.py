@@ -9,17 +9,15 @@ from typing import Any
 import msgspec
 
 from nemo_gym.gateway.engines.connections import EngineConnections
-from nemo_gym.gateway.engines.constraints import sglang_fields
-from nemo_gym.gateway.engines.errors import (
+from nemo_gym.gateway.engines.exchange import Reply
+from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
+from nemo_gym.gateway.engines.sampling import sglang_fields
+from nemo_gym.gateway.engines.types import (
     EngineError,
     EngineFailedError,
     EngineLostError,
     EngineRateLimitedError,
     EngineRefusedError,
-)
-from nemo_gym.gateway.engines.exchange import Reply
-from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
-from nemo_gym.gateway.engines.types import (
     FinishReason,
     Generation,
     Segment,

@@ -10,7 +10,7 @@ import orjson
 
 from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.gateway.dialects.memo import same_items
-from nemo_gym.gateway.tokens.prefixes import Prefix
+from nemo_gym.gateway.tokens.history import Prefix
 
 # How an answer is delivered, and what is only said about the caller. Claude Code, for one, repeats a turn that it saw
 # break off with `stream` turned off: that is the same turn.

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from nemo_gym.gateway.lowered import Answer, AnswerTokens, LoweredRequest
 from nemo_gym.gateway.service.limits import SMALL_BYTES, LoopTurns, SessionShare, apart, step_begins
 from nemo_gym.gateway.tokens.forest import Prepared, TokenForest
-from nemo_gym.gateway.tokens.splits import SplitReason
+from nemo_gym.gateway.tokens.turns import SplitReason
 
 
 class Conversations(Protocol):

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from nemo_gym.gateway.tokens.prefixes import Prefix
+from nemo_gym.gateway.tokens.history import Prefix
 
 _HISTORIES = ("messages", "input")
 _VIEWS = 4

@@ -37,11 +37,18 @@ from nemo_gym.gateway.retries import RequestHints, request_fingerprint, request_
 from nemo_gym.gateway.service.backend import Backend, C, CallContext, D
 from nemo_gym.gateway.service.call import Call, CallRequest
 from nemo_gym.gateway.service.committed import Committed, encode_committed, large_texts
-from nemo_gym.gateway.service.delivered import DeliveredEvents, DeliveredJson, DeliveredStream, pieces
 from nemo_gym.gateway.service.limits import LARGE_BYTES, LONG_S, CallLimits, LoopTurns, step_begins
 from nemo_gym.gateway.service.live import LiveSession
 from nemo_gym.gateway.service.sessions import DurableSessions
-from nemo_gym.gateway.streaming import FIRST_EVENT_GRACE_S, PING_INTERVAL_S, KeepAlive
+from nemo_gym.gateway.streaming import (
+    FIRST_EVENT_GRACE_S,
+    PING_INTERVAL_S,
+    DeliveredEvents,
+    DeliveredJson,
+    DeliveredStream,
+    KeepAlive,
+    pieces,
+)
 from nemo_gym.gateway.usage import Usage
 from nemo_gym.http.body_values import check_values
 from nemo_gym.http.delivery import DELIVERIES

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from nemo_gym.gateway.tokens.prefixes import Prefix
+from nemo_gym.gateway.tokens.history import Prefix
 
 Message = Mapping[str, Any]
 

@@ -16,7 +16,7 @@ import orjson
 
 from nemo_gym.gateway.dialects.endpoint import chat_body, end_of, message_of, usage_of
 from nemo_gym.gateway.engines import EngineAnswerError, OpenAIEngine, TextReply
-from nemo_gym.gateway.engines.completions import Completion, completion_in, tokens_in
+from nemo_gym.gateway.engines.openai import Completion, completion_in, tokens_in
 from nemo_gym.gateway.lowered import Answer, AnswerTokens, AnswerUsage, LoweredRequest
 from nemo_gym.gateway.relayed import JsonText
 from nemo_gym.gateway.service.backend import CallContext, Preparing, TurnFacts
@@ -24,9 +24,8 @@ from nemo_gym.gateway.service.limits import step_begins
 from nemo_gym.gateway.service.message_json import MessagesJson
 from nemo_gym.gateway.service.pool import EnginePool
 from nemo_gym.gateway.tokens import History, IncrementalEncoder, PolicyTokenizer, Sampled, TokenForest, trajectories_of
-from nemo_gym.gateway.tokens.export import as_row
 from nemo_gym.gateway.tokens.forest import Prepared
-from nemo_gym.gateway.tokens.records import record_of, restore
+from nemo_gym.gateway.tokens.trajectories import as_row, record_of, restore
 
 ROUTE = "/chat/completions"
 

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from nemo_gym.contract.errors import InvalidBodyError, ModelError
+from nemo_gym.gateway.dialects.content import json_at
 from nemo_gym.gateway.dialects.errors import ContextOverflowError
-from nemo_gym.gateway.dialects.fields import json_at
 from nemo_gym.gateway.engines import (
     EngineFailedError,
     FinishReason,
@@ -36,11 +36,9 @@ from nemo_gym.gateway.tokens import (
     TokenForest,
     trajectories_of,
 )
-from nemo_gym.gateway.tokens.export import as_row
 from nemo_gym.gateway.tokens.messages import calls_of, is_long, text_of
-from nemo_gym.gateway.tokens.prompts import Prompt
-from nemo_gym.gateway.tokens.records import record_of, restore
-from nemo_gym.gateway.tokens.turns import json_of
+from nemo_gym.gateway.tokens.trajectories import as_row, record_of, restore
+from nemo_gym.gateway.tokens.turns import Prompt, json_of
 
 _ANY_ROOM = 1 << 62
 _BYTES_PER_TOKEN = 16

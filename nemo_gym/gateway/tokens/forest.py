@@ -34,10 +34,16 @@ from nemo_gym.gateway.tokens.messages import (
     text_of,
 )
 from nemo_gym.gateway.tokens.policy import PolicyTokenizer
-from nemo_gym.gateway.tokens.prompts import Prompt
-from nemo_gym.gateway.tokens.splits import SplitReason, continuation_reason, start_reason
 from nemo_gym.gateway.tokens.template import TemplateRefusedError
-from nemo_gym.gateway.tokens.turns import Sampled, Turn, extended
+from nemo_gym.gateway.tokens.turns import (
+    Prompt,
+    Sampled,
+    SplitReason,
+    Turn,
+    continuation_reason,
+    extended,
+    start_reason,
+)
 
 _COMPARED = 16
 """Conversations, newest first, that a new one is compared with to name its reason."""

@@ -20,8 +20,7 @@ from typing import Any
 
 from nemo_gym.gateway.tokens.messages import Message, calls_of, continues_answer, media_parts, role_of, text_of
 from nemo_gym.gateway.tokens.policy import PolicyTokenizer
-from nemo_gym.gateway.tokens.template import TemplateRefusedError
-from nemo_gym.gateway.tokens.traits import shape
+from nemo_gym.gateway.tokens.template import TemplateRefusedError, shape
 from nemo_gym.gateway.tokens.verbatim import Pieces, VerbatimTemplate
 
 _DEPTHS = (0, 1, 3)

@@ -1,28 +1,143 @@
-"""The journal of gateway sessions: what is acknowledged here survives the death of the process."""
+"""The life of a gateway session.
+
+    OPEN ──complete──▶ COMPLETE ──finalize──▶ FINALIZED
+      │ └───────────────finalize──────────────▲
+      └──abort──▶ ABORTED ◀──abort── COMPLETE
+
+Each step may be repeated and then changes nothing. A finalized session cannot be aborted, nor an aborted one
+finalized: the first end is final.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from nemo_gym.contract.errors import ContractError, FencedError
-from nemo_gym.gateway.journal.errors import JournalDamagedError
-from nemo_gym.gateway.journal.kept import KeptBody
-from nemo_gym.gateway.journal.log import SEGMENT_BYTES, Durability, JournalLog
-from nemo_gym.gateway.journal.records import (
-    RecordKind,
-    ReplayedSession,
-    SessionRecord,
-    TurnRecord,
-    decode,
-    encode,
-)
-from nemo_gym.gateway.journal.states import SessionState, step
+from nemo_gym.gateway.journal.log import SEGMENT_BYTES, Durability, JournalDamagedError, JournalError, JournalLog
 from nemo_gym.gateway.relayed import Buffer, size_of
+
+
+class SessionState(StrEnum):
+    OPEN = "open"
+    """Takes inference."""
+    COMPLETE = "complete"
+    """Its runner has said that it is done; takes no inference, and waits for its owner."""
+    FINALIZED = "finalized"
+    ABORTED = "aborted"
+
+
+_STEPS = {
+    SessionState.OPEN: frozenset({SessionState.COMPLETE, SessionState.FINALIZED, SessionState.ABORTED}),
+    SessionState.COMPLETE: frozenset({SessionState.FINALIZED, SessionState.ABORTED}),
+    SessionState.FINALIZED: frozenset[SessionState](),
+    SessionState.ABORTED: frozenset[SessionState](),
+}
+
+
+def step(session_id: str, now: SessionState, then: SessionState) -> bool:
+    """Whether going from ``now`` to ``then`` changes anything; raises `FencedError` where it is not allowed."""
+    if now is then:
+        return False
+    if then not in _STEPS[now]:
+        raise FencedError(f"session '{session_id}' is {now}; it cannot become {then}", session_id=session_id)
+    return True
+
+
+# Where the journal holds the body of a record, for those who read it again instead of keeping it in memory.
+
+
+@dataclass(frozen=True, slots=True)
+class KeptBody:
+    """In bytes of a segment's file. It is there for as long as its session is known."""
+
+    path: Path
+    start: int
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Part of the body. Raises `JournalError` where it is not there any more."""
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                found = os.pread(file.fileno(), length, self.start + offset)
+        except OSError as error:
+            raise JournalError(f"the journal {self.path} cannot be read: {error}", retryable=True) from error
+        if len(found) != length:
+            raise JournalError(f"the journal {self.path} has been cut off at byte {self.start + offset + len(found)}")
+        return found
+
+
+# What the journal says about sessions: a small header as JSON, and a body that only its owner reads.
+
+
+class RecordKind(StrEnum):
+    OPENED = "opened"
+    TURN = "turn"
+    SENT = "sent"
+    STATE = "state"
+    FORGOTTEN = "forgotten"
+
+
+def encode(kind: RecordKind, session_id: str, body: bytes = b"", **header: Any) -> bytes:
+    return orjson.dumps({"kind": kind, "session": session_id, **header}) + b"\n" + body
+
+
+def decode(payload: memoryview) -> tuple[dict[str, Any], bytes]:
+    """Header and body. JSON on one line holds no newline, so the first one ends the header."""
+    head, _, body = bytes(payload).partition(b"\n")
+    header: dict[str, Any] = orjson.loads(head)
+    return header, body
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """A session as it was opened. Tokens are kept as digests only."""
+
+    session_id: str
+    rollout: Mapping[str, Any]
+    inference_digest: str
+    control_digest: str
+    opened_at: float
+    deadline_at: float
+    """Unix seconds; an unfinished session is aborted then."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """More plain data of the gateway's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """One committed turn. ``index`` counts from 0 within its session."""
+
+    index: int
+    fingerprint: str
+    key: str | None
+    body: bytes
+    sent: bool = False
+    """Whether the whole answer was handed to the network before the restart."""
+
+
+@dataclass(slots=True)
+class ReplayedSession:
+    """A session as a restarted gateway finds it."""
+
+    record: SessionRecord
+    state: SessionState = SessionState.OPEN
+    turns: list[TurnRecord] = field(default_factory=list)
+    result: bytes = b""
+    """The body of the step that ended it: the reward info of a completed session, the summary of a finalized one."""
+    reason: str | None = None
+    """Why it was aborted."""
+
+
+# The journal of gateway sessions: what is acknowledged here survives the death of the process.
 
 DEADLINE_REASON = "deadline"
 

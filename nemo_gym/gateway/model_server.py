@@ -32,6 +32,7 @@ from nemo_gym.gateway.dialects import PATHS, Dialect, apply_sampling
 from nemo_gym.gateway.dialects.adapters import models_reply, stream_of
 from nemo_gym.gateway.dialects.errors import dialect_error, inference_refusal
 from nemo_gym.gateway.engines.types import EngineCheck
+from nemo_gym.gateway.policy_request import StreamedUsage, Usage
 from nemo_gym.gateway.sessions import (
     SESSION_TTL_S,
     GatewaySession,
@@ -40,7 +41,6 @@ from nemo_gym.gateway.sessions import (
     opener_of,
     token_in,
 )
-from nemo_gym.gateway.usage import StreamedUsage, Usage
 from nemo_gym.http.application import Application
 from nemo_gym.http.body_values import check_messages
 from nemo_gym.http.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected

@@ -15,24 +15,20 @@ from starlette.routing import Route
 from nemo_gym.base_responses_api_model import SimpleResponsesAPIModel, reward_in
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import CredentialError, InvalidBodyError
+from nemo_gym.gateway.backend import Backend
 from nemo_gym.gateway.capture import CallCapture, make_capture
+from nemo_gym.gateway.config import GatewayConfig
 from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
 from nemo_gym.gateway.dialects.errors import dialect_of
+from nemo_gym.gateway.durable_sessions import DurableSessions
 from nemo_gym.gateway.engines.types import EngineCheck
-from nemo_gym.gateway.service.backend import Backend
-from nemo_gym.gateway.service.call import CallRequest
-from nemo_gym.gateway.service.config import GatewayConfig
-from nemo_gym.gateway.service.door import LENGTH_DIGITS, InferenceDoor
-from nemo_gym.gateway.service.engine_routes import engine_routes
-from nemo_gym.gateway.service.inference import Inference, StreamTiming
-from nemo_gym.gateway.service.live import LiveSession
-from nemo_gym.gateway.service.path_tokens import PathTokenMiddleware
-from nemo_gym.gateway.service.pool import EnginePool
-from nemo_gym.gateway.service.requests import OpenSession
-from nemo_gym.gateway.service.sessions import DurableSessions
-from nemo_gym.gateway.service.text_backend import TextBackend
+from nemo_gym.gateway.inference import CallRequest, Inference, StreamTiming
+from nemo_gym.gateway.live_session import LiveSession
+from nemo_gym.gateway.routes import LENGTH_DIGITS, InferenceDoor, OpenSession, PathTokenMiddleware, engine_routes
+from nemo_gym.gateway.routing.pool import EnginePool
 from nemo_gym.gateway.sessions import GatewaySessions, opener_of
+from nemo_gym.gateway.text_backend import TextBackend
 from nemo_gym.http.application import Application
 from nemo_gym.http.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError
 from nemo_gym.http.middleware import require_role

@@ -38,7 +38,7 @@ from nemo_gym.gateway.dialects.adapters import stream_of
 from nemo_gym.gateway.dialects.errors import relayed_error
 from nemo_gym.gateway.engines import EngineConnections, EngineEndpoint, OpenAIEngine
 from nemo_gym.gateway.engines.types import EngineCheck
-from nemo_gym.gateway.usage import Usage
+from nemo_gym.gateway.policy_request import Usage
 from nemo_gym.http.client import get_global_aiohttp_client
 from nemo_gym.http.problems import JsonResponse
 

@@ -14,9 +14,11 @@ import orjson
 from aiohttp import web
 
 from nemo_gym.gateway.engines import EngineConnections, EngineEndpoint, Generation, Sampling, TokenRequest, VllmEngine
+from nemo_gym.gateway.fingerprint import request_fingerprint
 from nemo_gym.gateway.journal import SessionJournal, SessionRecord
-from nemo_gym.gateway.retries import EngineCalls, SessionAnswers, request_fingerprint
+from nemo_gym.gateway.repeated_requests import SessionAnswers
 from nemo_gym.gateway.routing import Router
+from nemo_gym.gateway.routing.calls import EngineCalls
 
 
 async def main(directory: Path, engine_url: str) -> None:

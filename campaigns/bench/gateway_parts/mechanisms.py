@@ -82,7 +82,7 @@ class _AiohttpConnections:
 
 
 def _aiohttp_client() -> None:
-    from nemo_gym.gateway.service import pool
+    from nemo_gym.gateway.routing import pool
 
     pool.EngineConnections = _AiohttpConnections  # type: ignore[assignment,misc]
 
@@ -118,7 +118,7 @@ def _tokenizer_decodes() -> None:
 
 
 def _no_numpy() -> None:
-    from nemo_gym.gateway import packed
+    from nemo_gym.gateway import arrays as packed
     from nemo_gym.gateway.tokens import byte_level as decoding
     from nemo_gym.gateway.tokens import turns
 
@@ -127,7 +127,7 @@ def _no_numpy() -> None:
 
 
 def _parse_whole_bodies() -> None:
-    from nemo_gym.gateway.service.bodies import BodyMemo
+    from nemo_gym.gateway.bodies import BodyMemo
 
     BodyMemo.loads = lambda self, raw: orjson.loads(raw)  # type: ignore[method-assign]
 
@@ -143,7 +143,7 @@ def _lower_whole_bodies() -> None:
 
 
 def _digest_whole_bodies() -> None:
-    from nemo_gym.gateway.service import inference
+    from nemo_gym.gateway import inference
 
     fingerprint = inference.request_fingerprint
     inference.request_fingerprint = lambda route, body, memo=None: fingerprint(route, body)
@@ -173,7 +173,7 @@ def _prompts_written_anew() -> None:
 
 
 def _histories_written_anew() -> None:
-    from nemo_gym.gateway.service.message_json import MessagesJson
+    from nemo_gym.gateway.message_json import MessagesJson
 
     MessagesJson.array = lambda self, messages: orjson.dumps([*messages])  # type: ignore[method-assign]
 
@@ -185,7 +185,7 @@ def _zlib() -> None:
 
 
 def _large_texts_stay() -> None:
-    from nemo_gym.gateway.service import inference
+    from nemo_gym.gateway import inference
 
     inference.large_texts = lambda turn, pieces: []
 
@@ -197,7 +197,7 @@ def _framework_routes() -> None:
 
 
 def _all_layers() -> None:
-    from nemo_gym.gateway.service.door import InferenceDoor
+    from nemo_gym.gateway.routes import InferenceDoor
 
     InferenceDoor.__call__ = lambda self, scope, receive, send: None  # type: ignore[method-assign]
 
@@ -215,7 +215,7 @@ def _two_writes() -> None:
 
 def _framework_replies() -> None:
     from nemo_gym.gateway import streaming as delivered
-    from nemo_gym.gateway.relayed import written
+    from nemo_gym.gateway.json_bytes import written
     from nemo_gym.http.problems import JsonResponse
 
     def begin(self: Any, content: Any, sent: Callable[[], None]) -> None:

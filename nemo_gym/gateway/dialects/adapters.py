@@ -12,7 +12,7 @@ from nemo_gym.gateway.dialects.memo import LoweringMemo
 from nemo_gym.gateway.dialects.messages import MessagesAdapter, messages_events
 from nemo_gym.gateway.dialects.responses import ResponsesAdapter
 from nemo_gym.gateway.dialects.responses_reply import responses_events
-from nemo_gym.gateway.lowered import Answer, LoweredRequest
+from nemo_gym.gateway.policy_request import Answer, LoweredRequest
 
 _LONG_AGO = "1970-01-01T00:00:00Z"
 

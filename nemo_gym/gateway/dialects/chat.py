@@ -57,7 +57,7 @@ from nemo_gym.gateway.dialects.content import (
 from nemo_gym.gateway.dialects.errors import openai_error
 from nemo_gym.gateway.dialects.memo import LoweringMemo, lowered_history
 from nemo_gym.gateway.dialects.reply_parts import calls_in, data, pieces, reasoning_in, text_in
-from nemo_gym.gateway.lowered import Answer, AnswerTokens, AnswerUsage, LoweredRequest
+from nemo_gym.gateway.policy_request import Answer, AnswerTokens, AnswerUsage, LoweredRequest
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts")
 LOGPROBS_PER_CHUNK = 64

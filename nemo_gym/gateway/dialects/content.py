@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import orjson
 
 from nemo_gym.contract.errors import InvalidBodyError
-from nemo_gym.gateway.lowered import CallName
+from nemo_gym.gateway.policy_request import CallName
 
 Body = Mapping[str, Any]
 _WHOLE_BELOW = 1 << 63

@@ -61,7 +61,7 @@ from nemo_gym.gateway.dialects.endpoint import answer_of_completion, chat_body
 from nemo_gym.gateway.dialects.errors import anthropic_error
 from nemo_gym.gateway.dialects.memo import LoweringMemo, lowered_history
 from nemo_gym.gateway.dialects.reply_parts import calls_in, dumped, event, made_up, pieces, reasoning_in, text_in
-from nemo_gym.gateway.lowered import Answer, AnswerEnd, LoweredRequest
+from nemo_gym.gateway.policy_request import Answer, AnswerEnd, LoweredRequest
 
 
 def message_of(answer: Answer, request: LoweredRequest) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from nemo_gym.gateway.lowered import Answer
+from nemo_gym.gateway.policy_request import Answer
 
 # Server-sent events, and text cut into pieces for them.
 

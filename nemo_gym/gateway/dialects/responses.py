@@ -74,9 +74,8 @@ from nemo_gym.gateway.dialects.responses_reply import (
     response_of,
     responses_events,
 )
-from nemo_gym.gateway.lowered import Answer, LoweredRequest
+from nemo_gym.gateway.policy_request import Answer, LoweredRequest, Usage
 from nemo_gym.gateway.tokens.messages import text_of
-from nemo_gym.gateway.usage import Usage
 
 _OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
 

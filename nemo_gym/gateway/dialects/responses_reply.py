@@ -8,7 +8,7 @@ from typing import Any
 from nemo_gym.gateway.dialects.chat import TOKEN_FIELDS, logprobs_content, token_fields
 from nemo_gym.gateway.dialects.content import Body, custom_input, shell_action
 from nemo_gym.gateway.dialects.reply_parts import AnswerCall, calls_in, event, made_up, pieces, reasoning_in, text_in
-from nemo_gym.gateway.lowered import Answer, AnswerEnd, AnswerUsage, CallName, LoweredRequest
+from nemo_gym.gateway.policy_request import Answer, AnswerEnd, AnswerUsage, CallName, LoweredRequest
 
 ENCRYPTED = "reasoning.encrypted_content"
 _INCOMPLETE = {AnswerEnd.LENGTH: "max_output_tokens", AnswerEnd.CONTENT_FILTER: "content_filter"}

@@ -1,12 +1,12 @@
 """Engines that sample from the policy: adapters, their requests and answers, and how they fail."""
 
-from nemo_gym.gateway.engines.config import (
+from nemo_gym.gateway.engines.connections import EngineConnections
+from nemo_gym.gateway.engines.engine_config import (
     EngineConfig,
     OpenAIEngineConfig,
     SglangEngineConfig,
     VllmEngineConfig,
 )
-from nemo_gym.gateway.engines.connections import EngineConnections
 from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
 from nemo_gym.gateway.engines.openai import OpenAIEngine, SampledText, sampled_text
 from nemo_gym.gateway.engines.sampling import pinned_sampling

@@ -18,7 +18,7 @@ from nemo_gym.gateway.engines.types import (
     EngineRefusedError,
     TextReply,
 )
-from nemo_gym.gateway.relayed import JsonText
+from nemo_gym.gateway.json_bytes import JsonText
 
 
 class OpenAIEngine(HttpEngine):

@@ -26,7 +26,7 @@ from nemo_gym.gateway.engines.types import (
     WeightsSpan,
     prompt_of,
 )
-from nemo_gym.gateway.usage import tokens_counted
+from nemo_gym.gateway.policy_request import tokens_counted
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 _ROUTE = "/generate"

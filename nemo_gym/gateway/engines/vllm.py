@@ -12,6 +12,7 @@ from uuid import uuid4
 import msgspec
 import orjson
 
+from nemo_gym.gateway.arrays import packed
 from nemo_gym.gateway.engines.connections import EngineConnections
 from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine, without_echo
 from nemo_gym.gateway.engines.sampling import vllm_fields
@@ -26,8 +27,7 @@ from nemo_gym.gateway.engines.types import (
     TokenRequest,
     prompt_of,
 )
-from nemo_gym.gateway.packed import packed
-from nemo_gym.gateway.usage import tokens_counted
+from nemo_gym.gateway.policy_request import tokens_counted
 
 # A long completion of vLLM's, read at the cost of its ids and logprobs.
 #

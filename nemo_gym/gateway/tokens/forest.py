@@ -21,7 +21,7 @@ from enum import StrEnum
 from typing import Any
 
 from nemo_gym.contract.errors import InvalidBodyError, ModelError
-from nemo_gym.gateway.packed import LARGE, packed
+from nemo_gym.gateway.arrays import LARGE, packed
 from nemo_gym.gateway.tokens.history import HistoryReader, Reading
 from nemo_gym.gateway.tokens.incremental import IncrementalEncoder, Unproven
 from nemo_gym.gateway.tokens.messages import (

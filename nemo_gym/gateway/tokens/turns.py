@@ -11,7 +11,7 @@ from typing import Any, overload
 
 import orjson
 
-from nemo_gym.gateway.packed import LARGE
+from nemo_gym.gateway.arrays import LARGE
 from nemo_gym.gateway.tokens.history import Reading
 from nemo_gym.gateway.tokens.messages import Message
 

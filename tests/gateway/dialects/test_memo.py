@@ -14,7 +14,7 @@ from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
 from nemo_gym.gateway.dialects.memo import LoweringMemo
-from nemo_gym.gateway.lowered import LoweredRequest
+from nemo_gym.gateway.policy_request import LoweredRequest
 from tests.gateway.dialects.bodies import call, chat_body, claude_body, codex_body
 
 BODIES = {Dialect.CHAT: chat_body(), Dialect.MESSAGES: claude_body(), Dialect.RESPONSES: codex_body()}

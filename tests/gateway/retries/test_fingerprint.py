@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym.contract.errors import InvalidBodyError
-from nemo_gym.gateway.retries import fingerprint
-from nemo_gym.gateway.retries.fingerprint import FingerprintMemo, request_fingerprint
+from nemo_gym.gateway import fingerprint
+from nemo_gym.gateway.fingerprint import FingerprintMemo, request_fingerprint
 
 ELEMENTS = st.lists(st.fixed_dictionaries({"content": st.sampled_from(["a", "b", "c"])}), max_size=6)
 

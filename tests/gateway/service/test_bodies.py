@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_gym.gateway.service.bodies import BodyMemo
+from nemo_gym.gateway.bodies import BodyMemo
 
 _TEXT = st.text(max_size=12) | st.sampled_from(
     ['"', "\\", '\\"', "]}", '","', "é😀", "\n\t", "a" * 40, '"messages":[']

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_gym.gateway.service import message_json
-from nemo_gym.gateway.service.message_json import MessagesJson
+from nemo_gym.gateway import message_json
+from nemo_gym.gateway.message_json import MessagesJson
 
 _MESSAGES = st.fixed_dictionaries({"role": st.sampled_from(["user", "tool"]), "content": st.text(max_size=4)})
 

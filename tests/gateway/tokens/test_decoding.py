@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from nemo_gym.gateway.packed import LARGE
+from nemo_gym.gateway.arrays import LARGE
 from nemo_gym.gateway.tokens.byte_level import token_bytes
 from tests.gateway.tokens.policies import FAMILIES, policy
 

@@ -14,15 +14,16 @@ from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.capture import CaptureConfig
 from nemo_gym.gateway.engines import EngineConfig
 from nemo_gym.gateway.journal import Durability
+from nemo_gym.gateway.limits import CallLimits
 from nemo_gym.gateway.model_server import BaseResponsesAPIModelConfig
-from nemo_gym.gateway.service.limits import CallLimits
-from nemo_gym.gateway.service.pool import EnginePool, RetryConfig, RoutingConfig
+from nemo_gym.gateway.routing.pool import EnginePool, RetryConfig, RoutingConfig
 from nemo_gym.gateway.sessions import KEEP_CLOSED_S
 from nemo_gym.gateway.streaming import FIRST_EVENT_GRACE_S, PING_INTERVAL_S
 from nemo_gym.gateway.tokens import History
 
 if TYPE_CHECKING:
-    from nemo_gym.gateway.service.token_backend import TokenBackend, TokenLimits
+    from nemo_gym.gateway.token_backend import TokenBackend, TokenLimits
+
 
 _LIMITS = CallLimits()
 _ABSURD_CONTEXT = 10**8
@@ -61,7 +62,7 @@ class PolicyConfig(BaseModel):
         """The policy over a pool of token engines. Raises `ConfigError` for a directory, a template or a parser that
         cannot be used."""
         from nemo_gym.gateway.parsing import answer_parser
-        from nemo_gym.gateway.service.token_backend import TokenBackend
+        from nemo_gym.gateway.token_backend import TokenBackend
         from nemo_gym.gateway.tokens import PolicyTokenizer
 
         policy = PolicyTokenizer.load(
@@ -75,7 +76,7 @@ class PolicyConfig(BaseModel):
         return TokenBackend(policy, parser, pool, model=model, limits=self._limits(), history=self.history)
 
     def _limits(self) -> TokenLimits:
-        from nemo_gym.gateway.service.token_backend import TokenLimits
+        from nemo_gym.gateway.token_backend import TokenLimits
 
         context = self.max_context_tokens or self._context_of_directory()
         if context is None:

@@ -9,8 +9,8 @@ from datetime import datetime
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from nemo_gym.gateway.lowered import Answer, AnswerTokens, LoweredRequest
-from nemo_gym.gateway.service.limits import SMALL_BYTES, LoopTurns, SessionShare, apart, step_begins
+from nemo_gym.gateway.limits import SMALL_BYTES, LoopTurns, SessionShare, apart, step_begins
+from nemo_gym.gateway.policy_request import Answer, AnswerTokens, LoweredRequest
 from nemo_gym.gateway.tokens.forest import Prepared, TokenForest
 from nemo_gym.gateway.tokens.turns import SplitReason
 

@@ -21,6 +21,7 @@ import structlog
 from nemo_gym.contract.errors import ContractError, CredentialError, FencedError, InvalidBodyError
 from nemo_gym.contract.model_limits import NONE_CHOSEN, ChosenLimits, limits_of
 from nemo_gym.contract.session import RolloutIdentity
+from nemo_gym.gateway.backend import Backend, C, D
 from nemo_gym.gateway.journal import (
     DEADLINE_REASON,
     Durability,
@@ -32,9 +33,8 @@ from nemo_gym.gateway.journal import (
     SessionRecord,
     SessionState,
 )
-from nemo_gym.gateway.service.backend import Backend, C, D
-from nemo_gym.gateway.service.committed import decode_committed, large_in
-from nemo_gym.gateway.service.live import LiveSession
+from nemo_gym.gateway.live_session import LiveSession, decode_committed, large_in
+from nemo_gym.gateway.policy_request import Usage
 from nemo_gym.gateway.sessions import (
     INFERENCE_TOKEN_PREFIX,
     KEEP_CLOSED_AT_LEAST,
@@ -47,7 +47,6 @@ from nemo_gym.gateway.sessions import (
     OpenedSession,
     SessionKey,
 )
-from nemo_gym.gateway.usage import Usage
 from nemo_gym.http.webserver import give_back_memory
 
 SWEEP_INTERVAL_S = 1.0

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from nemo_gym.contract.errors import InvalidBodyError, ModelError
+from nemo_gym.gateway.backend import CallContext, Preparing, TurnFacts
 from nemo_gym.gateway.dialects.content import json_at
 from nemo_gym.gateway.dialects.errors import ContextOverflowError
 from nemo_gym.gateway.engines import (
@@ -21,12 +22,11 @@ from nemo_gym.gateway.engines import (
     TokenRequest,
     pinned_sampling,
 )
-from nemo_gym.gateway.lowered import Answer, AnswerEnd, AnswerTokens, AnswerUsage, LoweredRequest
+from nemo_gym.gateway.json_bytes import JsonText
+from nemo_gym.gateway.limits import apart
 from nemo_gym.gateway.parsing import AnswerParser, ParsedAnswer
-from nemo_gym.gateway.relayed import JsonText
-from nemo_gym.gateway.service.backend import CallContext, Preparing, TurnFacts
-from nemo_gym.gateway.service.limits import apart
-from nemo_gym.gateway.service.pool import EnginePool
+from nemo_gym.gateway.policy_request import Answer, AnswerEnd, AnswerTokens, AnswerUsage, LoweredRequest
+from nemo_gym.gateway.routing.pool import EnginePool
 from nemo_gym.gateway.tokens import (
     History,
     IncrementalEncoder,

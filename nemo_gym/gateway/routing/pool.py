@@ -16,9 +16,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.engines import EngineConfig, EngineConnections, HttpEngine, OpenAIEngine, TokenEngine
 from nemo_gym.gateway.engines.types import EngineCheck
-from nemo_gym.gateway.retries import EngineCalls, RetryBudget, RetryOptions, TokenCalls
 from nemo_gym.gateway.routing import PROBE_INTERVAL_S, Prober, Router, RouterOptions
-from nemo_gym.gateway.routing.calls import MAX_RESUMES, SESSION_RETRIES
+from nemo_gym.gateway.routing.calls import (
+    MAX_RESUMES,
+    SESSION_RETRIES,
+    EngineCalls,
+    RetryBudget,
+    RetryOptions,
+    TokenCalls,
+)
 
 EngineKind = Literal["token", "text"]
 _ROUTING, _RETRIES = RouterOptions(), RetryOptions()

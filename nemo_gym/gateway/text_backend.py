@@ -14,15 +14,15 @@ from typing import Any, cast
 
 import orjson
 
+from nemo_gym.gateway.backend import CallContext, Preparing, TurnFacts
 from nemo_gym.gateway.dialects.endpoint import chat_body, end_of, message_of, usage_of
 from nemo_gym.gateway.engines import EngineAnswerError, OpenAIEngine, TextReply
 from nemo_gym.gateway.engines.openai import Completion, completion_in, tokens_in
-from nemo_gym.gateway.lowered import Answer, AnswerTokens, AnswerUsage, LoweredRequest
-from nemo_gym.gateway.relayed import JsonText
-from nemo_gym.gateway.service.backend import CallContext, Preparing, TurnFacts
-from nemo_gym.gateway.service.limits import step_begins
-from nemo_gym.gateway.service.message_json import MessagesJson
-from nemo_gym.gateway.service.pool import EnginePool
+from nemo_gym.gateway.json_bytes import JsonText
+from nemo_gym.gateway.limits import step_begins
+from nemo_gym.gateway.message_json import MessagesJson
+from nemo_gym.gateway.policy_request import Answer, AnswerTokens, AnswerUsage, LoweredRequest
+from nemo_gym.gateway.routing.pool import EnginePool
 from nemo_gym.gateway.tokens import History, IncrementalEncoder, PolicyTokenizer, Sampled, TokenForest, trajectories_of
 from nemo_gym.gateway.tokens.forest import Prepared
 from nemo_gym.gateway.tokens.trajectories import as_row, record_of, restore

@@ -33,10 +33,10 @@ from nemo_gym.gateway.backend import Backend, C, CallContext, D, TurnFacts
 from nemo_gym.gateway.capture import CallCapture, CallRecord
 from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.dialects.adapters import DialectAdapter, adapter_of
+from nemo_gym.gateway.dialects.conversation_cache import request_fingerprint
 from nemo_gym.gateway.dialects.errors import status_of
 from nemo_gym.gateway.durable_sessions import DurableSessions
 from nemo_gym.gateway.engines import EngineAnswerTooLargeError, EngineTimeoutError
-from nemo_gym.gateway.fingerprint import request_fingerprint
 from nemo_gym.gateway.journal import KeptBody, SessionState
 from nemo_gym.gateway.json_bytes import size_of
 from nemo_gym.gateway.limits import LARGE_BYTES, LONG_S, CallLimits, LoopTurns, step_begins
@@ -149,7 +149,7 @@ class Inference(Generic[C, D]):
             self.limits.check_kept(live.share)
             await self.turns.wait(live.share)
         working = step_begins(call.body_bytes)
-        call.lowered = call.adapter.lower(call.body, live.lowering if live is not None else None)
+        call.lowered = call.adapter.lower(call.body, live.cache if live is not None else None)
         if self._return_token_ids:
             call.lowered = replace(call.lowered, token_ids=True)
         if live is None:
@@ -157,7 +157,7 @@ class Inference(Generic[C, D]):
         live.share.worked(working)
         await self.turns.wait(live.share)
         working = step_begins(call.body_bytes)
-        call.fingerprint = request_fingerprint(call.dialect, call.body, live.fingerprints)
+        call.fingerprint = request_fingerprint(call.dialect, call.body, live.cache)
         live.share.worked(working)
         hints = request_hints(request.headers, call.connection, live.answered_on(call.fingerprint))
         return await self._reply(call, self._once(call, live, hints))

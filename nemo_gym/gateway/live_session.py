@@ -12,9 +12,7 @@ import msgspec
 
 from nemo_gym.contract.errors import RowError
 from nemo_gym.gateway.backend import C
-from nemo_gym.gateway.bodies import BodyMemo
-from nemo_gym.gateway.dialects.memo import LoweringMemo
-from nemo_gym.gateway.fingerprint import FingerprintMemo
+from nemo_gym.gateway.dialects.conversation_cache import ConversationCache
 from nemo_gym.gateway.journal import KeptBody, SessionRecord, SessionState
 from nemo_gym.gateway.json_bytes import Buffer, JsonText, written
 from nemo_gym.gateway.limits import SessionShare
@@ -137,9 +135,7 @@ class LiveSession(Generic[C]):
     ending: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the session changes its state."""
     answers: SessionAnswers[Committed] = field(default_factory=SessionAnswers)
-    bodies: BodyMemo = field(default_factory=BodyMemo)
-    lowering: LoweringMemo = field(default_factory=LoweringMemo)
-    fingerprints: FingerprintMemo = field(default_factory=FingerprintMemo)
+    cache: ConversationCache = field(default_factory=ConversationCache)
     in_flight: int = 0
     share: SessionShare = field(default_factory=SessionShare)
     _answered_on: dict[str, Connection] = field(default_factory=dict)
@@ -161,5 +157,5 @@ class LiveSession(Generic[C]):
 
     def forget_requests(self) -> None:
         """Let go of what only makes further calls cheaper."""
-        self.bodies, self.lowering, self.fingerprints = BodyMemo(), LoweringMemo(), FingerprintMemo()
+        self.cache = ConversationCache()
         self.conversations.forget_requests()

@@ -119,7 +119,7 @@ class InferenceDoor:
             raw = parts[0] if len(parts) == 1 else await self._joined(parts, live)
             await self._inference.admit(raw, live)
             working = step_begins(len(raw))
-            body = json_object(raw, scope["path"], live.bodies.loads)
+            body = json_object(raw, scope["path"], live.cache.parse)
             live.share.worked(working)
             asked = CallRequest(headers, scope["client"], receive, len(raw))
             response = await self._inference.answer(dialect, body, asked, live)

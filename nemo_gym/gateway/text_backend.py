@@ -7,7 +7,7 @@ kept as the bytes they came as: relayed, journaled, and only parsed for trajecto
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, cast
@@ -20,11 +20,11 @@ from nemo_gym.gateway.engines import EngineAnswerError, OpenAIEngine, TextReply
 from nemo_gym.gateway.engines.openai import Completion, completion_in, tokens_in
 from nemo_gym.gateway.json_bytes import JsonText
 from nemo_gym.gateway.limits import step_begins
-from nemo_gym.gateway.message_json import MessagesJson
 from nemo_gym.gateway.policy_request import Answer, AnswerTokens, AnswerUsage, LoweredRequest
 from nemo_gym.gateway.routing.pool import EnginePool
 from nemo_gym.gateway.tokens import History, IncrementalEncoder, PolicyTokenizer, Sampled, TokenForest, trajectories_of
 from nemo_gym.gateway.tokens.forest import Prepared
+from nemo_gym.gateway.tokens.history import Prefix
 from nemo_gym.gateway.tokens.trajectories import as_row, record_of, restore
 
 ROUTE = "/chat/completions"
@@ -45,6 +45,22 @@ class _NoTokens:
         return []
 
 
+class HistoryJson:
+    """A history as a JSON array. The JSON of messages is kept: the next request repeats them, as the same objects."""
+
+    def __init__(self) -> None:
+        self._messages: Prefix[Mapping[str, Any]] = Prefix()
+        self._texts: list[bytes] = []
+
+    def array(self, messages: Sequence[Mapping[str, Any]]) -> bytes:
+        """Messages must not be changed after they were seen here. Raises what ``orjson.dumps`` does."""
+        common = self._messages.common(messages)
+        new = [orjson.dumps(message) for message in messages[common:]]  # all of it, or an error before any is kept
+        self._messages = self._messages.grown(common, messages[common:])
+        self._texts[common:] = new
+        return b"[%b]" % b",".join(self._texts)
+
+
 class TextConversations:
     """One session's forest of turns without ids, and what was said in each."""
 
@@ -56,7 +72,7 @@ class TextConversations:
         self.preparing = Preparing(self.forest)
         self.said: list[Mapping[str, Any]] = []
         """By turn: the ``messages`` since its parent, the answer last; ``tools`` where they are not the parent's."""
-        self.written = MessagesJson()
+        self.history_json = HistoryJson()
         self.relayed: list[Mapping[str, JsonText]] = []
         """By turn: ``entries`` and ``token_ids`` of the endpoint's answer, where it offered them."""
 
@@ -96,7 +112,7 @@ class TextConversations:
         return AnswerTokens([], details.get("token_ids") or [], details["token_logprobs"], details["token_texts"])
 
     def forget_requests(self) -> None:
-        self.written = MessagesJson()
+        self.history_json = HistoryJson()
 
     def _token_details(self, turn_id: int) -> dict[str, Any]:
         """What a trajectory tells of a turn's tokens."""
@@ -153,7 +169,7 @@ class TextBackend:
         await context.turns.wait(context.share)
         working = step_begins(context.body_bytes)
         body = self._body(request, context)
-        body["messages"] = orjson.Fragment(conversations.written.array(request.messages))
+        body["messages"] = orjson.Fragment(conversations.history_json.array(request.messages))
         context.share.worked(working)
         await context.turns.wait(context.share)
         began = time.monotonic()

@@ -198,7 +198,7 @@ class Gateway(SimpleResponsesAPIModel):
             body = await parse_json_object(request, max_values=self.config.max_body_values)
         else:
             await self._inference.admit(await request.body(), live)
-            body = await parse_json_object(request, live.bodies.loads)
+            body = await parse_json_object(request, live.cache.parse)
         try:
             connection = request.scope.get("client")
             asked = CallRequest(request.headers, connection, request.receive, len(await request.body()))

@@ -127,26 +127,26 @@ def _no_numpy() -> None:
 
 
 def _parse_whole_bodies() -> None:
-    from nemo_gym.gateway.bodies import BodyMemo
+    from nemo_gym.gateway.dialects.conversation_cache import ConversationCache
 
-    BodyMemo.loads = lambda self, raw: orjson.loads(raw)  # type: ignore[method-assign]
+    ConversationCache.parse = lambda self, raw: orjson.loads(raw)  # type: ignore[method-assign]
 
 
 def _lower_whole_bodies() -> None:
-    from nemo_gym.gateway.dialects.memo import LoweringMemo
+    from nemo_gym.gateway.dialects.conversation_cache import ConversationCache
 
-    LoweringMemo.lowered = lambda self, context, raw, lower_from: [  # type: ignore[method-assign]
+    ConversationCache.lowered = lambda self, context, raw, lower_from: [  # type: ignore[method-assign]
         message for _, group in lower_from(0) for message in group
     ]
-    LoweringMemo.parameters = lambda self, dialect, given, lower: lower()  # type: ignore[method-assign,misc]
-    LoweringMemo.tools = lambda self, raw, lower: lower()  # type: ignore[method-assign,misc]
+    ConversationCache.parameters = lambda self, use, name, given, make: make()  # type: ignore[method-assign,misc]
+    ConversationCache.tools = lambda self, raw, lower: lower()  # type: ignore[method-assign,misc]
 
 
 def _digest_whole_bodies() -> None:
     from nemo_gym.gateway import inference
 
     fingerprint = inference.request_fingerprint
-    inference.request_fingerprint = lambda route, body, memo=None: fingerprint(route, body)
+    inference.request_fingerprint = lambda route, body, cache=None: fingerprint(route, body)
 
 
 def _read_whole_histories() -> None:
@@ -173,9 +173,9 @@ def _prompts_written_anew() -> None:
 
 
 def _histories_written_anew() -> None:
-    from nemo_gym.gateway.message_json import MessagesJson
+    from nemo_gym.gateway.text_backend import HistoryJson
 
-    MessagesJson.array = lambda self, messages: orjson.dumps([*messages])  # type: ignore[method-assign]
+    HistoryJson.array = lambda self, messages: orjson.dumps([*messages])  # type: ignore[method-assign]
 
 
 def _zlib() -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.chat import ChatAdapter, chat_events
-from nemo_gym.gateway.dialects.memo import LoweringMemo
+from nemo_gym.gateway.dialects.conversation_cache import ConversationCache
 from nemo_gym.gateway.dialects.messages import MessagesAdapter, messages_events
 from nemo_gym.gateway.dialects.responses import ResponsesAdapter
 from nemo_gym.gateway.dialects.responses_reply import responses_events
@@ -48,8 +48,8 @@ def stream_of(dialect: Dialect, reply: Mapping[str, Any], *, include_usage: bool
 class DialectAdapter(Protocol):
     """One dialect. Stateless; what a body makes up is derived from the answer, so raising it again gives the same."""
 
-    def lower(self, body: Mapping[str, Any], memo: LoweringMemo | None = None) -> LoweredRequest:
-        """The request in a body (JSON data). ``memo``: of the session, where its conversation is a long one. Raises
+    def lower(self, body: Mapping[str, Any], cache: ConversationCache | None = None) -> LoweredRequest:
+        """The request in a body (JSON data). ``cache``: of the session, where its conversation is a long one. Raises
         `InvalidBodyError`, whose ``param`` names the field, for whatever cannot be served, and nothing else."""
 
     def reply(self, answer: Answer, request: LoweredRequest, body: Mapping[str, Any]) -> dict[str, Any]:

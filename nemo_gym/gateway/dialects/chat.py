@@ -54,8 +54,8 @@ from nemo_gym.gateway.dialects.content import (
     system_text,
     text_at,
 )
+from nemo_gym.gateway.dialects.conversation_cache import ConversationCache, lowered_history
 from nemo_gym.gateway.dialects.errors import openai_error
-from nemo_gym.gateway.dialects.memo import LoweringMemo, lowered_history
 from nemo_gym.gateway.dialects.reply_parts import calls_in, data, pieces, reasoning_in, text_in
 from nemo_gym.gateway.policy_request import Answer, AnswerTokens, AnswerUsage, LoweredRequest
 
@@ -219,15 +219,18 @@ _USED = frozenset(
 class ChatAdapter:
     """Chat Completions."""
 
-    def lower(self, body: Body, memo: LoweringMemo | None = None) -> LoweredRequest:
-        if memo is None:
+    def lower(self, body: Body, cache: ConversationCache | None = None) -> LoweredRequest:
+        if cache is None:
             table, request = _parameters(body, _tools(body))
         else:
             given = {key: value for key, value in body.items() if key != "messages"}
-            table, request = memo.parameters(
-                Dialect.CHAT, given, lambda: _parameters(body, memo.tools(body.get("tools"), lambda: _tools(body)))
+            table, request = cache.parameters(
+                "lowered",
+                Dialect.CHAT,
+                given,
+                lambda: _parameters(body, cache.tools(body.get("tools"), lambda: _tools(body))),
             )
-        return request.asking(_messages(body, table, memo))
+        return request.asking(_messages(body, table, cache))
 
     def reply(self, answer: Answer, request: LoweredRequest, body: Body) -> dict[str, Any]:
         return completion_of(answer, request)
@@ -282,7 +285,7 @@ def wants_token_ids(body: Body) -> bool:
     return flag_at(body, "return_token_ids") or flag_at(body, "return_token_id_information")
 
 
-def _messages(body: Body, table: ToolTable, memo: LoweringMemo | None) -> list[dict[str, Any]]:
+def _messages(body: Body, table: ToolTable, cache: ConversationCache | None) -> list[dict[str, Any]]:
     value = body.get("messages")
     if not isinstance(value, list | tuple) or not value:
         refuse("messages", "must be a list of at least one message")
@@ -291,7 +294,7 @@ def _messages(body: Body, table: ToolTable, memo: LoweringMemo | None) -> list[d
         for end, (where, message) in enumerate(objects_in(value, "messages", start), start + 1):
             yield end, [_message(message, where, table)]
 
-    return lead_system(lowered_history(memo, body.get("tools"), value, lower_from))
+    return lead_system(lowered_history(cache, body.get("tools"), value, lower_from))
 
 
 def _message(message: Body, where: str, table: ToolTable) -> dict[str, Any]:

@@ -57,9 +57,9 @@ from nemo_gym.gateway.dialects.content import (
     text_at,
     text_part,
 )
+from nemo_gym.gateway.dialects.conversation_cache import ConversationCache, lowered_history
 from nemo_gym.gateway.dialects.endpoint import answer_of_completion, chat_body
 from nemo_gym.gateway.dialects.errors import anthropic_error
-from nemo_gym.gateway.dialects.memo import LoweringMemo, lowered_history
 from nemo_gym.gateway.dialects.reply_parts import calls_in, dumped, event, made_up, pieces, reasoning_in, text_in
 from nemo_gym.gateway.policy_request import Answer, AnswerEnd, LoweredRequest
 
@@ -162,7 +162,7 @@ WRAPPED = "arguments"
 Tools = Mapping[str, Mapping[str, Any]]
 
 
-def lower_messages(body: Body, tools: Tools, memo: LoweringMemo | None = None) -> list[dict[str, Any]]:
+def lower_messages(body: Body, tools: Tools, cache: ConversationCache | None = None) -> list[dict[str, Any]]:
     """The system prompt and the messages of a request. ``tools``: by name, for references to them."""
     value = body.get("messages")
     if not isinstance(value, list | tuple) or not value:
@@ -174,7 +174,7 @@ def lower_messages(body: Body, tools: Tools, memo: LoweringMemo | None = None) -
 
     text = _system(body.get("system"), "system")
     before = [{"role": "system", "content": text}] if text else []
-    return lead_system([*before, *lowered_history(memo, body.get("tools"), value, lower_from)])
+    return lead_system([*before, *lowered_history(cache, body.get("tools"), value, lower_from)])
 
 
 def _message(message: Body, where: str, tools: Tools) -> list[dict[str, Any]]:
@@ -297,13 +297,13 @@ _NO_PARAMETERS = frozenset({"messages", "system", "metadata"})
 class MessagesAdapter:
     """Messages."""
 
-    def lower(self, body: Body, memo: LoweringMemo | None = None) -> LoweredRequest:
-        if memo is None:
+    def lower(self, body: Body, cache: ConversationCache | None = None) -> LoweredRequest:
+        if cache is None:
             tools, request = _parameters(body)
         else:
             given = {key: value for key, value in body.items() if key not in _NO_PARAMETERS}
-            tools, request = memo.parameters(Dialect.MESSAGES, given, lambda: _parameters(body))
-        return request.asking(lower_messages(body, tools, memo))
+            tools, request = cache.parameters("lowered", Dialect.MESSAGES, given, lambda: _parameters(body))
+        return request.asking(lower_messages(body, tools, cache))
 
     def reply(self, answer: Answer, request: LoweredRequest, body: Body) -> dict[str, Any]:
         return message_of(answer, request)

@@ -63,9 +63,9 @@ from nemo_gym.gateway.dialects.content import (
     system_text,
     text_at,
 )
+from nemo_gym.gateway.dialects.conversation_cache import ConversationCache, lowered_history
 from nemo_gym.gateway.dialects.endpoint import answer_of_completion, chat_body
 from nemo_gym.gateway.dialects.errors import openai_error
-from nemo_gym.gateway.dialects.memo import LoweringMemo, lowered_history
 from nemo_gym.gateway.dialects.responses_reply import (
     REPEATED,
     begun,
@@ -80,7 +80,7 @@ from nemo_gym.gateway.tokens.messages import text_of
 _OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
 
 
-def lower_input(body: Body, table: ToolTable, memo: LoweringMemo | None = None) -> list[dict[str, Any]]:
+def lower_input(body: Body, table: ToolTable, cache: ConversationCache | None = None) -> list[dict[str, Any]]:
     """Instructions and input of a request."""
     value = body.get("input")
     instructions = body.get("instructions")
@@ -89,7 +89,7 @@ def lower_input(body: Body, table: ToolTable, memo: LoweringMemo | None = None) 
         return [*start, {"role": "user", "content": value}]
     if not isinstance(value, list | tuple) or not value:
         refuse("input", "must be a string, or a list of at least one item")
-    items = lowered_history(memo, body.get("tools"), value, lambda at: _groups(value, at, table))
+    items = lowered_history(cache, body.get("tools"), value, lambda at: _groups(value, at, table))
     return lead_system([*start, *items])
 
 
@@ -192,13 +192,13 @@ _NO_PARAMETERS = frozenset({"input", "instructions"})
 class ResponsesAdapter:
     """Responses."""
 
-    def lower(self, body: Body, memo: LoweringMemo | None = None) -> LoweredRequest:
-        if memo is None:
+    def lower(self, body: Body, cache: ConversationCache | None = None) -> LoweredRequest:
+        if cache is None:
             table, request = _parameters(body)
         else:
             given = {key: value for key, value in body.items() if key not in _NO_PARAMETERS}
-            table, request = memo.parameters(Dialect.RESPONSES, given, lambda: _parameters(body))
-        return request.asking(lower_input(body, table, memo))
+            table, request = cache.parameters("lowered", Dialect.RESPONSES, given, lambda: _parameters(body))
+        return request.asking(lower_input(body, table, cache))
 
     def reply(self, answer: Answer, request: LoweredRequest, body: Body) -> dict[str, Any]:
         return response_of(answer, request, body)

@@ -1,4 +1,4 @@
-"""Bodies parsed with a memory are what they are without one, and their histories are the same objects again."""
+"""Bodies parsed with a cache are what they are without one, and their histories are the same objects again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_gym.gateway.bodies import BodyMemo
+from nemo_gym.gateway.dialects.conversation_cache import ConversationCache
 
 _TEXT = st.text(max_size=12) | st.sampled_from(
     ['"', "\\", '\\"', "]}", '","', "é😀", "\n\t", "a" * 40, '"messages":[']
@@ -97,9 +97,9 @@ def _outcome(loads: Any, raw: bytes) -> tuple[str, Any]:
 @settings(max_examples=400, deadline=None)
 @given(_conversations())
 def test_body_is_what_a_plain_parse_makes_of_it_whatever_came_before(bodies: list[bytes]) -> None:
-    memo = BodyMemo()
+    cache = ConversationCache()
     for body in bodies:
-        kind, value = _outcome(memo.loads, body)
+        kind, value = _outcome(cache.parse, body)
         expected_kind, expected = _outcome(orjson.loads, body)
         assert kind == expected_kind
         assert repr(value) == repr(expected)  # the order of keys, 1 and 1.0, -0.0
@@ -112,12 +112,12 @@ def _history(length: int, **message: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("around", ["before", "after", "both"])
 @pytest.mark.parametrize("key", ["messages", "input"])
 def test_history_is_the_same_objects_when_a_body_extends_the_last(key: str, around: str) -> None:
-    memo = BodyMemo()
+    cache = ConversationCache()
     before = {"model": "m", "tools": [{"a": [1]}]} if around != "after" else {}
     after = {"stream": True, "tools": [{"b": [1]}]} if around != "before" else {}
-    first = memo.loads(orjson.dumps({**before, key: _history(5), **after}))
-    second = memo.loads(orjson.dumps({**before, key: _history(7), **after}))
-    third = memo.loads(orjson.dumps({**before, key: _history(9), **after, "more": 1}))
+    first = cache.parse(orjson.dumps({**before, key: _history(5), **after}))
+    second = cache.parse(orjson.dumps({**before, key: _history(7), **after}))
+    third = cache.parse(orjson.dumps({**before, key: _history(9), **after, "more": 1}))
     assert all(one is other for one, other in zip(first[key], second[key], strict=False))
     assert all(one is other for one, other in zip(second[key], third[key], strict=False))
     assert [len(one[key]) for one in (first, second, third)] == [5, 7, 9]
@@ -125,42 +125,42 @@ def test_history_is_the_same_objects_when_a_body_extends_the_last(key: str, arou
 
 
 def test_history_is_the_same_objects_up_to_a_change_when_its_end_is_rewritten() -> None:
-    memo = BodyMemo()
+    cache = ConversationCache()
     marked = {**_history(6)[5], "cache_control": {"type": "ephemeral"}}
-    first = memo.loads(orjson.dumps({"messages": [*_history(5), marked]}))
-    second = memo.loads(orjson.dumps({"messages": [*_history(8), marked]}))
+    first = cache.parse(orjson.dumps({"messages": [*_history(5), marked]}))
+    second = cache.parse(orjson.dumps({"messages": [*_history(8), marked]}))
     shared = [one is other for one, other in zip(first["messages"], second["messages"], strict=False)]
     assert shared == [True] * 5 + [False]
     assert second["messages"] == [*_history(8), marked]
 
 
 def test_histories_stay_known_when_conversations_alternate() -> None:
-    memo = BodyMemo()
-    mains = [memo.loads(orjson.dumps({"system": "main", "messages": _history(4 + turn)})) for turn in range(1)]
+    cache = ConversationCache()
+    mains = [cache.parse(orjson.dumps({"system": "main", "messages": _history(4 + turn)})) for turn in range(1)]
     for turn in range(5):
-        memo.loads(orjson.dumps({"system": "sub", "messages": _history(2 + turn)}))
-        mains.append(memo.loads(orjson.dumps({"system": "main", "messages": _history(5 + turn)})))
+        cache.parse(orjson.dumps({"system": "sub", "messages": _history(2 + turn)}))
+        mains.append(cache.parse(orjson.dumps({"system": "main", "messages": _history(5 + turn)})))
         assert all(one is other for one, other in zip(mains[-2]["messages"], mains[-1]["messages"], strict=False))
 
 
 def test_request_is_its_own_when_its_list_is_changed() -> None:
-    memo = BodyMemo()
+    cache = ConversationCache()
     raw = orjson.dumps({"messages": _history(3)})
-    memo.loads(raw)["messages"].clear()
-    changed = memo.loads(raw)
+    cache.parse(raw)["messages"].clear()
+    changed = cache.parse(raw)
     assert changed == {"messages": _history(3)}
     changed["messages"].append("more")
     changed["model"] = "m"
-    assert memo.loads(raw) == {"messages": _history(3)}
+    assert cache.parse(raw) == {"messages": _history(3)}
 
 
 def test_later_key_counts_when_a_history_is_there_twice() -> None:
-    memo = BodyMemo()
+    cache = ConversationCache()
     for last in ("[3]", "[3,4]", "[3,4,5]"):
         raw = b'{"messages":[1,2],"messages":%b}' % last.encode()
-        assert memo.loads(raw) == orjson.loads(raw)
+        assert cache.parse(raw) == orjson.loads(raw)
     grown = b'{"messages":[1,2,3],"messages":[9]}'
-    assert memo.loads(grown) == {"messages": [9]}
+    assert cache.parse(grown) == {"messages": [9]}
 
 
 @pytest.mark.parametrize(
@@ -168,49 +168,49 @@ def test_later_key_counts_when_a_history_is_there_twice() -> None:
     ['2],"":[3', "2],[3", '2],"messages":[3', '2],"n":[', "2]", "2,", ",2", "", " ", '"]"', "[3],[4]", '2],"n":[{}'],
 )
 def test_a_bracket_within_what_is_new_ends_the_history_as_in_a_plain_parse(more: str) -> None:
-    memo = BodyMemo()
+    cache = ConversationCache()
     for rest in (b"}", b',"n":[7]}'):
         known = b'{"m":0,"messages":[0,1]' + rest
-        assert memo.loads(known) == orjson.loads(known)
+        assert cache.parse(known) == orjson.loads(known)
         raw = b'{"m":0,"messages":[0,1,%b]' % more.encode() + rest
         try:
             expected = orjson.loads(raw)
         except orjson.JSONDecodeError:
             with pytest.raises(orjson.JSONDecodeError):
-                memo.loads(raw)
+                cache.parse(raw)
         else:
-            assert memo.loads(raw) == expected
+            assert cache.parse(raw) == expected
 
 
 def test_a_history_that_grew_often_is_known_up_to_a_change_within_it() -> None:
-    memo = BodyMemo()
+    cache = ConversationCache()
     history: list[Any] = [{"n": 0, "text": "]["}]
     for number in range(1, 30):
-        memo.loads(orjson.dumps({"messages": history, "after": "]"}))
+        cache.parse(orjson.dumps({"messages": history, "after": "]"}))
         history += [{"n": number, "text": ',"'}, [number]]
-    before = memo.loads(orjson.dumps({"messages": history, "after": "]"}))["messages"]
+    before = cache.parse(orjson.dumps({"messages": history, "after": "]"}))["messages"]
     changed = [*history[:20], "other", *history[21:]]
-    after = memo.loads(orjson.dumps({"messages": changed, "after": "]"}))["messages"]
+    after = cache.parse(orjson.dumps({"messages": changed, "after": "]"}))["messages"]
     assert after == changed
     assert [one is other for one, other in zip(before, after, strict=True)][:20] == [True] * 20
 
 
 def test_depth_is_limited_as_in_a_plain_parse() -> None:
     for levels in range(1015, 1030):
-        memo = BodyMemo()
-        memo.loads(b'{"messages":[1]}')
+        cache = ConversationCache()
+        cache.parse(b'{"messages":[1]}')
         raw = b'{"messages":[1,%b%b]}' % (b"[" * levels, b"]" * levels)
-        (kind, value), (expected_kind, expected) = _outcome(memo.loads, raw), _outcome(orjson.loads, raw)
+        (kind, value), (expected_kind, expected) = _outcome(cache.parse, raw), _outcome(orjson.loads, raw)
         assert kind == expected_kind
         assert kind == "value" or value == expected  # what is that deep cannot be compared
 
 
 def test_memory_holds_the_latest_body_and_small_ones_beside_it() -> None:
-    memo = BodyMemo()
+    cache = ConversationCache()
     source = random.Random(5)
     for size in (10, 2_000_000, 3_000_000, 100_000, 10, 10, 10, 10):
         latest = orjson.dumps({"messages": [{"content": f"{source.random()}" + "x" * size}]})
-        memo.loads(latest)
-        kept = sum(len(view.raw) for view in memo._views)
+        cache.parse(latest)
+        kept = sum(len(view.body.raw) for view in cache._views if view.body is not None)
         assert len(latest) <= kept <= max(len(latest), 256 << 10)
-        assert len(memo._views) <= 4
+        assert len(cache._views) <= 4

@@ -1,4 +1,4 @@
-"""Lowering with a memory of earlier requests gives what lowering afresh gives, and touches only what is new."""
+"""Lowering with a cache of earlier requests gives what lowering afresh gives, and touches only what is new."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
-from nemo_gym.gateway.dialects.memo import LoweringMemo
+from nemo_gym.gateway.dialects.conversation_cache import ConversationCache
 from nemo_gym.gateway.policy_request import LoweredRequest
 from tests.gateway.dialects.bodies import call, chat_body, claude_body, codex_body
 
@@ -58,9 +58,9 @@ ELEMENTS: dict[Dialect, list[dict[str, Any]]] = {
 }
 
 
-def lowered(dialect: Dialect, body: dict[str, Any], memo: LoweringMemo | None) -> Any:
+def lowered(dialect: Dialect, body: dict[str, Any], cache: ConversationCache | None) -> Any:
     try:
-        return adapter_of(dialect).lower(orjson.loads(orjson.dumps(body)), memo)
+        return adapter_of(dialect).lower(orjson.loads(orjson.dumps(body)), cache)
     except InvalidBodyError as error:
         return error.details["param"]
 
@@ -69,7 +69,7 @@ def lowered(dialect: Dialect, body: dict[str, Any], memo: LoweringMemo | None) -
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_remembered_histories_change_no_request(dialect: Dialect, data: st.DataObject) -> None:
-    memo, key, body = LoweringMemo(), KEYS[dialect], BODIES[dialect]
+    cache, key, body = ConversationCache(), KEYS[dialect], BODIES[dialect]
     *good, bad = ELEMENTS[dialect]
     element = st.one_of(*[st.sampled_from(good)] * 9, st.just(bad))
     history: list[dict[str, Any]] = []
@@ -78,69 +78,69 @@ def test_remembered_histories_change_no_request(dialect: Dialect, data: st.DataO
         history = [*history[:kept], *data.draw(st.lists(element, max_size=5))]
         tools = body["tools"] if data.draw(st.integers(0, 5)) else body["tools"][:1]
         asked = {**body, "tools": tools, key: [*body[key], *history]}
-        assert lowered(dialect, asked, memo) == lowered(dialect, asked, None)
+        assert lowered(dialect, asked, cache) == lowered(dialect, asked, None)
 
 
 @pytest.mark.parametrize("dialect", [*Dialect])
 def test_messages_lowered_before_are_the_same_objects(dialect: Dialect) -> None:
-    memo, key, body = LoweringMemo(), KEYS[dialect], BODIES[dialect]
+    cache, key, body = ConversationCache(), KEYS[dialect], BODIES[dialect]
     history = ELEMENTS[dialect][:-1] * 50
-    first = lowered(dialect, {**body, key: [*body[key], *history]}, memo)
-    second = lowered(dialect, {**body, key: [*body[key], *history, ELEMENTS[dialect][0]]}, memo)
+    first = lowered(dialect, {**body, key: [*body[key], *history]}, cache)
+    second = lowered(dialect, {**body, key: [*body[key], *history, ELEMENTS[dialect][0]]}, cache)
     same = sum(one is other for one, other in zip(first.messages, second.messages, strict=False))
     assert same >= len(first.messages) - 3
 
 
 @pytest.mark.parametrize("dialect", [*Dialect])
 def test_conversations_side_by_side_are_all_remembered(dialect: Dialect) -> None:
-    memo, key, body = LoweringMemo(), KEYS[dialect], BODIES[dialect]
+    cache, key, body = ConversationCache(), KEYS[dialect], BODIES[dialect]
     histories = [[{"role": "user", "content": f"agent {number}"}, *ELEMENTS[dialect][:-1] * 20] for number in range(3)]
-    first = [lowered(dialect, {**body, key: history}, memo) for history in histories]
+    first = [lowered(dialect, {**body, key: history}, cache) for history in histories]
     for before, history in zip(first, histories, strict=True):
-        after = lowered(dialect, {**body, key: [*history, ELEMENTS[dialect][0]]}, memo)
+        after = lowered(dialect, {**body, key: [*history, ELEMENTS[dialect][0]]}, cache)
         assert sum(one is other for one, other in zip(before.messages, after.messages, strict=False)) > 15
 
 
 def test_tools_are_lowered_anew_when_they_are_others_however_alike() -> None:
-    memo, adapter = LoweringMemo(), adapter_of(Dialect.CHAT)
+    cache, adapter = ConversationCache(), adapter_of(Dialect.CHAT)
     for default in (1, 1.0, True, "1", 1):
         parameters = {"type": "object", "properties": {"a": {"default": default}}}
         tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
         body = {**BODIES[Dialect.CHAT], "tools": tools}
-        found, fresh = adapter.lower(body, memo), adapter.lower(body)
+        found, fresh = adapter.lower(body, cache), adapter.lower(body)
         assert repr(found.tools) == repr(fresh.tools)
         assert found.names == fresh.names
-        assert adapter.lower(orjson.loads(orjson.dumps(body)), memo).tools is found.tools
+        assert adapter.lower(orjson.loads(orjson.dumps(body)), cache).tools is found.tools
 
 
 def test_parameters_are_lowered_anew_when_they_are_others_however_alike() -> None:
-    memo, adapter = LoweringMemo(), adapter_of(Dialect.CHAT)
+    cache, adapter = ConversationCache(), adapter_of(Dialect.CHAT)
     tools = BODIES[Dialect.CHAT]["tools"]
     for told in ({"seed": 1, "top_k": 2}, {"seed": 2, "top_k": 1}, {"top_k": 2, "seed": 1}, {"seed": 1.0}, {}):
         body = {"messages": BODIES[Dialect.CHAT]["messages"], "tools": tools, **told}
-        assert adapter.lower(body, memo) == adapter.lower(body)
-        assert adapter.lower(dict(body), memo).asked is adapter.lower(dict(body), memo).asked
+        assert adapter.lower(body, cache) == adapter.lower(body)
+        assert adapter.lower(dict(body), cache).asked is adapter.lower(dict(body), cache).asked
         with pytest.raises(InvalidBodyError, match="seed"):
-            adapter.lower({**body, "seed": True}, memo)
+            adapter.lower({**body, "seed": True}, cache)
 
 
 @pytest.mark.parametrize("dialect", [*Dialect])
 def test_parameters_of_the_same_objects_are_lowered_once(dialect: Dialect) -> None:
-    memo, adapter, body = LoweringMemo(), adapter_of(dialect), BODIES[dialect]
-    first = adapter.lower(dict(body), memo)
-    for other in Dialect:  # a memory may serve several
+    cache, adapter, body = ConversationCache(), adapter_of(dialect), BODIES[dialect]
+    first = adapter.lower(dict(body), cache)
+    for other in Dialect:  # a cache may serve several
         if other is not dialect:
-            assert adapter_of(other).lower(dict(BODIES[other]), memo) == adapter_of(other).lower(dict(BODIES[other]))
-    assert adapter.lower(dict(body), memo) == first == adapter.lower(dict(body))
-    again, once_more = adapter.lower(dict(body), memo), adapter.lower(dict(body), memo)
+            assert adapter_of(other).lower(dict(BODIES[other]), cache) == adapter_of(other).lower(dict(BODIES[other]))
+    assert adapter.lower(dict(body), cache) == first == adapter.lower(dict(body))
+    again, once_more = adapter.lower(dict(body), cache), adapter.lower(dict(body), cache)
     assert again.tools is once_more.tools and again.asked is once_more.asked
 
 
 def test_equal_parameters_of_another_dialect_are_lowered_in_it() -> None:
-    memo = LoweringMemo()
+    cache = ConversationCache()
     asked = {"max_tokens": 5, "tools": None, "messages": [{"role": "user", "content": "x"}], "stop": ["a"]}
     for dialect in (Dialect.CHAT, Dialect.MESSAGES, Dialect.CHAT):
-        assert adapter_of(dialect).lower(dict(asked), memo) == adapter_of(dialect).lower(dict(asked))
+        assert adapter_of(dialect).lower(dict(asked), cache) == adapter_of(dialect).lower(dict(asked))
 
 
 def test_a_request_about_other_messages_has_all_else_as_it_was() -> None:

@@ -1,4 +1,4 @@
-"""Histories written with a memory are what they are without one."""
+"""Histories written with a written_beforery are what they are without one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_gym.gateway import message_json
-from nemo_gym.gateway.message_json import MessagesJson
+from nemo_gym.gateway import text_backend
+from nemo_gym.gateway.text_backend import HistoryJson
 
 _MESSAGES = st.fixed_dictionaries({"role": st.sampled_from(["user", "tool"]), "content": st.text(max_size=4)})
 
@@ -32,9 +32,9 @@ def _requests(draw: st.DrawFn) -> list[list[dict[str, Any]]]:
 @settings(max_examples=300, deadline=None)
 @given(_requests())
 def test_array_says_what_the_messages_do_whatever_came_before(histories: list[list[dict[str, Any]]]) -> None:
-    memo = MessagesJson()
+    written_before = HistoryJson()
     for history in histories:
-        assert orjson.loads(memo.array(history)) == history
+        assert orjson.loads(written_before.array(history)) == history
 
 
 def test_old_messages_are_not_written_again_when_a_history_grows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,30 +46,28 @@ def test_old_messages_are_not_written_again_when_a_history_grows(monkeypatch: py
             written.append(value)
             return orjson.dumps(value)
 
-    monkeypatch.setattr(message_json, "orjson", Counted)
-    memo = MessagesJson()
+    monkeypatch.setattr(text_backend, "orjson", Counted)
+    written_before = HistoryJson()
     history: list[dict[str, Any]] = []
     for turn in range(20):
         history = [*history, {"role": "user", "content": f"{turn}"}]
-        memo.array(history)
+        written_before.array(history)
     assert written == history
 
 
 def test_nothing_is_kept_of_a_message_that_cannot_be_written() -> None:
-    memo = MessagesJson()
+    written_before = HistoryJson()
     good = [{"role": "user", "content": "a"}]
-    memo.array(good)
+    written_before.array(good)
     with pytest.raises(TypeError):
-        memo.array([*good, {"role": "user", "content": "b"}, {"role": "user", "content": object()}])
-    assert memo.array([*good, {"role": "user", "content": "c"}]) == orjson.dumps(
+        written_before.array([*good, {"role": "user", "content": "b"}, {"role": "user", "content": object()}])
+    assert written_before.array([*good, {"role": "user", "content": "c"}]) == orjson.dumps(
         [*good, {"role": "user", "content": "c"}]
     )
 
 
-def test_memory_holds_the_latest_history_and_small_ones_beside_it() -> None:
-    memo = MessagesJson()
-    for number, size in enumerate((10, 2_000_000, 3_000_000, 100_000, 10, 10, 10, 10)):
-        latest = memo.array([{"role": "user", "content": f"{number}" + "x" * size}])
-        kept = sum(len(view.text) for view in memo._views)
-        assert len(latest) - 2 <= kept <= max(len(latest), 256 << 10)
-        assert len(memo._views) <= 4
+def test_only_the_latest_history_is_kept() -> None:
+    written_before = HistoryJson()
+    for number, size in enumerate((10, 2_000_000, 3_000_000, 100_000, 10)):
+        latest = written_before.array([{"role": "user", "content": f"{number}" + "x" * size}])
+        assert sum(map(len, written_before._texts)) == len(latest) - 2

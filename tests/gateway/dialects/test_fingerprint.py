@@ -8,19 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym.contract.errors import InvalidBodyError
-from nemo_gym.gateway import fingerprint
-from nemo_gym.gateway.fingerprint import FingerprintMemo, request_fingerprint
+from nemo_gym.gateway.dialects import conversation_cache
+from nemo_gym.gateway.dialects.conversation_cache import ConversationCache, request_fingerprint
 
 ELEMENTS = st.lists(st.fixed_dictionaries({"content": st.sampled_from(["a", "b", "c"])}), max_size=6)
 
 
 @given(requests=st.lists(st.tuples(st.booleans(), ELEMENTS), min_size=1, max_size=8))
-def test_fingerprint_with_a_memory_is_the_one_without(requests: list[tuple[bool, list[dict[str, Any]]]]) -> None:
-    memo, before = FingerprintMemo(), []
+def test_fingerprint_with_a_cache_is_the_one_without(requests: list[tuple[bool, list[dict[str, Any]]]]) -> None:
+    cache, before = ConversationCache(), []
     for goes_on, new in requests:
         history = [*before, *new] if goes_on else new
         body = json.loads(json.dumps({"messages": history, "tools": [], "stream": goes_on}))
-        assert request_fingerprint("r", body, memo) == request_fingerprint("r", body)
+        assert request_fingerprint("r", body, cache) == request_fingerprint("r", body)
         before = history
 
 
@@ -33,34 +33,34 @@ def test_histories_that_differ_anywhere_have_other_fingerprints(key: str) -> Non
 
 def test_only_what_is_new_is_digested(monkeypatch: pytest.MonkeyPatch) -> None:
     done = []
-    digest = fingerprint._digest
+    digest = conversation_cache._digest
 
     def counting(data: bytes) -> bytes:
         done.append(len(data))
         return digest(data)
 
-    monkeypatch.setattr(fingerprint, "_digest", counting)
-    memo = FingerprintMemo()
+    monkeypatch.setattr(conversation_cache, "_digest", counting)
+    cache = ConversationCache()
     history: list[dict[str, str]] = []
     for turn in range(50):
         history.append({"content": f"{turn:1000}"})
         done.clear()
-        request_fingerprint("r", json.loads(json.dumps({"messages": history})), memo)
+        request_fingerprint("r", json.loads(json.dumps({"messages": history})), cache)
         assert len(done) == (2 if turn else 3)  # with the parameters, which there are none of, once
 
 
 def test_parameters_are_told_apart_however_alike_and_whatever_their_order() -> None:
-    memo = FingerprintMemo()
+    cache = ConversationCache()
     tools = [{"name": "f"}]
     bodies: list[dict[str, Any]] = [
         {"tools": tools, "seed": seed, "top_k": top_k, "messages": []}
         for seed, top_k in ((1, 2), (2, 1), (True, 2), (1.0, 2), (1, None))
     ]
-    found = [request_fingerprint("r", body, memo) for body in bodies]
+    found = [request_fingerprint("r", body, cache) for body in bodies]
     assert len({*found}) == len(found)
     assert [request_fingerprint("r", body) for body in bodies] == found
-    assert [request_fingerprint("r", dict(reversed(body.items())), memo) for body in bodies] == found
-    assert request_fingerprint("another", bodies[0], memo) not in found
+    assert [request_fingerprint("r", dict(reversed(body.items())), cache) for body in bodies] == found
+    assert request_fingerprint("another", bodies[0], cache) not in found
 
 
 @pytest.mark.parametrize("key", ["messages", "tools"])

@@ -6,7 +6,6 @@ has no such switches.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -105,12 +104,6 @@ def _tokenizer_encodes() -> None:
     policy.ascii_words = lambda tokenizer: None  # type: ignore[attr-defined]
 
 
-def _templates_render() -> None:
-    from nemo_gym.gateway.tokens.verbatim import VerbatimTemplate
-
-    VerbatimTemplate.pieces = lambda self, *given, **named: None  # type: ignore[method-assign]
-
-
 def _tokenizer_decodes() -> None:
     from nemo_gym.gateway.tokens import policy
 
@@ -160,12 +153,6 @@ def _no_prefix_memory() -> None:
         switch_off()
 
 
-def _answers_read_anew() -> None:
-    from nemo_gym.gateway.tokens import history
-
-    history._answer_at = lambda messages, at, answers: None
-
-
 def _prompts_written_anew() -> None:
     from nemo_gym.gateway.tokens.turns import Prompt, json_of
 
@@ -176,12 +163,6 @@ def _histories_written_anew() -> None:
     from nemo_gym.gateway.text_backend import HistoryJson
 
     HistoryJson.array = lambda self, messages: orjson.dumps([*messages])  # type: ignore[method-assign]
-
-
-def _zlib() -> None:
-    from nemo_gym.gateway.journal import log as frames
-
-    frames.crc32 = zlib.crc32
 
 
 def _large_texts_stay() -> None:
@@ -233,7 +214,7 @@ def _framework_replies() -> None:
 
 
 def _sandbox_looks_up() -> None:
-    from nemo_gym.gateway.tokens import template, verbatim
+    from nemo_gym.gateway.tokens import template
 
     make = template.jinja_environment
 
@@ -242,7 +223,7 @@ def _sandbox_looks_up() -> None:
         del type(environment).getattr
         return environment
 
-    template.jinja_environment = verbatim.jinja_environment = plain  # type: ignore[attr-defined]
+    template.jinja_environment = plain  # type: ignore[attr-defined]
 
 
 def _memory_goes_back() -> None:
@@ -263,19 +244,16 @@ MECHANISMS: Mapping[str, Mechanism] = {
     "echo_as_bytes": Mechanism("engines/echo", _no_echo_comparison),
     "long_completions": Mechanism("engines/long_completions", _whole_decoder),
     "ascii_words": Mechanism("tokens/words", _tokenizer_encodes),
-    "verbatim_templates": Mechanism("tokens/verbatim", _templates_render),
     "template_lookups": Mechanism("tokens/template (getattr)", _sandbox_looks_up),
     "token_bytes": Mechanism("tokens/decoding", _tokenizer_decodes),
     "numpy_arrays": Mechanism("packed, tokens/turns", _no_numpy),
     "prompt_text": Mechanism("tokens/turns (text), prompts", _prompts_written_anew),
-    "known_answers": Mechanism("tokens/history (_answer_at)", _answers_read_anew),
     "history_views": Mechanism("tokens/history (views)", _read_whole_histories),
     "body_prefixes": Mechanism("service/bodies", _parse_whole_bodies),
     "lowering_memo": Mechanism("dialects/memo", _lower_whole_bodies),
     "fingerprint_memo": Mechanism("retries/fingerprint (memo)", _digest_whole_bodies),
     "all_prefix_memos": Mechanism("the four above", _no_prefix_memory),
     "message_json": Mechanism("service/message_json", _histories_written_anew, "text"),
-    "isal": Mechanism("journal/frames (crc)", _zlib),
     "released_texts": Mechanism("journal/kept (memory)", _large_texts_stay),
     "own_reply": Mechanism("service/delivered (DeliveredJson)", _framework_replies),
     "door": Mechanism("service/door", _all_layers),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from zlib import crc32
 
 import structlog
 
@@ -50,10 +51,6 @@ class JournalDamagedError(JournalError):
 
 # Records in a file, so that a torn one is recognised: magic, length, checksum, payload.
 
-try:
-    from isal.isal_zlib import crc32  # the same checksum in a fifth of zlib's time
-except ImportError:  # it is made for some platforms only
-    from zlib import crc32
 
 MAGIC = b"NGJ\x01"
 _HEAD = struct.Struct("<4sII")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, count, islice
@@ -310,8 +309,6 @@ class Reading:
     tools: bytes
     """Digest of the tools offered."""
     offered: Sequence[Mapping[str, Any]]
-    said: deque[tuple[Message, bytes]]
-    """The latest answers of the session, with the digests of their entries; shared by its readings."""
 
     @property
     def key(self) -> bytes:
@@ -335,8 +332,6 @@ class Reading:
             answer = {**added, "content": text_of(said.get("content")) + text_of(added.get("content"))}
         (entry,) = entries_of([*begun, answer])
         assert entry.digest is not None  # only user messages can be nothing but reminders
-        if not begun:
-            self.said.append((answer, entry.digest))
         return roll(self.keys[entries], entry.digest), entry.digest
 
 
@@ -345,7 +340,6 @@ class HistoryReader:
 
     def __init__(self) -> None:
         self._views: list[Reading] = []
-        self._said: deque[tuple[Message, bytes]] = deque(maxlen=_VIEWS)
 
     def reads_long(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> bool:
         """Whether `read` may take more than some milliseconds."""
@@ -363,8 +357,7 @@ class HistoryReader:
             kept = len(known.entries)
             while kept and not (known.entries[kept - 1].end <= common and _ends(known.entries[kept - 1], messages)):
                 kept -= 1
-        begun = known if known is not None else _nothing(self._said)
-        said = tuple(reversed(self._said))  # at once: a turn may be committed meanwhile
+        begun = known if known is not None else _nothing()
         starts = {begun.start_of(at): at for at in range(kept, len(begun.entries))}
         first = at = begun.start_of(kept)
         key, seen = begun.keys[kept], begun.seen[kept]
@@ -376,7 +369,7 @@ class HistoryReader:
             if again is not None and _same_entry(begun, messages, again):
                 entry = begun.entries[again]
             else:
-                entry = _answer_at(messages, at, said) or entry_at(messages, at)
+                entry = entry_at(messages, at)
             key, seen, at = roll(key, entry.digest), seen | entry.reminders if entry.reminders else seen, entry.end
             entries.append(entry)
             keys.append(key)
@@ -388,7 +381,6 @@ class HistoryReader:
             begun.seen.grown(kept + 1, reminders),
             digest,
             offered,
-            self._said,
         )
         # What a request extends is not needed any more.
         self._views = [reading, *(view for view in self._views if view is not known)][:_VIEWS]
@@ -405,17 +397,6 @@ class HistoryReader:
             if common > most and (common or view.messages[1:2] == messages[1:2] != []):
                 nearest, most = view, common
         return nearest, max(most, 0)
-
-
-def _answer_at(messages: Sequence[Message], at: int, answers: Sequence[tuple[Message, bytes]]) -> Entry | None:
-    """The entry of an answer that comes back as it was delivered, which its digest is known of."""
-    message = messages[at]
-    if message.get("role") != "assistant" or (at + 1 < len(messages) and role_of(messages[at + 1]) == "assistant"):
-        return None
-    for said, digest in answers:
-        if said == message:
-            return Entry(at + 1, digest, NO_REMINDERS, "assistant")
-    return None
 
 
 def roll(key: bytes, digest: bytes | None) -> bytes:
@@ -439,5 +420,5 @@ def _ends(entry: Entry, messages: Sequence[Message]) -> bool:
     )
 
 
-def _nothing(said: deque[tuple[Message, bytes]]) -> Reading:
-    return Reading(Prefix(), Prefix(), Prefix([_ROOT]), Prefix([NO_REMINDERS]), b"", (), said)
+def _nothing() -> Reading:
+    return Reading(Prefix(), Prefix(), Prefix([_ROOT]), Prefix([NO_REMINDERS]), b"", ())

@@ -106,8 +106,8 @@ class ChatTemplate:
         }
 
 
-def jinja_environment(*mixed_in: type) -> ImmutableSandboxedEnvironment:
-    """What templates are compiled and run in. ``mixed_in``: classes whose methods go before the sandbox's own."""
+def jinja_environment() -> ImmutableSandboxedEnvironment:
+    """What templates are compiled and run in."""
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension
@@ -123,7 +123,7 @@ def jinja_environment(*mixed_in: type) -> ImmutableSandboxedEnvironment:
             next(parser.stream)
             return parser.parse_statements((f"name:end{_GENERATION_TAG}",), drop_needle=True)
 
-    class Sandbox(*mixed_in, ImmutableSandboxedEnvironment):  # type: ignore[misc]
+    class Sandbox(ImmutableSandboxedEnvironment):
         """Looks up a message's keys at once; the sandbox's own way tries, and fails, to read an attribute first."""
 
         def getattr(self, obj: Any, attribute: str) -> Any:

@@ -1,4 +1,8 @@
-"""Calls whose arguments the policy writes as JSON, in some frame of markup."""
+"""The formats in which policies write tool calls, and one table of them.
+
+Most are of two kinds: JSON in a frame of markup (`FramedJson`), and arguments one by one between tags (`TaggedCalls`).
+Llama's and Mistral's have rules of their own; Harmony is a format of whole answers.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +37,11 @@ class FramedJson:
     markup out where it is what they stop at.
     """
 
-    def __init__(self, opening: re.Pattern[str], closing: re.Pattern[str]) -> None:
-        self._opening = opening
-        self._closing = closing
-        self._named = "name" in opening.groupindex
+    def __init__(self, opening: str, closing: str) -> None:
+        """Patterns."""
+        self._opening = re.compile(opening)
+        self._closing = re.compile(closing)
+        self._named = "name" in self._opening.groupindex
 
     def split(self, text: str, tools: Sequence[Tool] | None) -> list[Segment]:
         segments: list[Segment] = []
@@ -186,39 +191,6 @@ def _typed_arguments(walked: Sequence[tuple[str, str]], schemas: Mapping[str, Ma
     return "{" + ", ".join(f"{json.dumps(name, ensure_ascii=False)}: {value}" for name, value in values.items()) + "}"
 
 
-# DeepSeek V3, R1 and V3.1: calls between tokens, the name before a separator or a fenced block of JSON.
-
-
-class DeepSeek(FramedJson):
-    """V3 writes ``function⟨sep⟩name``, a line break and the arguments in a block fenced as JSON; V3.1 writes
-    ``name⟨sep⟩`` and the arguments. Both are read, and tokens around a run of calls go with them."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            re.compile(
-                r"(?:<｜tool▁calls▁begin｜>\s{0,16})?<｜tool▁call▁begin｜>"
-                rf"(?:function<｜tool▁sep｜>)?(?P<name>{NAME})(?:<｜tool▁sep｜>|\s{{0,16}}```json\b)"
-            ),
-            re.compile(
-                r"\s*+(?:```\s{0,16})?"
-                r"(?:<｜tool▁call▁end｜>(?:\s{0,16}<｜tool▁calls▁end｜>)?|<｜tool▁calls▁end｜>|\Z)"
-            ),
-        )
-
-
-# ``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>``: GLM 4.5 and later.
-
-
-class Glm45(TaggedCalls):
-    def __init__(self) -> None:
-        super().__init__(
-            opening=r"<tool_call>\s{0,16}([^\s<>{}\"]{1,256})",
-            parameter=r"<arg_key>([^<>\n]{1,256})</arg_key>\s{0,16}<arg_value>",
-            parameter_end=r"</arg_value>",
-            closing=r"</tool_call>",
-        )
-
-
 # Harmony, the format of gpt-oss: every part of an answer is a message on a channel, calls have a recipient.
 #
 #     <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{}<|call|>
@@ -268,28 +240,6 @@ class Harmony:
         return ParsedAnswer(said, "\n".join(filter(None, reasoning)) or None, tuple(calls))
 
 
-# ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``: Hermes, Qwen 2.5 and 3, and many tuned after them.
-
-
-class Hermes(FramedJson):
-    def __init__(self) -> None:
-        super().__init__(re.compile(r"<tool_call>"), re.compile(r"\s*+(?:</tool_call>|\Z)"))
-
-
-# ``functions.name:0`` and JSON arguments between tokens: Kimi K2.
-
-
-class KimiK2(FramedJson):
-    def __init__(self) -> None:
-        super().__init__(
-            re.compile(
-                r"(?:<\|tool_calls_section_begin\|>\s{0,16})?<\|tool_call_begin\|>\s{0,16}"
-                rf"(?:functions\.)?(?P<name>{NAME})(?::[0-9]{{1,9}})?\s{{0,16}}<\|tool_call_argument_begin\|>"
-            ),
-            re.compile(r"\s*+(?:<\|tool_call_end\|>(?:\s{0,16}<\|tool_calls_section_end\|>)?|\Z)"),
-        )
-
-
 # ``{"name": …, "parameters": {…}}`` as the answer itself, or after ``<|python_tag|>``: Llama 3.1 to 3.3.
 
 _PYTHON_TAG = "<|python_tag|>"
@@ -316,19 +266,6 @@ class LlamaJson:
             if start < 0:
                 return [*segments, text[taken:]]
             at = start + len(_PYTHON_TAG)
-
-
-# ``<invoke name="f"><parameter name="key">value</parameter></invoke>`` in ``<minimax:tool_call>``: MiniMax M2.
-
-
-class MinimaxM2(TaggedCalls):
-    def __init__(self) -> None:
-        super().__init__(
-            opening=r"(?:<minimax:tool_call>\s{0,16})?<invoke name=\"([^<>\"\n]{1,256})\">",
-            parameter=r"<parameter name=\"([^<>\"\n]{1,256})\">",
-            parameter_end=r"</parameter>",
-            closing=r"</invoke>(?:\s{0,16}</minimax:tool_call>)?",
-        )
 
 
 # ``[TOOL_CALLS]`` with a list of calls, or with a name and arguments: Mistral's older and newer tokenizers.
@@ -379,27 +316,44 @@ def _named(text: str, at: int) -> tuple[list[ParsedCall], int] | None:
     return [ParsedCall(head["name"], arguments[0])], arguments[1]
 
 
-# ``<function=name><parameter=key>value</parameter></function>``, usually inside ``<tool_call>``: Qwen3-Coder.
-
-
-class Qwen3Coder(TaggedCalls):
-    def __init__(self) -> None:
-        super().__init__(
-            opening=r"(?:<tool_call>\s{0,16})?<function=([^<>\n]{1,256})>",
-            parameter=r"<parameter=([^<>\n]{1,256})>",
-            parameter_end=r"</parameter>",
-            closing=r"</function>(?:\s{0,16}</tool_call>)?",
-            value_newlines=True,
-        )
-
-
 CALL_FORMATS: dict[str, CallFormat] = {
-    "hermes": Hermes(),
-    "qwen3_coder": Qwen3Coder(),
-    "glm45": Glm45(),
-    "deepseek": DeepSeek(),
-    "kimi_k2": KimiK2(),
-    "minimax_m2": MinimaxM2(),
+    # Hermes, Qwen 2.5 and 3, and many tuned after them: <tool_call>{"name": …, "arguments": {…}}</tool_call>
+    "hermes": FramedJson(r"<tool_call>", r"\s*+(?:</tool_call>|\Z)"),
+    # Qwen3-Coder: <function=name><parameter=key>value</parameter></function>, usually inside <tool_call>.
+    "qwen3_coder": TaggedCalls(
+        opening=r"(?:<tool_call>\s{0,16})?<function=([^<>\n]{1,256})>",
+        parameter=r"<parameter=([^<>\n]{1,256})>",
+        parameter_end=r"</parameter>",
+        closing=r"</function>(?:\s{0,16}</tool_call>)?",
+        value_newlines=True,
+    ),
+    # GLM 4.5 and later: <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>
+    "glm45": TaggedCalls(
+        opening=r"<tool_call>\s{0,16}([^\s<>{}\"]{1,256})",
+        parameter=r"<arg_key>([^<>\n]{1,256})</arg_key>\s{0,16}<arg_value>",
+        parameter_end=r"</arg_value>",
+        closing=r"</tool_call>",
+    ),
+    # DeepSeek V3 and R1 write "function⟨sep⟩name", a line break and a fenced block of JSON; V3.1 writes "name⟨sep⟩"
+    # and the arguments. Tokens around a run of calls go with them.
+    "deepseek": FramedJson(
+        r"(?:<｜tool▁calls▁begin｜>\s{0,16})?<｜tool▁call▁begin｜>"
+        rf"(?:function<｜tool▁sep｜>)?(?P<name>{NAME})(?:<｜tool▁sep｜>|\s{{0,16}}```json\b)",
+        r"\s*+(?:```\s{0,16})?(?:<｜tool▁call▁end｜>(?:\s{0,16}<｜tool▁calls▁end｜>)?|<｜tool▁calls▁end｜>|\Z)",
+    ),
+    # Kimi K2: functions.name:0 and JSON arguments between tokens.
+    "kimi_k2": FramedJson(
+        r"(?:<\|tool_calls_section_begin\|>\s{0,16})?<\|tool_call_begin\|>\s{0,16}"
+        rf"(?:functions\.)?(?P<name>{NAME})(?::[0-9]{{1,9}})?\s{{0,16}}<\|tool_call_argument_begin\|>",
+        r"\s*+(?:<\|tool_call_end\|>(?:\s{0,16}<\|tool_calls_section_end\|>)?|\Z)",
+    ),
+    # MiniMax M2: <invoke name="f"><parameter name="key">value</parameter></invoke> in <minimax:tool_call>.
+    "minimax_m2": TaggedCalls(
+        opening=r"(?:<minimax:tool_call>\s{0,16})?<invoke name=\"([^<>\"\n]{1,256})\">",
+        parameter=r"<parameter name=\"([^<>\"\n]{1,256})\">",
+        parameter_end=r"</parameter>",
+        closing=r"</invoke>(?:\s{0,16}</minimax:tool_call>)?",
+    ),
     "mistral": Mistral(),
     "llama_json": LlamaJson(),
 }

@@ -54,7 +54,8 @@ from nemo_gym.gateway.streaming import (
 )
 from nemo_gym.http.body_values import check_values
 from nemo_gym.http.delivery import DELIVERIES, AnswerWatch, Connection
-from nemo_gym.http.disconnect import CallerGoneError, while_connected
+from nemo_gym.http.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
+from nemo_gym.http.problems import json_object
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.25
 """How soon, and at last how often, it is looked whether a reply that the kernel did not take at once has left."""
@@ -98,7 +99,29 @@ class Inference(Generic[C, D]):
         self.turns = LoopTurns()
         self._captures_bodies = capture is not None and capture.bodies
 
-    async def admit(self, raw: bytes, live: LiveSession[C]) -> None:
+    async def answer_session(
+        self, dialect: Dialect, live: LiveSession[C], path: str, parts: list[bytes], request: CallRequest
+    ) -> Response:
+        """The reply to a call of a session, whose body came in ``parts``: the one way in, whichever route took it."""
+        try:
+            raw = parts[0] if len(parts) == 1 else await self._joined(parts, live)
+            await self._admit(raw, live)
+            working = step_begins(len(raw))
+            body = json_object(raw, path, live.cache.parse)
+            live.share.worked(working)
+            return await self.answer(dialect, body, replace(request, body_bytes=len(raw)), live)
+        except CallerGoneError:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    async def _joined(self, parts: list[bytes], live: LiveSession[C]) -> bytes:
+        await self.turns.wait(live.share)
+        working = step_begins(sum(map(len, parts)))
+        raw = b"".join(parts)
+        live.share.worked(working)
+        parts.clear()
+        return raw
+
+    async def _admit(self, raw: bytes, live: LiveSession[C]) -> None:
         """Before a session's body is parsed. Raises `TooManyValuesError`."""
         await check_values(raw, self.limits.max_body_values)
         if len(raw) > LARGE_BYTES:

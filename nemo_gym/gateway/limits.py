@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -89,8 +89,9 @@ class SessionShare:
     _conversations: dict[int, int] = field(default_factory=dict)
     """Messages up to each turn."""
 
-    def claim(self, size: int, at_most: int) -> None:
-        """Before a body is read; ``release`` it when its call is over. Raises `SessionBusyError`."""
+    @contextlib.contextmanager
+    def claimed(self, size: int, at_most: int) -> Iterator[None]:
+        """From before a body of ``size`` bytes is read until its call is over. Raises `SessionBusyError`."""
         if self.in_flight_bytes and self.in_flight_bytes + size > at_most:
             raise SessionBusyError(
                 f"the session's calls in flight have {self.in_flight_bytes} bytes of bodies, and may have {at_most}"
@@ -99,9 +100,10 @@ class SessionShare:
                 retry_after_s=_COME_BACK_S,
             )
         self.in_flight_bytes += size
-
-    def release(self, size: int) -> None:
-        self.in_flight_bytes -= size
+        try:
+            yield
+        finally:
+            self.in_flight_bytes -= size
 
     def kept(self, turn: Mapping[str, Any], size: int) -> None:
         """A turn is durable; ``turn`` as the journal has it."""

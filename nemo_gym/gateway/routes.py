@@ -7,6 +7,7 @@ the server's layers, which answer it as they answer everything.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
@@ -24,13 +25,11 @@ from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.durable_sessions import DurableSessions, RewardSource, checked_depth
 from nemo_gym.gateway.engines import EngineConfig, pinned_sampling
 from nemo_gym.gateway.inference import CallRequest, Inference
-from nemo_gym.gateway.limits import step_begins
 from nemo_gym.gateway.live_session import LiveSession
 from nemo_gym.gateway.routing.pool import EnginePool
 from nemo_gym.gateway.sessions import token_in
 from nemo_gym.http.correlation import ROLLOUT_ID_HEADER
-from nemo_gym.http.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError
-from nemo_gym.http.problems import JsonResponse, json_object, parse_json_object, refused, unexpected
+from nemo_gym.http.problems import JsonResponse, parse_json_object, refused, unexpected
 
 _SESSIONS = "/sessions/"
 _ELSEWHERE = frozenset(
@@ -66,7 +65,7 @@ class InferenceDoor:
         if not _ELSEWHERE.isdisjoint(headers):
             return None
         live = self._session(headers, named)
-        return None if live is None else self._claimed(dialect, live, headers, int(length), scope, receive, send)
+        return None if live is None else self._serve(dialect, live, headers, int(length), scope, receive, send)
 
     def _session(self, headers: Mapping[str, str], named: str | None) -> LiveSession[Any] | None:
         token = token_in(headers)
@@ -78,7 +77,7 @@ class InferenceDoor:
             return None
         return live if named is None or named == live.session_id else None
 
-    async def _claimed(
+    async def _serve(
         self,
         dialect: Dialect,
         live: LiveSession[Any],
@@ -88,56 +87,25 @@ class InferenceDoor:
         receive: Receive,
         send: Send,
     ) -> None:
-        try:
-            live.share.claim(length, self._limits.max_session_in_flight_bytes)
-        except NemoGymError as error:
-            await refused(Request(scope), error)(scope, receive, send)
-            return
-        try:
-            await self._answered(dialect, live, headers, scope, receive, send)
-        finally:
-            live.share.release(length)
-
-    async def _answered(
-        self,
-        dialect: Dialect,
-        live: LiveSession[Any],
-        headers: Mapping[str, str],
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
-        parts: list[bytes] = []
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] != "http.request":
-                return  # gone before its whole body was here: nobody waits for an answer
-            parts.append(message["body"])
-            more = message["more_body"]
-        try:
-            raw = parts[0] if len(parts) == 1 else await self._joined(parts, live)
-            await self._inference.admit(raw, live)
-            working = step_begins(len(raw))
-            body = json_object(raw, scope["path"], live.cache.parse)
-            live.share.worked(working)
-            asked = CallRequest(headers, scope["client"], receive, len(raw))
-            response = await self._inference.answer(dialect, body, asked, live)
-        except CallerGoneError:
-            response = Response(status_code=CLIENT_CLOSED_REQUEST)
-        except NemoGymError as error:
-            response = refused(Request(scope), error)
-        except Exception as error:  # noqa: BLE001 - the boundary of this server, as in `UnknownErrorMiddleware`
-            response = unexpected(scope, error)
-        await response(scope, receive, send)
-
-    async def _joined(self, parts: list[bytes], live: LiveSession[Any]) -> bytes:
-        await self._inference.turns.wait(live.share)
-        working = step_begins(sum(map(len, parts)))
-        raw = b"".join(parts)
-        live.share.worked(working)
-        parts.clear()
-        return raw
+        with contextlib.ExitStack() as claim:
+            response: Response
+            try:
+                claim.enter_context(live.share.claimed(length, self._limits.max_session_in_flight_bytes))
+                parts: list[bytes] = []
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        return  # gone before its whole body was here: nobody waits for an answer
+                    parts.append(message["body"])
+                    more = message["more_body"]
+                asked = CallRequest(headers, scope["client"], receive)
+                response = await self._inference.answer_session(dialect, live, scope["path"], parts, asked)
+            except NemoGymError as error:
+                response = refused(Request(scope), error)
+            except Exception as error:  # noqa: BLE001 - the boundary of this server, as in `UnknownErrorMiddleware`
+                response = unexpected(scope, error)
+            await response(scope, receive, send)
 
 
 # Inference tokens in the path, for runners that can set a base URL and nothing else.

@@ -181,28 +181,24 @@ class Gateway(SimpleResponsesAPIModel):
         assert dialect is not None  # only inference routes come here
         refuse_encoded(request)
         if live is None:
-            return await self._answer(request, dialect, None)
+            return await self._answer_alone(request, dialect)
         limits = self._inference.limits
         announced = request.headers.get("content-length", "")
         size = limits.max_body_bytes
         if announced.isdecimal() and len(announced) <= LENGTH_DIGITS:
             size = min(int(announced), size)
-        live.share.claim(size, limits.max_session_in_flight_bytes)
-        try:
-            return await self._answer(request, dialect, live)
-        finally:
-            live.share.release(size)
+        asked = CallRequest(request.headers, request.scope.get("client"), request.receive)
+        with live.share.claimed(size, limits.max_session_in_flight_bytes):
+            parts = [await request.body()]
+            return await self._inference.answer_session(dialect, live, request.scope["path"], parts, asked)
 
-    async def _answer(self, request: Request, dialect: Dialect, live: LiveSession[Any] | None) -> Response:
-        if live is None:
-            body = await parse_json_object(request, max_values=self.config.max_body_values)
-        else:
-            await self._inference.admit(await request.body(), live)
-            body = await parse_json_object(request, live.cache.parse)
+    async def _answer_alone(self, request: Request, dialect: Dialect) -> Response:
+        """A call without a session."""
+        body = await parse_json_object(request, max_values=self.config.max_body_values)
+        connection = request.scope.get("client")
+        asked = CallRequest(request.headers, connection, request.receive, len(await request.body()))
         try:
-            connection = request.scope.get("client")
-            asked = CallRequest(request.headers, connection, request.receive, len(await request.body()))
-            return await self._inference.answer(dialect, body, asked, live)
+            return await self._inference.answer(dialect, body, asked, None)
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
 

@@ -33,7 +33,7 @@ from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
 from nemo_gym.gateway.dialects.memo import LoweringMemo
 from nemo_gym.gateway.tokens import History, IncrementalEncoder, PolicyTokenizer, Sampled, TokenForest
-from nemo_gym.gateway.tokens.records import record_of
+from nemo_gym.gateway.tokens.trajectories import record_of
 from nemo_gym_testing.gateway.tiny.policies import make_policy
 
 RATIO_AT_MOST = 1.5

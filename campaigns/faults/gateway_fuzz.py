@@ -40,7 +40,7 @@ from campaigns.faults.gateway.answers import WrongAnswerError, check
 from campaigns.faults.gateway.openapi import document
 from campaigns.faults.gateway.processes import EngineProcess, GatewayProcess, policy_in
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER
-from nemo_gym.gateway.refusals import dialect_of
+from nemo_gym.gateway.dialects.errors import dialect_of
 from nemo_gym_testing.gateway import FakeOpenAIEngine
 
 TIMEOUT_S = 30.0

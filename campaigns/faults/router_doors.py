@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, CREDENTIAL_HEADER, Role
 from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.gateway.engines import EngineConfig, Sampling, TokenRequest
-from nemo_gym.gateway.service.pool import EnginePool, RetryConfig, RoutingConfig
+from nemo_gym.gateway.routing.pool import EnginePool, RetryConfig, RoutingConfig
 from tests.servers.stack import rollout, running_stack
 
 CONFIG: TypeAdapter[Any] = TypeAdapter(EngineConfig)

@@ -31,7 +31,7 @@ def export(argv: Sequence[str]) -> int:
     )
     source, target = _files(parser.parse_args(argv).settings)
 
-    from nemo_gym.gateway.tokens.export import write_jsonl, write_npz
+    from nemo_gym.gateway.tokens.trajectories import write_jsonl, write_npz
     from nemo_gym.rollouts.trajectories import trajectories_of_rows
 
     rows = with_some = written = rewarded = 0

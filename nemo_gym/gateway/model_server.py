@@ -29,10 +29,10 @@ from nemo_gym.contract.errors import CredentialError, InvalidBodyError, ModelErr
 from nemo_gym.contract.model_limits import NONE_CHOSEN, REQUEST_TIMEOUT_S, ChosenLimits, limited_call
 from nemo_gym.contract.session import RolloutIdentity
 from nemo_gym.gateway.dialects import PATHS, Dialect, apply_sampling
-from nemo_gym.gateway.dialects.models import models_reply
-from nemo_gym.gateway.dialects.streams import stream_of
+from nemo_gym.gateway.dialects.adapters import models_reply, stream_of
+from nemo_gym.gateway.dialects.errors import dialect_error, inference_refusal
 from nemo_gym.gateway.engines.types import EngineCheck
-from nemo_gym.gateway.refusals import dialect_error, inference_refusal
+from nemo_gym.gateway.policy_request import StreamedUsage, Usage
 from nemo_gym.gateway.sessions import (
     SESSION_TTL_S,
     GatewaySession,
@@ -41,7 +41,6 @@ from nemo_gym.gateway.sessions import (
     opener_of,
     token_in,
 )
-from nemo_gym.gateway.usage import StreamedUsage, Usage
 from nemo_gym.http.application import Application
 from nemo_gym.http.body_values import check_messages
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected

@@ -20,7 +20,7 @@ from nemo_gym.contract.credentials import Caller, Role
 from nemo_gym.contract.errors import ContractError, CredentialError, FencedError
 from nemo_gym.contract.model_limits import NONE_CHOSEN, ChosenLimits
 from nemo_gym.contract.session import RolloutIdentity
-from nemo_gym.gateway.usage import Usage
+from nemo_gym.gateway.policy_request import Usage
 
 INFERENCE_TOKEN_PREFIX = "ngi1_"
 SESSION_TTL_S = 6 * 3600.0

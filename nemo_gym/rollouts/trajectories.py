@@ -18,8 +18,7 @@ from nemo_gym.contract.rows import (
     TASK_INDEX_KEY,
 )
 from nemo_gym.contract.verdict import decide_validity, declares_failure
-from nemo_gym.gateway.tokens.export import from_row
-from nemo_gym.gateway.tokens.trajectory import Trajectory
+from nemo_gym.gateway.tokens.trajectories import Trajectory, from_row
 
 TRAJECTORY_KEY = "ng_trajectory"
 

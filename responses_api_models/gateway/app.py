@@ -15,24 +15,20 @@ from starlette.routing import Route
 from nemo_gym.base_responses_api_model import SimpleResponsesAPIModel, reward_in
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import CredentialError, InvalidBodyError
+from nemo_gym.gateway.backend import Backend
 from nemo_gym.gateway.capture import CallCapture, make_capture
+from nemo_gym.gateway.config import GatewayConfig
 from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
+from nemo_gym.gateway.dialects.errors import dialect_of
+from nemo_gym.gateway.durable_sessions import DurableSessions
 from nemo_gym.gateway.engines.types import EngineCheck
-from nemo_gym.gateway.refusals import dialect_of
-from nemo_gym.gateway.service.backend import Backend
-from nemo_gym.gateway.service.call import CallRequest
-from nemo_gym.gateway.service.config import GatewayConfig
-from nemo_gym.gateway.service.door import LENGTH_DIGITS, InferenceDoor
-from nemo_gym.gateway.service.engine_routes import engine_routes
-from nemo_gym.gateway.service.inference import Inference, StreamTiming
-from nemo_gym.gateway.service.live import LiveSession
-from nemo_gym.gateway.service.path_tokens import PathTokenMiddleware
-from nemo_gym.gateway.service.pool import EnginePool
-from nemo_gym.gateway.service.requests import OpenSession
-from nemo_gym.gateway.service.sessions import DurableSessions
-from nemo_gym.gateway.service.text_backend import TextBackend
+from nemo_gym.gateway.inference import CallRequest, Inference, StreamTiming
+from nemo_gym.gateway.live_session import LiveSession
+from nemo_gym.gateway.routes import LENGTH_DIGITS, InferenceDoor, OpenSession, PathTokenMiddleware, engine_routes
+from nemo_gym.gateway.routing.pool import EnginePool
 from nemo_gym.gateway.sessions import GatewaySessions, opener_of
+from nemo_gym.gateway.text_backend import TextBackend
 from nemo_gym.http.application import Application
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError
 from nemo_gym.http.middleware import require_role
@@ -185,28 +181,24 @@ class Gateway(SimpleResponsesAPIModel):
         assert dialect is not None  # only inference routes come here
         refuse_encoded(request)
         if live is None:
-            return await self._answer(request, dialect, None)
+            return await self._answer_alone(request, dialect)
         limits = self._inference.limits
         announced = request.headers.get("content-length", "")
         size = limits.max_body_bytes
         if announced.isdecimal() and len(announced) <= LENGTH_DIGITS:
             size = min(int(announced), size)
-        live.share.claim(size, limits.max_session_in_flight_bytes)
-        try:
-            return await self._answer(request, dialect, live)
-        finally:
-            live.share.release(size)
+        asked = CallRequest(request.headers, request.scope.get("client"), request.receive)
+        with live.share.claimed(size, limits.max_session_in_flight_bytes):
+            parts = [await request.body()]
+            return await self._inference.answer_session(dialect, live, request.scope["path"], parts, asked)
 
-    async def _answer(self, request: Request, dialect: Dialect, live: LiveSession[Any] | None) -> Response:
-        if live is None:
-            body = await parse_json_object(request, max_values=self.config.max_body_values)
-        else:
-            await self._inference.admit(await request.body(), live)
-            body = await parse_json_object(request, live.bodies.loads)
+    async def _answer_alone(self, request: Request, dialect: Dialect) -> Response:
+        """A call without a session."""
+        body = await parse_json_object(request, max_values=self.config.max_body_values)
+        connection = request.scope.get("client")
+        asked = CallRequest(request.headers, connection, request.receive, len(await request.body()))
         try:
-            connection = request.scope.get("client")
-            asked = CallRequest(request.headers, connection, request.receive, len(await request.body()))
-            return await self._inference.answer(dialect, body, asked, live)
+            return await self._inference.answer(dialect, body, asked, None)
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
 

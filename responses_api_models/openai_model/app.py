@@ -31,12 +31,14 @@ from nemo_gym.contract.model_limits import (
     chosen_limits,
     took_too_long,
 )
-from nemo_gym.gateway.dialects import Dialect, messages_chat, responses_chat
-from nemo_gym.gateway.dialects.streams import stream_of
+from nemo_gym.gateway.dialects import Dialect
+from nemo_gym.gateway.dialects import messages as messages_chat
+from nemo_gym.gateway.dialects import responses as responses_chat
+from nemo_gym.gateway.dialects.adapters import stream_of
+from nemo_gym.gateway.dialects.errors import relayed_error
 from nemo_gym.gateway.engines import EngineConnections, EngineEndpoint, OpenAIEngine
 from nemo_gym.gateway.engines.types import EngineCheck
-from nemo_gym.gateway.refusals import relayed_error
-from nemo_gym.gateway.usage import Usage
+from nemo_gym.gateway.policy_request import Usage
 from nemo_gym.http.client import get_global_aiohttp_client
 from nemo_gym.http.problems import JsonResponse
 

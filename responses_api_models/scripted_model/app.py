@@ -23,10 +23,11 @@ from nemo_gym.base_responses_api_model import (
     SimpleResponsesAPIModel,
 )
 from nemo_gym.contract.errors import ConfigError, ModelError
-from nemo_gym.gateway.dialects import Dialect, messages_chat, responses_chat
-from nemo_gym.gateway.dialects.adapters import adapter_of
-from nemo_gym.gateway.dialects.streams import stream_of
-from nemo_gym.gateway.usage import Usage
+from nemo_gym.gateway.dialects import Dialect
+from nemo_gym.gateway.dialects import messages as messages_chat
+from nemo_gym.gateway.dialects import responses as responses_chat
+from nemo_gym.gateway.dialects.adapters import adapter_of, stream_of
+from nemo_gym.gateway.policy_request import Usage
 from nemo_gym.http.problems import JsonResponse
 from nemo_gym.prompt import resolve_path
 from responses_api_models.scripted_model.script import Answer, Fault, Script

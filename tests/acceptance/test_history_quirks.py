@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.gateway.tokens.export import from_row
+from nemo_gym.gateway.tokens.trajectories import from_row
 from nemo_gym_testing.gateway.tiny.log import read_log
 from nemo_gym_testing.gateway.tiny.script import CallView
 from nemo_gym_testing.gateway.tiny.truth import check_truth

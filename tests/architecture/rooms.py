@@ -72,6 +72,7 @@ def _engine(directory: Path) -> Iterator[list[str]]:
             f"policy_base_url={url}",
             f"policy_path={policy}",
             "policy_model_name=tiny",
+            "++policy_model.responses_api_models.gateway.policy.max_context_tokens=65536",
             "max_turns=3",
         ]
     finally:

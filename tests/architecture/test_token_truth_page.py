@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from nemo_gym.gateway.tokens import SplitReason, trajectories_of
-from nemo_gym.gateway.tokens.export import write_npz
+from nemo_gym.gateway.tokens.trajectories import write_npz
 from tests.architecture.docs import PAGES, ROOT, example_files, table
 from tests.gateway.tokens.conversations import said, user
 from tests.gateway.tokens.sessions import Session

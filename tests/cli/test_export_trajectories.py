@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from nemo_gym.gateway.tokens import trajectories_of
-from nemo_gym.gateway.tokens.export import as_row, read_jsonl, read_npz
+from nemo_gym.gateway.tokens.trajectories import as_row, read_jsonl, read_npz
 from tests.gateway.tokens.conversations import said, user
 from tests.gateway.tokens.sessions import Session
 from tests.stack.stacks import command, no_traceback

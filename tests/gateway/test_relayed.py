@@ -7,8 +7,8 @@ from typing import Any
 import orjson
 import pytest
 
-from nemo_gym.gateway.journal.frames import frame, framed, read_frames
-from nemo_gym.gateway.relayed import JsonText, coalesced, size_of, written
+from nemo_gym.gateway.journal.log import frame, framed, read_frames
+from nemo_gym.gateway.json_bytes import JsonText, coalesced, size_of, written
 
 LARGE = orjson.dumps([*range(50_000)])
 

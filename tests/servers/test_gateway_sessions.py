@@ -10,8 +10,8 @@ from aiohttp import ClientResponse
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.contract.errors import CredentialError, FencedError
 from nemo_gym.contract.session import MAX_ATTEMPT
+from nemo_gym.gateway.policy_request import StreamedUsage, Usage
 from nemo_gym.gateway.sessions import KEEP_CLOSED_SESSIONS, GatewaySessions, InMemoryGatewaySessions
-from nemo_gym.gateway.usage import StreamedUsage, Usage
 from responses_api_models.scripted_model.app import ScriptedModel
 from tests.servers.stack import Stack, rollout
 

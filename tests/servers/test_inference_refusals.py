@@ -13,8 +13,8 @@ from starlette.responses import Response
 from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig, InferenceCall, SimpleResponsesAPIModel
 from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Role
 from nemo_gym.gateway.dialects import Dialect
+from nemo_gym.gateway.dialects.errors import dialect_error, dialect_of, inference_path
 from nemo_gym.gateway.engines import EngineRateLimitedError
-from nemo_gym.gateway.refusals import dialect_error, dialect_of, inference_path
 from tests.servers.stack import Stack, rollout
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"

@@ -10,7 +10,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from nemo_gym import openai_utils as types
-from nemo_gym.gateway.dialects import responses_chat
+from nemo_gym.gateway.dialects import responses as responses_chat
 from tests.servers.stack import response
 
 ITEM: TypeAdapter[Any] = TypeAdapter(types.NeMoGymResponseInputItem)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import orjson
 
 from nemo_gym.gateway.dialects import Dialect
-from nemo_gym.gateway.refusals import dialect_of
+from nemo_gym.gateway.dialects.errors import dialect_of
 
 
 class WrongAnswerError(AssertionError):

@@ -12,7 +12,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsNo
 from pydantic import TypeAdapter
 
 from nemo_gym.gateway.engines import EngineConfig
-from nemo_gym.gateway.service.requests import OpenSession
+from nemo_gym.gateway.routes import OpenSession
 
 _NUMBER = {"type": ["number", "null"]}
 _REWARD = {

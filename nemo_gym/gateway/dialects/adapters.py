@@ -1,24 +1,55 @@
-"""The adapter of each dialect, between its bodies and the lowered request and answer."""
+"""The list of models, as ``GET /v1/models`` answers it in either vendor's shape."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.gateway.dialects import Dialect
-from nemo_gym.gateway.dialects.chat import ChatAdapter
-from nemo_gym.gateway.dialects.memo import LoweringMemo
-from nemo_gym.gateway.dialects.messages import MessagesAdapter
+from nemo_gym.gateway.dialects.chat import ChatAdapter, chat_events
+from nemo_gym.gateway.dialects.conversation_cache import ConversationCache
+from nemo_gym.gateway.dialects.messages import MessagesAdapter, messages_events
 from nemo_gym.gateway.dialects.responses import ResponsesAdapter
-from nemo_gym.gateway.lowered import Answer, LoweredRequest
+from nemo_gym.gateway.dialects.responses_reply import responses_events
+from nemo_gym.gateway.policy_request import Answer, LoweredRequest
+
+_LONG_AGO = "1970-01-01T00:00:00Z"
+
+
+def models_reply(asked_by: Dialect | Mapping[str, str], names: Sequence[str]) -> dict[str, Any]:
+    """``asked_by``: a dialect, or the headers of a request, since the route is the same for all: Anthropic's clients
+    send ``anthropic-version``."""
+    if isinstance(asked_by, Dialect):
+        anthropic = asked_by is Dialect.MESSAGES
+    else:
+        anthropic = any(name.lower() == "anthropic-version" for name in asked_by)
+    if anthropic:
+        listed = [{"type": "model", "id": name, "display_name": name, "created_at": _LONG_AGO} for name in names]
+        ends = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None}
+        return {"data": listed, **ends, "has_more": False}
+    owned = [{"id": name, "object": "model", "created": 0, "owned_by": "policy"} for name in names]
+    return {"object": "list", "data": owned}
+
+
+# A whole reply as the server-sent events its dialect would have streamed.
+
+
+def stream_of(dialect: Dialect, reply: Mapping[str, Any], *, include_usage: bool = True) -> Iterator[bytes]:
+    """The events of ``reply``, which is a body of ``dialect``."""
+    if dialect is Dialect.CHAT:
+        return chat_events(reply, usage=include_usage)
+    return responses_events(reply) if dialect is Dialect.RESPONSES else messages_events(reply)
+
+
+# The adapter of each dialect, between its bodies and the lowered request and answer.
 
 
 class DialectAdapter(Protocol):
     """One dialect. Stateless; what a body makes up is derived from the answer, so raising it again gives the same."""
 
-    def lower(self, body: Mapping[str, Any], memo: LoweringMemo | None = None) -> LoweredRequest:
-        """The request in a body (JSON data). ``memo``: of the session, where its conversation is a long one. Raises
+    def lower(self, body: Mapping[str, Any], cache: ConversationCache | None = None) -> LoweredRequest:
+        """The request in a body (JSON data). ``cache``: of the session, where its conversation is a long one. Raises
         `InvalidBodyError`, whose ``param`` names the field, for whatever cannot be served, and nothing else."""
 
     def reply(self, answer: Answer, request: LoweredRequest, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,147 @@
-"""Content of messages: text as it stands, images as ``image_url`` parts, everything else refused by name."""
+"""Reading fields of bodies that anybody may send: the right type, or an `InvalidBodyError` that names the field.
+
+``where`` is a path as SDKs print it: ``messages.3.content.0.text``.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from nemo_gym.gateway.dialects.fields import Body, object_at, objects_in, optional_text, refuse, text_at
+import orjson
+
+from nemo_gym.contract.errors import InvalidBodyError
+from nemo_gym.gateway.policy_request import CallName
+
+Body = Mapping[str, Any]
+_WHOLE_BELOW = 1 << 63
+
+
+def refuse(where: str, problem: str) -> NoReturn:
+    """Raise the `InvalidBodyError` for a field; ``problem`` follows its name."""
+    raise InvalidBodyError(f"'{where}' {problem}", param=where)
+
+
+def text_at(body: Body, key: str, where: str, *, default: str | None = None) -> str:
+    """A string that must be there, unless there is a ``default`` for where it is absent or null."""
+    value = body.get(key)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, str):
+        refuse(join(where, key), f"must be a string, not {kind_of(value)}")
+    return value
+
+
+def optional_text(body: Body, key: str, where: str) -> str | None:
+    return None if body.get(key) is None else text_at(body, key, where)
+
+
+def object_at(body: Body, key: str, where: str) -> Body:
+    """An object; an empty one where it is absent or null."""
+    value = body.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        refuse(join(where, key), f"must be an object, not {kind_of(value)}")
+    return value
+
+
+def objects_in(value: Any, where: str, start: int = 0) -> Iterator[tuple[str, Body]]:
+    """``(where, object)`` of each element of a list of objects from ``start`` on; nothing for null."""
+    if value is None:
+        return
+    if not isinstance(value, list | tuple):
+        refuse(where, f"must be a list, not {kind_of(value)}")
+    for number in range(start, len(value)):
+        item = value[number]
+        at = f"{where}.{number}"
+        if not isinstance(item, Mapping):
+            refuse(at, f"must be an object, not {kind_of(item)}")
+        yield at, item
+
+
+def number_at(body: Body, key: str, *, low: float | None = None, whole: bool = False) -> int | float | None:
+    """A number, or nothing where it is absent or null."""
+    value = body.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        refuse(key, f"must be a number, not {kind_of(value)}")
+    if whole:
+        if value != int(value):
+            refuse(key, f"must be a whole number, not {value}")
+        value = int(value)
+        if not -_WHOLE_BELOW <= value < _WHOLE_BELOW:  # JSON has no limit there; engines and records have
+            refuse(key, f"must be a whole number of 64 bits, not {value:.3g}")
+    if low is not None and value < low:
+        refuse(key, f"is {value}; it must be at least {low}")
+    return value
+
+
+def flag_at(body: Body, key: str) -> bool:
+    value = body.get(key)
+    if value is not None and not isinstance(value, bool):
+        refuse(key, f"must be true or false, not {kind_of(value)}")
+    return bool(value)
+
+
+def stop_at(body: Body, key: str) -> list[str] | None:
+    """Stop strings: one, several, or nothing."""
+    value = body.get(key)
+    if value is None:
+        return None
+    pieces = [value] if isinstance(value, str) else value
+    if not isinstance(pieces, list | tuple) or not all(isinstance(piece, str) and piece for piece in pieces):
+        refuse(key, "must be a string that is not empty, or a list of such strings")
+    return list(pieces) or None
+
+
+def sampling_at(body: Body, *names: str) -> dict[str, Any]:
+    """The sampling parameters among ``names`` that are set."""
+    found = {name: number_at(body, name, whole=name in ("seed", "top_k")) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def json_at(value: Any, where: str) -> str:
+    """JSON text of data that came as JSON."""
+    try:
+        return orjson.dumps(value).decode()
+    except (TypeError, ValueError):  # nested deeper than any tool's arguments, or not Unicode
+        refuse(where, "cannot be written as JSON again: it is nested too deeply, or its text is no Unicode")
+
+
+def repeatable(body: Body, *keys: str) -> None:
+    """Refuse what a reply is to repeat and could not hold."""
+    for key in keys:
+        if isinstance(value := body.get(key), list | dict):
+            json_at([[[[[[[[value]]]]]]]], key)
+
+
+def refuse_set(body: Body, reasons: Mapping[str, str]) -> None:
+    """Refuse the fields among ``reasons`` that ask for something: those not absent, null, false, 0 or empty."""
+    for key, reason in reasons.items():
+        if body.get(key):
+            refuse(key, reason)
+
+
+def rest_of(body: Body, known: Sequence[str] | frozenset[str]) -> dict[str, Any]:
+    """The fields that are set and not ``known``."""
+    return {key: value for key, value in body.items() if value is not None and key not in known}
+
+
+def join(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+def kind_of(value: Any) -> str:
+    names = {str: "a string", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return "null" if value is None else names.get(type(value), type(value).__name__)
+
+
+# Content of messages: text as it stands, images as ``image_url`` parts, everything else refused by name.
 
 Part = dict[str, Any]
 _UNSERVED = {
@@ -140,3 +275,153 @@ def reasoning_of(message: Mapping[str, Any], where: str) -> str | None:
         if isinstance(message.get(key), str) and message[key]:
             return str(message[key])
     return optional_text(message, "reasoning_content", where)
+
+
+# Tools as the policy sees them: functions with flat, unique names, whatever a harness calls them.
+#
+# Codex groups tools in namespaces and takes free text for some; Chat Completions knows neither. The policy sees
+# ``<namespace>__<name>`` and one string argument; `CallName` says how a call is handed back.
+
+_UNUSUAL = re.compile(r"[^A-Za-z0-9_-]")
+CUSTOM_INPUT = "input"
+"""The one argument of a tool that takes free text."""
+RAW_CALL = "_raw"
+"""Ends the id of a call to a free-text tool whose arguments were not ``{"input": text}``: its text is the arguments as
+sampled, and the id says so when the call is sent back."""
+LOCAL_SHELL = "local_shell"
+_LOCAL_SHELL_PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "command": {"type": "array", "items": {"type": "string"}, "description": "The command and its arguments."},
+        "working_directory": {"type": "string"},
+        "timeout_ms": {"type": "integer"},
+    },
+    "required": ["command"],
+}
+_SHELL_TYPES = {"command": list, "working_directory": str, "timeout_ms": int}
+
+
+def function_tool(name: str, description: str | None, parameters: Any, strict: Any = None) -> dict[str, Any]:
+    """A tool as in Chat Completions."""
+    function: dict[str, Any] = {"name": name}
+    if description:
+        function["description"] = description
+    function["parameters"] = parameters if parameters else {"type": "object", "properties": {}}
+    if strict is True:  # the default is no part of a prompt
+        function["strict"] = True
+    return {"type": "function", "function": function}
+
+
+class ToolTable:
+    """The tools of one request, and both directions between their names."""
+
+    def __init__(self) -> None:
+        self.tools: list[dict[str, Any]] = []
+        self.names: dict[str, CallName] = {}
+        self._flat: dict[tuple[str | None, str], str] = {}
+        self._taken: set[str] = set()
+
+    def add(self, tool: Body, where: str, namespace: str | None = None, about: str | None = None) -> None:
+        """A function tool: ``name``, ``description``, ``parameters``, ``strict``."""
+        parameters = object_at(tool, "parameters", where)
+        description = optional_text(tool, "description", where) or about
+        flat = self._named(CallName(_name(tool, where), namespace), where)
+        self.tools.append(function_tool(flat, description, parameters, tool.get("strict")))
+
+    def add_custom(self, tool: Body, where: str, namespace: str | None = None) -> None:
+        """A tool that takes free text, in a grammar that the policy is told about but not held to."""
+        about = optional_text(tool, "description", where) or ""
+        grammar = object_at(tool, "format", where)
+        grammar = object_at(grammar, "grammar", f"{where}.format") or grammar
+        if isinstance(definition := grammar.get("definition"), str):
+            about += f"\n\nThe input follows this {grammar.get('syntax')} grammar:\n{definition}"
+        flat = self._named(CallName(_name(tool, where), namespace, custom=True), where)
+        text = {"type": "string", "description": "The tool's input, as plain text."}
+        parameters = {"type": "object", "properties": {CUSTOM_INPUT: text}, "required": [CUSTOM_INPUT]}
+        self.tools.append(function_tool(flat, about.strip(), parameters))
+
+    def add_local_shell(self, where: str) -> None:
+        flat = self._named(CallName(LOCAL_SHELL, local_shell=True), where)
+        self.tools.append(function_tool(flat, "Runs a command on the local machine.", _LOCAL_SHELL_PARAMETERS))
+
+    def flat_name(self, name: str, namespace: str | None = None) -> str:
+        """The name the policy knows a tool by; also of tools that are no longer offered."""
+        return self._flat.get((namespace, name)) or _flat(name, namespace)
+
+    def _named(self, called: CallName, where: str) -> str:
+        key = (called.namespace, called.name)
+        if key in self._flat:
+            refuse(f"{where}.name", f"is {called.name!r} again; names of tools must be unique")
+        flat = _flat(called.name, called.namespace)
+        if flat in self._taken:
+            flat += "_" + hashlib.sha256(repr(key).encode("utf-8", "backslashreplace")).hexdigest()[:8]
+        self._flat[key] = flat
+        self._taken.add(flat)
+        if called != CallName(flat):
+            self.names[flat] = called
+        return flat
+
+
+def _name(tool: Body, where: str) -> str:
+    name = text_at(tool, "name", where)
+    if not name:
+        refuse(f"{where}.name", "is empty")
+    return name
+
+
+def _flat(name: str, namespace: str | None) -> str:
+    if namespace is None:
+        return name
+    return _UNUSUAL.sub("_", f"{namespace.rstrip('_')}__{name}")
+
+
+def called(flat: str, call_id: str, arguments: str) -> dict[str, Any]:
+    """A call as in Chat Completions."""
+    return {"id": call_id, "type": "function", "function": {"name": flat, "arguments": arguments}}
+
+
+def custom_arguments(text: str, call_id: str, where: str) -> str:
+    """The arguments of a call to a free-text tool that a harness sends back."""
+    return text if call_id.endswith(RAW_CALL) else json_at({CUSTOM_INPUT: text}, where)
+
+
+def custom_input(call_id: str, arguments: str, data: Any) -> tuple[str, str]:
+    """``(id, text)`` of a call to a free-text tool as it is handed out; ``data`` are its arguments, parsed."""
+    if isinstance(data, Mapping) and [*data] == [CUSTOM_INPUT] and isinstance(data[CUSTOM_INPUT], str):
+        return call_id, data[CUSTOM_INPUT]
+    return call_id + RAW_CALL, arguments
+
+
+def chosen(choice: Any, table: ToolTable, where: str = "tool_choice") -> str | dict[str, Any]:
+    """``tool_choice`` of either OpenAI dialect: ``auto``, ``none``, ``required``, or ``{"name": flat name}``."""
+    if choice is None:
+        return "auto"
+    if isinstance(choice, str):
+        if choice not in ("auto", "none", "required"):
+            refuse(where, f"is {choice!r}; it must be 'auto', 'none', 'required' or the tool to call")
+        return choice
+    if not isinstance(choice, Mapping):
+        refuse(where, "must be a string or an object")
+    kind = choice.get("type")
+    if kind == LOCAL_SHELL:
+        return {"name": LOCAL_SHELL}
+    if kind not in ("function", "custom"):
+        refuse(f"{where}.type", f"is {kind!r}; only a function or custom tool can be chosen")
+    inner = object_at(choice, kind, where) or choice
+    return {"name": table.flat_name(text_at(inner, "name", where), optional_text(inner, "namespace", where))}
+
+
+def shell_action(data: Any) -> dict[str, Any] | None:
+    """The action of a ``local_shell`` call with these arguments; nothing where it could not carry them unchanged, and
+    the call has to be handed out as a function's."""
+    if not isinstance(data, Mapping) or not isinstance(command := data.get("command"), list):
+        return None
+    fits = all(isinstance(word, str) for word in command) and all(
+        type(value) is _SHELL_TYPES.get(key) for key, value in data.items()
+    )
+    return {"type": "exec", "env": {}, **data} if fits else None
+
+
+def shell_arguments(action: Body, where: str) -> str:
+    """The arguments of a ``local_shell`` call that a harness sends back."""
+    return json_at({key: action[key] for key in _SHELL_TYPES if action.get(key) is not None}, where)

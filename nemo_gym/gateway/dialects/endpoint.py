@@ -7,8 +7,14 @@ from typing import Any
 
 import orjson
 
-from nemo_gym.gateway.lowered import Answer, AnswerEnd, AnswerTokens, AnswerUsage, LoweredRequest
-from nemo_gym.gateway.usage import tokens_counted
+from nemo_gym.gateway.policy_request import (
+    Answer,
+    AnswerEnd,
+    AnswerTokens,
+    AnswerUsage,
+    LoweredRequest,
+    tokens_counted,
+)
 
 _ENDS = {end.value: end for end in AnswerEnd} | {"function_call": AnswerEnd.TOOL_CALLS}
 

@@ -1,5 +1,5 @@
-"""Messages (Anthropic's ``/v1/messages``, and ``/v1/messages/count_tokens``, which has no ``max_tokens``) and the lowered
-request.
+"""Messages (Anthropic's ``/v1/messages``, and ``/v1/messages/count_tokens``, which has no ``max_tokens``) and the
+lowered request.
 
 | field | what becomes of it |
 |---|---|
@@ -17,36 +17,270 @@ request.
 | ``n`` other than 1, ``mcp_servers``, ``container`` | refused where they ask for something |
 | ``cache_control``, ``context_management``, ``metadata``, ``service_tier``, ``betas``, ``model``, unknown fields | ignored |
 
-Types of content that are not known are refused by name, as are documents (except plain text) and server tools' results.
-"""  # noqa: E501 - a table's row is one line
+Types of content that are not known are refused by name, as are documents (except plain text) and server tools'
+results.
+"""  # noqa: E501
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
+from uuid import uuid4
+
+import orjson
 
 from nemo_gym.contract.errors import NemoGymError
-from nemo_gym.gateway.dialects import Dialect, messages_reply
-from nemo_gym.gateway.dialects.chat import one_answer, wants_token_ids
-from nemo_gym.gateway.dialects.errors import anthropic_error
-from nemo_gym.gateway.dialects.fields import (
+from nemo_gym.gateway.dialects import Dialect
+from nemo_gym.gateway.dialects.chat import one_answer, token_fields, wants_token_ids
+from nemo_gym.gateway.dialects.content import (
     Body,
+    Part,
+    ToolTable,
+    anthropic_image,
+    called,
     flag_at,
+    image_part,
+    joined,
+    json_at,
     kind_of,
+    lead_system,
     number_at,
     object_at,
     objects_in,
     optional_text,
     refuse,
+    refuse_part,
     refuse_set,
     sampling_at,
     stop_at,
     text_at,
+    text_part,
 )
-from nemo_gym.gateway.dialects.memo import LoweringMemo
-from nemo_gym.gateway.dialects.messages_history import lower_messages
-from nemo_gym.gateway.dialects.tools import ToolTable
-from nemo_gym.gateway.lowered import Answer, LoweredRequest
+from nemo_gym.gateway.dialects.conversation_cache import ConversationCache, lowered_history
+from nemo_gym.gateway.dialects.endpoint import answer_of_completion, chat_body
+from nemo_gym.gateway.dialects.errors import anthropic_error
+from nemo_gym.gateway.dialects.reply_parts import calls_in, dumped, event, made_up, pieces, reasoning_in, text_in
+from nemo_gym.gateway.policy_request import Answer, AnswerEnd, LoweredRequest
+
+
+def message_of(answer: Answer, request: LoweredRequest) -> dict[str, Any]:
+    """A ``message``."""
+    content: list[dict[str, Any]] = []
+    if (thought := reasoning_in(answer)) and request.reasoning:
+        content.append({"type": "thinking", "thinking": thought, "signature": made_up(answer, "signature")})
+    calls = calls_in(answer)
+    if text := text_in(answer):
+        content.append({"type": "text", "text": text})
+    for call in calls:
+        data = call.data if call.arguments.strip() else {}
+        if not isinstance(data, dict):
+            data = {WRAPPED: call.arguments}
+        content.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": data})
+    if not content:
+        # Claude Code takes a message without any content for a broken stream, and asks again.
+        content.append({"type": "text", "text": ""})
+    usage = answer.usage
+    message: dict[str, Any] = {
+        "id": f"msg_{answer.answer_id}",
+        "type": "message",
+        "role": "assistant",
+        "model": answer.model,
+        "content": content,
+        "stop_reason": _stop_reason(answer, called=bool(calls)),
+        "stop_sequence": answer.stop if _stopped_by_text(answer, called=bool(calls)) else None,
+        "usage": {
+            # Here the prompt's tokens are those that came from no cache.
+            "input_tokens": max(0, usage.prompt_tokens - usage.cached_tokens),
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached_tokens,
+            "output_tokens": usage.completion_tokens,
+        },
+    }
+    if request.token_ids and answer.tokens is not None:
+        message |= token_fields(answer.tokens)
+    return message
+
+
+def _stopped_by_text(answer: Answer, *, called: bool) -> bool:
+    return answer.end is AnswerEnd.STOP and answer.stop is not None and not called
+
+
+def _stop_reason(answer: Answer, *, called: bool) -> str:
+    if answer.end is AnswerEnd.LENGTH:
+        return "max_tokens"
+    if answer.end is AnswerEnd.CONTENT_FILTER:
+        return "refusal"
+    if called:
+        return "tool_use"
+    return "stop_sequence" if _stopped_by_text(answer, called=called) else "end_turn"
+
+
+def messages_events(message: Mapping[str, Any]) -> Iterator[bytes]:
+    """The events of a message, of ours or of an endpoint."""
+    usage = message.get("usage") or {}
+    started = {**message, "content": [], "stop_reason": None, "stop_sequence": None}
+    yield event({"type": "message_start", "message": {**started, "usage": {**usage, "output_tokens": 0}}})
+    for index, block in enumerate(message.get("content") or ()):
+        yield event({"type": "content_block_start", "index": index, "content_block": _empty(block)})
+        for delta in _deltas(block):
+            yield event({"type": "content_block_delta", "index": index, "delta": delta})
+        yield event({"type": "content_block_stop", "index": index})
+    stop = {key: message.get(key) for key in ("stop_reason", "stop_sequence")}
+    yield event({"type": "message_delta", "delta": stop, "usage": {"output_tokens": 0, **usage}})
+    yield event({"type": "message_stop"})
+
+
+def _empty(block: Mapping[str, Any]) -> dict[str, Any]:
+    begun: dict[str, dict[str, Any]] = {
+        "text": {"text": ""},
+        "thinking": {"thinking": "", "signature": ""},
+        "tool_use": {"input": {}},
+    }
+    return {**block, **begun.get(block["type"], {})}
+
+
+def _deltas(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    kind = block["type"]
+    if kind == "text":
+        for piece in pieces(block["text"]):
+            yield {"type": "text_delta", "text": piece}
+    elif kind == "thinking":
+        for piece in pieces(block["thinking"]):
+            yield {"type": "thinking_delta", "thinking": piece}
+        yield {"type": "signature_delta", "signature": block.get("signature") or ""}
+    elif kind == "tool_use":
+        for piece in pieces(dumped(block["input"]).decode()):
+            yield {"type": "input_json_delta", "partial_json": piece}
+
+
+# An answer as a message of Messages, whole and streamed.
+
+_BILLING = "x-anthropic-billing-header:"
+WRAPPED = "arguments"
+"""The one key of a call's input whose arguments, as sampled, were no JSON object: Messages has objects only."""
+Tools = Mapping[str, Mapping[str, Any]]
+
+
+def lower_messages(body: Body, tools: Tools, cache: ConversationCache | None = None) -> list[dict[str, Any]]:
+    """The system prompt and the messages of a request. ``tools``: by name, for references to them."""
+    value = body.get("messages")
+    if not isinstance(value, list | tuple) or not value:
+        refuse("messages", "must be a list of at least one message")
+
+    def lower_from(start: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+        for end, (where, message) in enumerate(objects_in(value, "messages", start), start + 1):
+            yield end, _message(message, where, tools)
+
+    text = _system(body.get("system"), "system")
+    before = [{"role": "system", "content": text}] if text else []
+    return lead_system([*before, *lowered_history(cache, body.get("tools"), value, lower_from)])
+
+
+def _message(message: Body, where: str, tools: Tools) -> list[dict[str, Any]]:
+    role, at = message.get("role"), f"{where}.content"
+    if role == "user":
+        return _user(message.get("content"), at, tools)
+    if role == "assistant":
+        return [_assistant(message.get("content"), at)]
+    if role != "system":
+        refuse(f"{where}.role", f"is {role!r}; it must be user, assistant or system")
+    return [{"role": "system", "content": _system(message.get("content"), at)}]
+
+
+def _system(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for at, block in objects_in(content, where):
+        if block.get("type") != "text":
+            refuse(f"{at}.type", f"is {block.get('type')!r}; system prompts hold text only")
+        text = text_at(block, "text", at)
+        if not text.startswith(_BILLING):
+            texts.append(text_part(text))
+    return str(joined(texts))
+
+
+def _user(content: Any, where: str, tools: Tools) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"role": "user", "content": content}]
+    results: list[dict[str, Any]] = []
+    parts: list[Part] = []
+    for at, block in objects_in(content, where):
+        if block.get("type") != "tool_result":
+            parts.append(_part(block, at, tools))
+            continue
+        call_id = text_at(block, "tool_use_id", at)
+        said = _result(block, at, tools)
+        results.append({"role": "tool", "tool_call_id": call_id, "content": said})
+    if parts or not results:
+        results.append({"role": "user", "content": joined(parts)})
+    return results
+
+
+def _result(block: Body, where: str, tools: Tools) -> str | list[Part]:
+    content = block.get("content")
+    if not isinstance(content, str):
+        content = joined([_part(part, at, tools) for at, part in objects_in(content, f"{where}.content")])
+    # A failure that says nothing would look like a success that says nothing.
+    return content or ("error" if block.get("is_error") else "")
+
+
+def _part(block: Body, where: str, tools: Tools) -> Part:
+    kind = block.get("type")
+    if kind == "text":
+        return text_part(text_at(block, "text", where))
+    if kind == "image":
+        return anthropic_image(block, where)
+    if kind == "image_url":  # OpenAI's form, which bridges between dialects leave as it is
+        image = object_at(block, "image_url", where)
+        return image_part(text_at(image, "url", where), f"{where}.image_url.url")
+    if kind == "tool_reference":
+        name = text_at(block, "tool_name", where)
+        tool = tools.get(name)
+        return text_part(name if tool is None else f"<tool>{json_at(tool['function'], where)}</tool>")
+    if kind == "document" and (source := object_at(block, "source", where)).get("type") == "text":
+        title = optional_text(block, "title", where)
+        return text_part((f"{title}\n" if title else "") + text_at(source, "data", f"{where}.source"))
+    refuse_part(kind, where)
+
+
+def _assistant(content: Any, where: str) -> dict[str, Any]:
+    if isinstance(content, str):
+        return {"role": "assistant", "content": content}
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for at, block in objects_in(content, where):
+        kind = block.get("type")
+        if kind == "text":
+            texts.append(text_at(block, "text", at))
+        elif kind == "thinking":
+            thoughts.append(text_at(block, "thinking", at, default=""))
+        elif kind == "tool_use":
+            arguments = _arguments(object_at(block, "input", at), at)
+            calls.append(called(text_at(block, "name", at), text_at(block, "id", at), arguments))
+        elif kind != "redacted_thinking":
+            refuse_part(kind, at)
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) or (None if calls else "")}
+    if reasoning := "".join(thoughts):
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _arguments(given: Body, where: str) -> str:
+    """The arguments as they were sampled, where they had to be wrapped."""
+    if [*given] == [WRAPPED] and isinstance(text := given[WRAPPED], str):
+        try:
+            parsed = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            return text
+        if not isinstance(parsed, dict):
+            return text
+    return json_at(given, f"{where}.input")
+
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _EFFORTS = ("low", "medium", "high")
@@ -63,19 +297,19 @@ _NO_PARAMETERS = frozenset({"messages", "system", "metadata"})
 class MessagesAdapter:
     """Messages."""
 
-    def lower(self, body: Body, memo: LoweringMemo | None = None) -> LoweredRequest:
-        if memo is None:
+    def lower(self, body: Body, cache: ConversationCache | None = None) -> LoweredRequest:
+        if cache is None:
             tools, request = _parameters(body)
         else:
             given = {key: value for key, value in body.items() if key not in _NO_PARAMETERS}
-            tools, request = memo.parameters(Dialect.MESSAGES, given, lambda: _parameters(body))
-        return request.asking(lower_messages(body, tools, memo))
+            tools, request = cache.parameters("lowered", Dialect.MESSAGES, given, lambda: _parameters(body))
+        return request.asking(lower_messages(body, tools, cache))
 
     def reply(self, answer: Answer, request: LoweredRequest, body: Body) -> dict[str, Any]:
-        return messages_reply.message_of(answer, request)
+        return message_of(answer, request)
 
     def events(self, reply: Mapping[str, Any], request: LoweredRequest) -> Iterator[bytes]:
-        return messages_reply.events_of(reply)
+        return messages_events(reply)
 
     def opening(
         self, answer_id: str, created_at: float, model: str, request: LoweredRequest, body: Body
@@ -162,3 +396,22 @@ def _format(form: Body) -> dict[str, Any] | None:
         refuse("output_config.format.type", f"is {form.get('type')!r}; it must be 'json_schema'")
     schema = object_at(form, "schema", "output_config.format")
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": dict(schema), "strict": True}}
+
+
+# Messages for endpoints that speak Chat Completions only.
+
+_ADAPTER = MessagesAdapter()
+
+
+def chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A Messages request as a Chat Completions request."""
+    same = {key: body[key] for key in ("model", "stream") if body.get(key) is not None}
+    return {**same, **chat_body(_ADAPTER.lower(body))}
+
+
+def message_of_completion(completion: Mapping[str, Any], body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A chat completion as the reply to ``body``; without one, as a reply that shows no thinking. Raises what
+    `answer_of_completion` raises."""
+    asked = body or {"messages": [{"role": "user", "content": ""}]}
+    answer = answer_of_completion(completion, answer_id=uuid4().hex, created_at=time.time())
+    return _ADAPTER.reply(answer, _ADAPTER.lower(asked), asked)

@@ -18,36 +18,163 @@
 | ``prompt_cache_key``, ``truncation``, ``max_tool_calls``, ``client_metadata``, ``model``, unknown fields | ignored |
 
 Types of items and of content that are not known are refused by name.
-"""  # noqa: E501 - a table's row is one line
+"""  # noqa: E501
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from uuid import uuid4
 
 from nemo_gym.contract.errors import NemoGymError
-from nemo_gym.gateway.dialects import Dialect, responses_events, responses_reply
-from nemo_gym.gateway.dialects.chat import NOT_STORED, SAMPLING, one_answer, wants_token_ids
-from nemo_gym.gateway.dialects.errors import openai_error
-from nemo_gym.gateway.dialects.fields import (
+from nemo_gym.gateway.dialects import Dialect
+from nemo_gym.gateway.dialects.chat import (
+    NOT_STORED,
+    SAMPLING,
+    TOKEN_FIELDS,
+    ChatAdapter,
+    arguments_at,
+    one_answer,
+    wants_token_ids,
+)
+from nemo_gym.gateway.dialects.content import (
+    LOCAL_SHELL,
     Body,
+    ToolTable,
+    answer_text,
+    called,
+    chosen,
+    custom_arguments,
     flag_at,
     kind_of,
+    lead_system,
     number_at,
     object_at,
     objects_in,
+    openai_content,
     optional_text,
     refuse,
     refuse_set,
     repeatable,
     sampling_at,
+    shell_arguments,
     stop_at,
+    system_text,
     text_at,
 )
-from nemo_gym.gateway.dialects.memo import LoweringMemo
-from nemo_gym.gateway.dialects.responses_history import lower_input
-from nemo_gym.gateway.dialects.tools import LOCAL_SHELL, ToolTable, chosen
-from nemo_gym.gateway.lowered import Answer, LoweredRequest
+from nemo_gym.gateway.dialects.conversation_cache import ConversationCache, lowered_history
+from nemo_gym.gateway.dialects.endpoint import answer_of_completion, chat_body
+from nemo_gym.gateway.dialects.errors import openai_error
+from nemo_gym.gateway.dialects.responses_reply import (
+    REPEATED,
+    begun,
+    included,
+    response_object,
+    response_of,
+    responses_events,
+)
+from nemo_gym.gateway.policy_request import Answer, LoweredRequest, Usage
+from nemo_gym.gateway.tokens.messages import text_of
+
+_OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+
+
+def lower_input(body: Body, table: ToolTable, cache: ConversationCache | None = None) -> list[dict[str, Any]]:
+    """Instructions and input of a request."""
+    value = body.get("input")
+    instructions = body.get("instructions")
+    start = [{"role": "system", "content": system_text(instructions, "instructions")}] if instructions else []
+    if isinstance(value, str):
+        return [*start, {"role": "user", "content": value}]
+    if not isinstance(value, list | tuple) or not value:
+        refuse("input", "must be a string, or a list of at least one item")
+    items = lowered_history(cache, body.get("tools"), value, lambda at: _groups(value, at, table))
+    return lead_system([*start, *items])
+
+
+def _groups(items: Sequence[Any], start: int, table: ToolTable) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Items from ``start`` on as messages, each with where its items end."""
+    turn: dict[str, Any] | None = None  # the assistant message being put together
+    end = start
+    for where, item in objects_in(items, "input", start):
+        kind = item.get("type") or ("message" if "role" in item else None)
+        alone = _alone(kind, item, where)
+        opens = turn is None or (kind == "reasoning" and (turn.get("tool_calls") or turn["content"]))
+        if turn is not None and (alone is not None or opens):
+            yield end, [_whole(turn)]
+            turn = None
+        end += 1
+        if alone is not None:
+            yield end, [alone]
+            continue
+        turn = turn or {"role": "assistant", "content": None}
+        extend_turn(turn, kind, item, where, table)
+    if turn is not None:
+        yield end, [_whole(turn)]
+
+
+def _whole(turn: dict[str, Any]) -> dict[str, Any]:
+    if turn["content"] is None and not turn.get("tool_calls"):
+        turn["content"] = ""
+    return turn
+
+
+def _alone(kind: Any, item: Body, where: str) -> dict[str, Any] | None:
+    """The message of an item that is one by itself; nothing for the items of an answer."""
+    if kind in _OUTPUTS:
+        call_id = text_at(item, "id" if item.get("call_id") is None else "call_id", where)
+        content = openai_content(item.get("output"), f"{where}.output") or ""
+        return {"role": "tool", "tool_call_id": call_id, "content": content}
+    return _message(item, where) if kind == "message" and item.get("role") != "assistant" else None
+
+
+def _message(item: Body, where: str) -> dict[str, Any]:
+    role, at = item.get("role"), f"{where}.content"
+    if role in ("system", "developer"):
+        return {"role": "system", "content": system_text(item.get("content"), at)}
+    if role != "user":
+        refuse(f"{where}.role", f"is {role!r}; it must be user, assistant, system or developer")
+    return {"role": "user", "content": openai_content(item.get("content"), at) or ""}
+
+
+def extend_turn(turn: dict[str, Any], kind: Any, item: Body, where: str, table: ToolTable) -> None:
+    """Add an item of the assistant to the message it belongs to."""
+    if kind == "message":
+        turn["content"] = (turn["content"] or "") + (answer_text(item.get("content"), f"{where}.content") or "")
+    elif kind == "reasoning":
+        if text := _reasoning(item, where):
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+    elif kind in ("function_call", "custom_tool_call", "local_shell_call"):
+        turn.setdefault("tool_calls", []).append(_call(kind, item, where, table))
+    elif kind == "item_reference":
+        refuse(where, "refers to an item stored elsewhere; nothing is stored here: send the item itself")
+    else:
+        refuse(f"{where}.type", f"is {kind!r}: items of this type are not known here")
+
+
+def _call(kind: str, item: Body, where: str, table: ToolTable) -> dict[str, Any]:
+    if kind == "local_shell_call":
+        arguments = shell_arguments(object_at(item, "action", where), f"{where}.action")
+        call_id = text_at(item, "id" if item.get("call_id") is None else "call_id", where)
+        return called(LOCAL_SHELL, call_id, arguments)
+    call_id = text_at(item, "call_id", where)
+    flat = table.flat_name(text_at(item, "name", where), optional_text(item, "namespace", where))
+    if kind == "custom_tool_call":
+        return called(flat, call_id, custom_arguments(text_at(item, "input", where), call_id, where))
+    return called(flat, call_id, arguments_at(item, where))
+
+
+def _reasoning(item: Body, where: str) -> str:
+    return answer_text(item.get("content"), f"{where}.content") or "".join(
+        text_at(part, "text", at) for at, part in objects_in(item.get("summary"), f"{where}.summary")
+    )
+
+
+# The input of a Responses request as chat messages.
+#
+# Items of one answer of the policy become one assistant message. A call's output is a tool message, with its images.
+# A reasoning item is read by its text (``content``, else ``summary``), never by ``encrypted_content``.
 
 _REFUSED = {
     "previous_response_id": NOT_STORED,
@@ -65,24 +192,24 @@ _NO_PARAMETERS = frozenset({"input", "instructions"})
 class ResponsesAdapter:
     """Responses."""
 
-    def lower(self, body: Body, memo: LoweringMemo | None = None) -> LoweredRequest:
-        if memo is None:
+    def lower(self, body: Body, cache: ConversationCache | None = None) -> LoweredRequest:
+        if cache is None:
             table, request = _parameters(body)
         else:
             given = {key: value for key, value in body.items() if key not in _NO_PARAMETERS}
-            table, request = memo.parameters(Dialect.RESPONSES, given, lambda: _parameters(body))
-        return request.asking(lower_input(body, table, memo))
+            table, request = cache.parameters("lowered", Dialect.RESPONSES, given, lambda: _parameters(body))
+        return request.asking(lower_input(body, table, cache))
 
     def reply(self, answer: Answer, request: LoweredRequest, body: Body) -> dict[str, Any]:
-        return responses_reply.response_of(answer, request, body)
+        return response_of(answer, request, body)
 
     def events(self, reply: Mapping[str, Any], request: LoweredRequest) -> Iterator[bytes]:
-        return responses_events.events_of(reply)
+        return responses_events(reply)
 
     def opening(
         self, answer_id: str, created_at: float, model: str, request: LoweredRequest, body: Body
     ) -> dict[str, Any] | None:
-        return responses_events.begun(responses_reply.response_object(answer_id, created_at, model, body))
+        return begun(response_object(answer_id, created_at, model, body))
 
     def error(self, error: NemoGymError) -> tuple[int, dict[str, Any]]:
         return openai_error(error)
@@ -92,7 +219,7 @@ def _parameters(body: Body) -> tuple[ToolTable, LoweredRequest]:
     """The tools, and a request without its messages."""
     one_answer(body)
     refuse_set(body, _REFUSED)
-    repeatable(body, *responses_reply.REPEATED)
+    repeatable(body, *REPEATED)
     table = tool_table(body)
     asked = sampling_at(body, *SAMPLING)
     if (limit := number_at(body, "max_output_tokens", low=1, whole=True)) is not None:
@@ -115,7 +242,7 @@ def _parameters(body: Body) -> tuple[ToolTable, LoweredRequest]:
         stream=flag_at(body, "stream"),
         tool_choice=chosen(body.get("tool_choice"), table),
         response_format=_format(object_at(object_at(body, "text", ""), "format", "text")),
-        logprobs=bool(top) or LOGPROBS in responses_reply.included(body),
+        logprobs=bool(top) or LOGPROBS in included(body),
         token_ids=wants_token_ids(body),
         extra=extra,
     )
@@ -162,3 +289,122 @@ def _format(form: Body) -> dict[str, Any] | None:
         refuse("text.format.type", f"must be a string, not {kind_of(kind)}")
     rest = {key: value for key, value in form.items() if key != "type"}
     return {"type": kind, **({"json_schema": rest} if rest else {})}
+
+
+# Responses ↔ Chat Completions, for endpoints that speak only one of them.
+
+_ADAPTER = ResponsesAdapter()
+_CHAT = ChatAdapter()
+_SAME = ("model", "temperature", "top_p", "parallel_tool_calls", "user", "metadata", "store", "service_tier", "stream")
+_FINISH = {"max_output_tokens": "length", "content_filter": "content_filter"}
+_OF_THE_ANSWER = ("message", "function_call", "custom_tool_call", "reasoning")
+
+
+def chat_request(params: Mapping[str, Any]) -> dict[str, Any]:
+    """A Responses request as a Chat Completions request."""
+    request = {key: params[key] for key in ("model", "stream") if params.get(key) is not None}
+    request |= chat_body(_ADAPTER.lower(params))
+    if request.get("stream"):
+        request["stream_options"] = {"include_usage": True}
+    return request
+
+
+def chat_messages(items: str | Sequence[Mapping[str, Any]], instructions: str | None = None) -> list[dict[str, Any]]:
+    """Responses input items as chat messages."""
+    return lower_input({"input": items, "instructions": instructions}, ToolTable())
+
+
+def response_of_completion(completion: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat completion as a Responses object; token ids of the message go to its last item. Raises what
+    `answer_of_completion` raises."""
+    message = completion["choices"][0]["message"]
+    answer = answer_of_completion(
+        completion,
+        answer_id=uuid4().hex,
+        created_at=completion.get("created") or time.time(),
+        model=str(completion.get("model") or params.get("model") or "policy"),
+    )
+    request = LoweredRequest(messages=(), names=tool_table(params).names, logprobs=bool(params.get("top_logprobs")))
+    response = response_of(answer, request, params)
+    response["output"][-1] |= {key: message[key] for key in TOKEN_FIELDS if message.get(key) is not None}
+    return response if completion.get("usage") else {**response, "usage": None}
+
+
+def responses_request(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A Chat Completions request as a Responses request."""
+    body = {**{key: body[key] for key in _SAME if body.get(key) is not None}, **chat_body(_CHAT.lower(body))}
+    request: dict[str, Any] = {key: body[key] for key in _SAME if body.get(key) is not None}
+    request["input"] = _items(body["messages"])
+    if (limit := body.get("max_tokens")) is not None:
+        request["max_output_tokens"] = limit
+    if effort := body.get("reasoning_effort"):
+        request["reasoning"] = {"effort": effort}
+    if tools := body.get("tools"):
+        request["tools"] = [{"type": "function", "strict": False, **tool["function"]} for tool in tools]
+    if (choice := body.get("tool_choice")) is not None:
+        named = isinstance(choice, Mapping)
+        request["tool_choice"] = {"type": "function", **choice["function"]} if named else choice
+    if form := body.get("response_format"):
+        request["text"] = {"format": {"type": form.get("type"), **(form.get("json_schema") or {})}}
+    return request
+
+
+def _items(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        if role == "tool":
+            output = _input_content(content)
+            items.append({"type": "function_call_output", "call_id": message["tool_call_id"], "output": output})
+        elif role == "assistant":
+            if content:
+                items.append({"type": "message", "role": "assistant", "content": text_of(content)})
+            for call in message.get("tool_calls") or ():
+                function = call["function"]
+                items.append(
+                    {
+                        "type": "function_call",
+                        "call_id": call["id"],
+                        "name": function["name"],
+                        "arguments": function["arguments"],
+                    }
+                )
+        else:
+            items.append({"type": "message", "role": role, "content": _input_content(content)})
+    return items
+
+
+def _input_content(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    return [
+        {"type": "input_text", "text": part["text"]}
+        if part.get("type") == "text"
+        else {"type": "input_image", "image_url": part["image_url"]["url"], "detail": "auto"}
+        for part in content
+    ]
+
+
+def completion_of_response(response: Mapping[str, Any]) -> dict[str, Any]:
+    """A Responses object as a chat completion."""
+    message: dict[str, Any] = {"role": "assistant", "content": None}
+    for where, item in objects_in(response.get("output"), "output"):
+        kind = item.get("type")
+        if kind in _OF_THE_ANSWER:
+            extend_turn(message, kind, item, where, ToolTable())
+            message |= {key: item[key] for key in TOKEN_FIELDS if item.get(key) is not None}
+    reason = (response.get("incomplete_details") or {}).get("reason")
+    finish = _FINISH.get(str(reason)) or ("tool_calls" if message.get("tool_calls") else "stop")
+    usage = Usage.of(response.get("usage"))
+    return {
+        "id": f"chatcmpl-{uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(response.get("created_at") or time.time()),
+        "model": response.get("model"),
+        "choices": [{"index": 0, "message": message, "finish_reason": finish, "logprobs": None}],
+        "usage": {
+            "prompt_tokens": usage.input_tokens,
+            "completion_tokens": usage.output_tokens,
+            "total_tokens": usage.input_tokens + usage.output_tokens,
+        },
+    }

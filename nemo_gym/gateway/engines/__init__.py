@@ -1,14 +1,18 @@
 """Engines that sample from the policy: adapters, their requests and answers, and how they fail."""
 
-from nemo_gym.gateway.engines.base import Engine, TextEngine, TokenEngine
-from nemo_gym.gateway.engines.config import (
+from nemo_gym.gateway.engines.connections import EngineConnections
+from nemo_gym.gateway.engines.engine_config import (
     EngineConfig,
     OpenAIEngineConfig,
     SglangEngineConfig,
     VllmEngineConfig,
 )
-from nemo_gym.gateway.engines.connections import EngineConnections
-from nemo_gym.gateway.engines.errors import (
+from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
+from nemo_gym.gateway.engines.openai import OpenAIEngine, SampledText, sampled_text
+from nemo_gym.gateway.engines.sampling import pinned_sampling
+from nemo_gym.gateway.engines.sglang import SglangEngine
+from nemo_gym.gateway.engines.types import (
+    Engine,
     EngineAnswerError,
     EngineAnswerTooLargeError,
     EngineCredentialError,
@@ -19,18 +23,14 @@ from nemo_gym.gateway.engines.errors import (
     EngineRefusedError,
     EngineTimeoutError,
     EngineUnreachableError,
-)
-from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
-from nemo_gym.gateway.engines.openai import OpenAIEngine, SampledText, sampled_text
-from nemo_gym.gateway.engines.pinning import pinned_sampling
-from nemo_gym.gateway.engines.sglang import SglangEngine
-from nemo_gym.gateway.engines.types import (
     FinishReason,
     Generation,
     Sampling,
     Segment,
+    TextEngine,
     TextReply,
     TokenDelta,
+    TokenEngine,
     TokenRequest,
     WeightsSpan,
 )

@@ -12,8 +12,6 @@ from typing import cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from nemo_gym.gateway.engines.filling import WORTH_IT_BYTES, Filling
-
 _HEAD_BYTES = 64 << 10
 _LENGTH_DIGITS = 18
 _UNREAD_BYTES = 1 << 20
@@ -49,7 +47,6 @@ class Reply:
         self._unread = 0
         self._read_whole = False
         self._at_most = 0
-        self._streamed = False
         self._done = False
         self._keep_alive = False
         self._error: Exception | None = None
@@ -64,20 +61,18 @@ class Reply:
         while not self.status:
             await self._more()
 
-    async def read(self, at_most: int) -> bytes | bytearray:
+    async def read(self, at_most: int) -> bytes:
         """All of the body that was not read yet; `TooLongError` as soon as it is known to have more bytes than
         ``at_most``."""
         self._read_whole = True
         self._at_most = at_most
         self._connection.read_on()
         self._check_size()
-        whole = self._filled()
         while not self._done:
             await self._more()
-        return self._taken() if whole is None else whole
+        return self._taken()
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        self._streamed = True
         while True:
             if self._parts:
                 yield self._taken()
@@ -104,25 +99,11 @@ class Reply:
         if self._error is not None:
             raise self._error
 
-    def _filled(self) -> bytearray | None:
-        """What the body will be in once it is done; nothing where it is not known to be long."""
-        have, length = self._unread, 0 if self._streamed or self._done or self._error else self._announced
-        if length - have < WORTH_IT_BYTES or not self._connection.usable:
-            return None
-        body = bytearray(length)
-        body[:have] = self._taken()
-        self._connection.fill(body, have, heard=self._heard, full=self._full)
-        return body
-
     @property
     def _announced(self) -> int:
         """Bytes that the body will have; 0 where that is not said."""
         said = self.headers.get("content-length", "")
         return int(said) if said.isdecimal() and len(said) < _LENGTH_DIGITS else 0
-
-    def _full(self) -> None:
-        self.on_message_complete()
-        self._wake()
 
     def _taken(self) -> bytes:
         parts, self._parts, self._unread = self._parts, [], 0
@@ -264,12 +245,6 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
             if self._reply is not None:
                 self._reply.heard_again()
-
-    def fill(self, body: bytearray, have: int, *, heard: Callable[[], None], full: Callable[[], None]) -> None:
-        """Put what comes into ``body`` behind the ``have`` bytes of it that are there; ``heard`` is called with each
-        piece, ``full`` at its end."""
-        assert self._transport is not None
-        Filling(body, have, self._transport, heard, full)
 
     def answered(self, *, keep: bool) -> None:
         self._reply = None

@@ -1,4 +1,4 @@
-"""What every engine behind HTTP shares: one call, its deadline, its cancellation, and its failures classified."""
+"""Reading server-sent events from chunks that are cut anywhere."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from nemo_gym.contract.model_limits import (
     REQUEST_TIMEOUT_S,
     chosen_limits,
 )
-from nemo_gym.gateway.engines.connections import BROKEN, EngineConnections, NotConnectedError, Patience
-from nemo_gym.gateway.engines.echo import without_echo
-from nemo_gym.gateway.engines.errors import (
+from nemo_gym.gateway.engines.connections import BROKEN, EngineConnections, NotConnectedError, Patience, RequestHeads
+from nemo_gym.gateway.engines.exchange import NoHttpError, Reply, TooLongError
+from nemo_gym.gateway.engines.types import (
     EngineAnswerError,
     EngineAnswerTooLargeError,
+    EngineCheck,
     EngineCredentialError,
     EngineError,
     EngineFailedError,
@@ -34,11 +35,49 @@ from nemo_gym.gateway.engines.errors import (
     EngineRefusedError,
     EngineTimeoutError,
     EngineUnreachableError,
+    WeightsSpan,
 )
-from nemo_gym.gateway.engines.events import DONE, EventReader
-from nemo_gym.gateway.engines.exchange import NoHttpError, Reply, TooLongError
-from nemo_gym.gateway.engines.heads import RequestHeads
-from nemo_gym.gateway.engines.types import EngineCheck, WeightsSpan
+
+DONE = b"[DONE]"
+
+
+class EventReader:
+    """Collects ``data`` fields into events. Comments and other fields are skipped; all three line ends are known."""
+
+    def __init__(self) -> None:
+        self._rest: list[bytes] = []
+        """Of a line, in pieces: one that comes in thousands of chunks is joined once."""
+        self._rest_bytes = 0
+        self._data: list[bytes] = []
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the event that is not complete yet."""
+        return self._rest_bytes + sum(map(len, self._data))
+
+    def feed(self, chunk: bytes) -> Iterator[bytes]:
+        """The data of every event that ``chunk`` completes."""
+        self._rest.append(chunk)
+        self._rest_bytes += len(chunk)
+        if b"\n" not in chunk and b"\r" not in chunk and not self._rest[0].endswith(b"\r"):
+            return
+        text = b"".join(self._rest)
+        if b"\r" in text:
+            # A lone CR at the end may be half of a CRLF: it waits for the next chunk.
+            held = b"\r" if text.endswith(b"\r") else b""
+            text = text.removesuffix(held).replace(b"\r\n", b"\n").replace(b"\r", b"\n") + held
+        *lines, rest = text.split(b"\n")
+        self._rest, self._rest_bytes = [rest], len(rest)
+        for line in lines:
+            if line.startswith(b"data:"):
+                value = line[5:]
+                self._data.append(value.removeprefix(b" "))
+            elif not line and self._data:
+                yield b"\n".join(self._data)
+                self._data = []
+
+
+# What every engine behind HTTP shares: one call, its deadline, its cancellation, and its failures classified.
 
 READ_OUT_S = 0.05
 MAX_ANSWER_BYTES = 64 << 20
@@ -81,7 +120,7 @@ class EngineEndpoint:
 
 
 class HttpEngine:
-    """A base for adapters; see `nemo_gym.gateway.engines.base.Engine` for the contract."""
+    """A base for adapters; see `nemo_gym.gateway.engines.types.Engine` for the contract."""
 
     health_route = "/health"
     models_route = "/v1/models"
@@ -385,3 +424,22 @@ async def _read_out(chunks: AsyncGenerator[bytes, None]) -> None:
         async with asyncio.timeout(READ_OUT_S):
             async for _ in chunks:
                 pass
+
+
+_PROMPT_KEY = b'"prompt_token_ids":'
+
+
+def without_echo(raw: bytes | bytearray, prompt_json: bytes | None) -> bytes | bytearray:
+    """A JSON text without its ``prompt_token_ids``, where they are ``prompt_json`` to the byte; else as it came.
+
+    ``prompt_json``: the ids as a JSON array without spaces. What is left in says that the echo still has to be
+    compared. Within a JSON string the key's quotes would be escaped, so what is found is a key.
+    """
+    at = raw.find(_PROMPT_KEY) if prompt_json is not None else -1
+    if prompt_json is None or at < 0:
+        return raw
+    start = at + len(_PROMPT_KEY)
+    if not raw.startswith(prompt_json, start):
+        return raw
+    with memoryview(raw) as view:
+        return b"".join((view[:start], b"null", view[start + len(prompt_json) :]))

@@ -9,17 +9,15 @@ from typing import Any
 import msgspec
 
 from nemo_gym.gateway.engines.connections import EngineConnections
-from nemo_gym.gateway.engines.constraints import sglang_fields
-from nemo_gym.gateway.engines.errors import (
+from nemo_gym.gateway.engines.exchange import Reply
+from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
+from nemo_gym.gateway.engines.sampling import sglang_fields
+from nemo_gym.gateway.engines.types import (
     EngineError,
     EngineFailedError,
     EngineLostError,
     EngineRateLimitedError,
     EngineRefusedError,
-)
-from nemo_gym.gateway.engines.exchange import Reply
-from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
-from nemo_gym.gateway.engines.types import (
     FinishReason,
     Generation,
     Segment,
@@ -28,7 +26,7 @@ from nemo_gym.gateway.engines.types import (
     WeightsSpan,
     prompt_of,
 )
-from nemo_gym.gateway.usage import tokens_counted
+from nemo_gym.gateway.policy_request import tokens_counted
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 _ROUTE = "/generate"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import orjson
+
+from nemo_gym._util.backoff import waiting_s
+from nemo_gym.contract.errors import ModelError
 
 
 class FinishReason(StrEnum):
@@ -40,7 +43,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     json_schema: str | None = None
-    """JSON text of the schema that the engine holds the answer to (`nemo_gym.gateway.engines.constraints`)."""
+    """JSON text of the schema that the engine holds the answer to (`nemo_gym.gateway.engines.sampling`)."""
 
     def given(self) -> dict[str, Any]:
         """The parameters that are set, except ``max_tokens``, ``seed`` and ``json_schema``: engines spell them
@@ -155,3 +158,152 @@ class EngineCheck:
     """Prompt and answer together, where the engine tells."""
     warning: str | None = None
     """What works, and may not be meant."""
+
+
+# How an engine call can fail, told apart by what may be done about it.
+#
+#     EngineError
+#     ├── EngineRefusedError       the request itself is wrong; any engine would say so
+#     ├── EngineCredentialError    the engine does not accept our key; the operator's to fix
+#     ├── EngineRateLimitedError   come back later, or ask another engine; the engine is well
+#     ├── EngineUnreachableError   no connection: nothing was started, the engine is down
+#     ├── EngineLostError          the connection broke: nothing of the answer was delivered or kept
+#     ├── EngineTimeoutError       no answer, or no further byte, in time
+#     ├── EngineFailedError        the engine answered 5xx
+#     └── EngineAnswerError        an answer that breaks the engine's own protocol
+#         └── EngineAnswerTooLargeError   more of it than was asked for, or than is taken
+#
+# Sampling has no side effect here until its answer is committed, so every retryable failure may be tried elsewhere
+# as long as none of its tokens went to the harness.
+
+
+class EngineError(ModelError):
+    """``details`` hold ``engine`` and, for an HTTP answer, ``upstream_status``."""
+
+    code = "engine"
+
+    elsewhere: ClassVar[bool] = False
+    """Whether the same request may succeed on another engine."""
+    fatal: ClassVar[bool] = False
+    """Whether one such failure proves that the engine is down."""
+    unhealthy: ClassVar[bool] = False
+    """Whether it speaks against the engine's health at all."""
+
+
+class EngineRefusedError(EngineError):
+    """``body`` is what the engine said about the request: it is the harness's to read."""
+
+    code = "engine_refused"
+    status = 400
+
+    def __init__(self, message: str, *, body: bytes = b"", **details: Any) -> None:
+        super().__init__(message, **details)
+        self.body = body
+
+
+class EngineCredentialError(EngineError):
+    code = "engine_credential"
+    elsewhere = True
+    unhealthy = True
+
+
+class EngineRateLimitedError(EngineError):
+    """``details['retry_after_s']`` is when to come back, if the engine said; see `waiting_s`."""
+
+    code = "model_rate_limited"
+    status = 429
+    elsewhere = True
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None, **details: Any) -> None:
+        self.retry_after_s = waiting_s(retry_after_s)
+        super().__init__(message, retryable=True, retry_after_s=self.retry_after_s, **details)
+
+
+class EngineUnreachableError(EngineError):
+    code = "engine_unreachable"
+    elsewhere = True
+    fatal = True
+    unhealthy = True
+
+
+class EngineLostError(EngineError):
+    code = "engine_lost"
+    elsewhere = True
+    unhealthy = True
+
+
+class EngineTimeoutError(EngineError):
+    code = "engine_timeout"
+    status = 504
+    elsewhere = True
+    unhealthy = True
+
+
+class EngineFailedError(EngineError):
+    code = "engine_failed"
+    elsewhere = True
+    unhealthy = True
+
+
+class EngineAnswerError(EngineError):
+    code = "engine_answer"
+    elsewhere = True
+    unhealthy = True
+
+
+class EngineAnswerTooLargeError(EngineAnswerError):
+    """Another try would cost as much again, and the request may be to blame, not the engine."""
+
+    code = "engine_answer_too_large"
+    elsewhere = False
+    unhealthy = False
+
+
+# The two kinds of engine, as the gateway sees them.
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Anything that samples from the policy. Cancelling a call (the awaiting task, or closing its iterator) closes
+    the connection at once, which is how every supported engine is told to stop sampling. Calls raise `EngineError`
+    and nothing else."""
+
+    @property
+    def name(self) -> str:
+        """Unique among the engines of a router; appears in trajectories and logs."""
+        ...
+
+    weights_version: str | None
+    """The version of the weights being served. Set by the trainer after an update; an engine that reports its own
+    version keeps it current by itself."""
+
+    async def probe(self) -> None:
+        """One cheap request that samples nothing; raises `EngineError` unless the engine is able to serve."""
+        ...
+
+
+@runtime_checkable
+class TokenEngine(Engine, Protocol):
+    """Takes token ids and returns token ids with the logprobs they were sampled with."""
+
+    async def generate(self, request: TokenRequest) -> Generation:
+        """The whole answer."""
+        ...
+
+    def stream(self, request: TokenRequest) -> AsyncGenerator[TokenDelta | Generation, None]:
+        """The answer as it is sampled: deltas, and last the whole `Generation`, whose tokens are exactly the deltas
+        joined. Ending without a `Generation` is impossible: a broken stream raises."""
+        ...
+
+
+@runtime_checkable
+class TextEngine(Engine, Protocol):
+    """Speaks an OpenAI dialect. Bodies pass as bytes: what nobody must read, nobody parses."""
+
+    async def complete(self, route: str, body: Mapping[str, Any]) -> TextReply:
+        """``POST <base_url><route>`` without streaming; ``route`` is for example ``/chat/completions``."""
+        ...
+
+    def stream_text(self, route: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
+        """The server-sent events as they arrive, cut anywhere."""
+        ...

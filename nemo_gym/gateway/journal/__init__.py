@@ -1,16 +1,22 @@
 """What the gateway has committed, on disk: sessions, their turns and their ends."""
 
-from nemo_gym.gateway.journal.errors import (
+from nemo_gym.gateway.journal.log import (
+    Durability,
     JournalBusyError,
     JournalDamagedError,
     JournalError,
     JournalFullError,
+    JournalLog,
 )
-from nemo_gym.gateway.journal.kept import KeptBody
-from nemo_gym.gateway.journal.log import Durability, JournalLog
-from nemo_gym.gateway.journal.records import ReplayedSession, SessionRecord, TurnRecord
-from nemo_gym.gateway.journal.sessions import DEADLINE_REASON, SessionJournal
-from nemo_gym.gateway.journal.states import SessionState
+from nemo_gym.gateway.journal.session_journal import (
+    DEADLINE_REASON,
+    KeptBody,
+    ReplayedSession,
+    SessionJournal,
+    SessionRecord,
+    SessionState,
+    TurnRecord,
+)
 
 __all__ = [
     "DEADLINE_REASON",

@@ -1,8 +1,4 @@
-"""An append-only log in segment files.
-
-Waiting for a disk is a thread's work: it writes and syncs for many callers at once. Handing bytes to the kernel takes
-less time than handing them to a thread, so without syncs each record is written where it is appended.
-"""
+"""How a journal can fail. None of these is ever passed over: a gateway without its journal commits nothing."""
 
 from __future__ import annotations
 
@@ -11,19 +7,113 @@ import errno
 import fcntl
 import os
 import queue
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from zlib import crc32
 
 import structlog
 
 from nemo_gym._util.files import write_all
-from nemo_gym.gateway.journal.errors import JournalBusyError, JournalDamagedError, JournalError, JournalFullError
-from nemo_gym.gateway.journal.frames import framed, read_frames
-from nemo_gym.gateway.relayed import Buffer, coalesced, size_of
+from nemo_gym.contract.errors import ModelError
+from nemo_gym.gateway.json_bytes import Buffer, coalesced, size_of
+
+
+class JournalError(ModelError):
+    """The journal cannot be written or read."""
+
+    code = "journal"
+    status = 503
+
+
+class JournalFullError(JournalError):
+    """The disk takes no more. Nothing of what failed with this is kept, neither on the disk nor in memory, and the
+    journal goes on by itself once there is room."""
+
+    code = "journal_full"
+
+
+class JournalBusyError(JournalError):
+    """Another process has the journal open."""
+
+    code = "journal_busy"
+
+
+class JournalDamagedError(JournalError):
+    """The journal's files hold something else than what was written: more than the torn end that a crash leaves."""
+
+    code = "journal_damaged"
+
+
+# Records in a file, so that a torn one is recognised: magic, length, checksum, payload.
+
+
+MAGIC = b"NGJ\x01"
+_HEAD = struct.Struct("<4sII")
+MAX_PAYLOAD_BYTES = 2**30
+
+
+def frame(payload: bytes) -> bytes:
+    return b"".join(framed((payload,)))
+
+
+def framed(payload: Sequence[Buffer]) -> list[Buffer]:
+    """A frame in pieces, of a payload in pieces, which are not copied."""
+    checksum = 0
+    for piece in payload:
+        checksum = crc32(piece, checksum)
+    return [_HEAD.pack(MAGIC, size_of(payload), checksum), *payload]
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """What a file holds."""
+
+    payloads: list[memoryview]
+    end: int
+    """Where the last whole record ends."""
+    whole_after_end: bool
+    """Whether a whole record follows the first broken one. A crash of the process cannot do that; damage can."""
+
+
+def read_frames(data: bytes) -> Frames:
+    view = memoryview(data)
+    payloads: list[memoryview] = []
+    offset = 0
+    while (payload := _payload_at(view, offset)) is not None:
+        payloads.append(payload)
+        offset += _HEAD.size + len(payload)
+    return Frames(payloads, offset, _any_frame_after(data, view, offset))
+
+
+def _payload_at(view: memoryview, offset: int) -> memoryview | None:
+    if len(view) - offset < _HEAD.size:
+        return None
+    magic, length, checksum = _HEAD.unpack_from(view, offset)
+    start = offset + _HEAD.size
+    if magic != MAGIC or length > MAX_PAYLOAD_BYTES or len(view) - start < length:
+        return None
+    payload = view[start : start + length]
+    return payload if crc32(payload) == checksum else None
+
+
+def _any_frame_after(data: bytes, view: memoryview, end: int) -> bool:
+    found = data.find(MAGIC, end + 1)
+    while found >= 0:
+        if _payload_at(view, found) is not None:
+            return True
+        found = data.find(MAGIC, found + 1)
+    return False
+
+
+# An append-only log in segment files.
+#
+# Waiting for a disk is a thread's work: it writes and syncs for many callers at once. Handing bytes to the kernel
+# takes less time than handing them to a thread, so without syncs each record is written where it is appended.
 
 Durability = Literal["power_loss", "process"]
 """What an acknowledged record survives: ``power_loss`` syncs each group to the disk, ``process`` only hands it to the

@@ -7,9 +7,8 @@ from typing import Generic
 
 import structlog
 
-from nemo_gym.gateway.engines.errors import EngineError, EngineFailedError
-from nemo_gym.gateway.routing.health import HealthState
-from nemo_gym.gateway.routing.replica import E, Replica
+from nemo_gym.gateway.engines.types import EngineError, EngineFailedError
+from nemo_gym.gateway.routing.health import E, HealthState, Replica
 from nemo_gym.gateway.routing.router import Router
 
 PROBE_INTERVAL_S = 5.0

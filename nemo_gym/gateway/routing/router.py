@@ -12,9 +12,8 @@ from types import TracebackType
 from typing import Any, Generic, Self
 
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.gateway.engines.errors import EngineError, EngineFailedError, EngineLostError, EngineRateLimitedError
-from nemo_gym.gateway.routing.health import Health, HealthState
-from nemo_gym.gateway.routing.replica import E, Replica, ReplicaStatus
+from nemo_gym.gateway.engines.types import EngineError, EngineFailedError, EngineLostError, EngineRateLimitedError
+from nemo_gym.gateway.routing.health import E, Health, HealthState, Replica, ReplicaStatus
 
 RETRY_AFTER_S = 5
 """What a caller is told for whose call there was no engine."""

@@ -13,12 +13,10 @@ Needs the ``gateway`` extra when used; importing it does not.
 
 from nemo_gym.gateway.tokens.forest import History, Prepared, TokenForest
 from nemo_gym.gateway.tokens.incremental import IncrementalEncoder
-from nemo_gym.gateway.tokens.merging import trajectories_of
 from nemo_gym.gateway.tokens.policy import PolicyTokenizer
-from nemo_gym.gateway.tokens.splits import SplitReason
 from nemo_gym.gateway.tokens.template import TemplateRefusedError
-from nemo_gym.gateway.tokens.trajectory import Trajectory, TrajectoryTurn
-from nemo_gym.gateway.tokens.turns import Sampled, Turn
+from nemo_gym.gateway.tokens.trajectories import Trajectory, TrajectoryTurn, trajectories_of
+from nemo_gym.gateway.tokens.turns import Sampled, SplitReason, Turn
 
 __all__ = [
     "History",

@@ -21,7 +21,7 @@ from enum import StrEnum
 from typing import Any
 
 from nemo_gym.contract.errors import InvalidBodyError, ModelError
-from nemo_gym.gateway.packed import LARGE, packed
+from nemo_gym.gateway.arrays import LARGE, packed
 from nemo_gym.gateway.tokens.history import HistoryReader, Reading
 from nemo_gym.gateway.tokens.incremental import IncrementalEncoder, Unproven
 from nemo_gym.gateway.tokens.messages import (
@@ -34,10 +34,16 @@ from nemo_gym.gateway.tokens.messages import (
     text_of,
 )
 from nemo_gym.gateway.tokens.policy import PolicyTokenizer
-from nemo_gym.gateway.tokens.prompts import Prompt
-from nemo_gym.gateway.tokens.splits import SplitReason, continuation_reason, start_reason
 from nemo_gym.gateway.tokens.template import TemplateRefusedError
-from nemo_gym.gateway.tokens.turns import Sampled, Turn, extended
+from nemo_gym.gateway.tokens.turns import (
+    Prompt,
+    Sampled,
+    SplitReason,
+    Turn,
+    continuation_reason,
+    extended,
+    start_reason,
+)
 
 _COMPARED = 16
 """Conversations, newest first, that a new one is compared with to name its reason."""

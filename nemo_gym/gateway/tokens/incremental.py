@@ -5,8 +5,7 @@ the new messages, the generation prompt. It is rendered behind a short stand-in 
 ends the turn, and encoded. That is right only for templates that append. So each *shape* of continuation (roles of
 the new messages, calls in the last answer, tools and system prompt or not) is proven once per policy, on histories of
 several depths: the cut text must be the same behind each, what was rendered before must stay as it was, and the
-pieces' encodings must join to the encoding of the whole. What cannot be proven is encoded in full instead. Where the
-template shows texts without looking into them (`VerbatimTemplate`), a proven continuation is not even rendered.
+pieces' encodings must join to the encoding of the whole. What cannot be proven is encoded in full instead.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ from typing import Any
 
 from nemo_gym.gateway.tokens.messages import Message, calls_of, continues_answer, media_parts, role_of, text_of
 from nemo_gym.gateway.tokens.policy import PolicyTokenizer
-from nemo_gym.gateway.tokens.template import TemplateRefusedError
-from nemo_gym.gateway.tokens.traits import shape
-from nemo_gym.gateway.tokens.verbatim import Pieces, VerbatimTemplate
+from nemo_gym.gateway.tokens.template import TemplateRefusedError, shape
 
 _DEPTHS = (0, 1, 3)
 _MAX_PROOFS = 1024
@@ -60,8 +57,6 @@ class IncrementalEncoder:
         parameters = {"type": "object", "properties": {}}
         function = {"name": self._tool, "description": self._tool, "parameters": parameters}
         self._tools = [{"type": "function", "function": function}]
-        self._verbatim = VerbatimTemplate(policy.template)
-        self._pieces: dict[tuple[Any, ...], Pieces | None] = {}
 
     def full(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None, now: datetime | None = None
@@ -102,8 +97,6 @@ class IncrementalEncoder:
             self._proofs[continued] = refuted
         if refuted is not None:
             return refuted
-        if (filled := self._filled(last, new, continued)) is not None:
-            return self._behind(last_id, self._policy.encode(filled))
         text = self._text(last, new, continued, 0, now)
         return text if isinstance(text, Unproven) else self._behind(last_id, self._policy.encode(text[1]))
 
@@ -129,36 +122,6 @@ class IncrementalEncoder:
             if self._user not in shown and (role == "user" or self._answer in shown):
                 dropped.add(role)
         return frozenset(dropped)
-
-    def _filled(self, last: Message, new: Sequence[Message], continued: _Shape) -> str | None:
-        """The text of a proven continuation without rendering it; nothing where the template looks into texts."""
-        if continued.prefill or continued.media or any(role not in ("user", "tool") for role, _ in continued.roles):
-            return None
-        policy = self._policy
-        shaped = policy.marked(shape(new, policy.traits, leading=False))
-        key = (continued, len(calls_of(last)), *(tuple(message) for message in shaped))
-        try:
-            pieces = self._pieces[key]
-        except KeyError:
-            if not all(message.get("content") for message in shaped):
-                return None  # which says nothing of other messages
-            pieces = self._pieces_of(last, shaped, continued)
-            if len(self._pieces) >= _MAX_PROOFS:
-                self._pieces.clear()
-            self._pieces[key] = pieces
-        return None if pieces is None else pieces.filled(shaped)
-
-    def _pieces_of(self, last: Message, shaped: Sequence[Mapping[str, Any]], continued: _Shape) -> Pieces | None:
-        traits = self._policy.traits
-        history = self._policy.marked(
-            shape([*self._history(continued, 0), self._stand_in(last)], traits, leading=True)
-        )
-        tools = self._tools if continued.tools else None
-        return self._verbatim.pieces(history, shaped, tools=tools, start=self._answer_end)
-
-    def _answer_end(self, text: str) -> int | None:
-        answer = text.rfind(self._answer)
-        return None if answer < 0 else self._policy.find_stop(text, answer + len(self._answer))
 
     def _behind(self, last_id: int | None, ids: list[int]) -> list[int]:
         policy = self._policy
@@ -196,9 +159,9 @@ class IncrementalEncoder:
         policy = self._policy
         # Shaped apart, because nothing may be joined across the end of the answer.
         shaped = shape(history, policy.traits, leading=True) + shape(rest, policy.traits, leading=False)
-        return policy.render_shaped(
-            shaped, tools=self._tools if continued.tools else None, add_generation_prompt=ask, now=now
-        )
+        # The tools are made up here: no special token is spelled in them.
+        tools = self._tools if continued.tools else None
+        return policy.template.render(policy.marked(shaped), tools=tools, add_generation_prompt=ask, now=now)
 
     def _history(self, continued: _Shape, depth: int) -> list[Message]:
         start: list[Message] = [{"role": "system", "content": self._system}] if continued.system else []

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+import orjson
 
 from nemo_gym.contract.errors import ConfigError, InvalidBodyError
-from nemo_gym.gateway.tokens.messages import Message
+from nemo_gym.gateway.tokens.messages import Message, arguments_of, calls_of, media_parts, role_of, text_of
 
 if TYPE_CHECKING:
     from jinja2 import Template
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 
 _GENERATION_TAG = "generation"
 
@@ -99,8 +106,8 @@ class ChatTemplate:
         }
 
 
-def jinja_environment(*mixed_in: type) -> ImmutableSandboxedEnvironment:
-    """What templates are compiled and run in. ``mixed_in``: classes whose methods go before the sandbox's own."""
+def jinja_environment() -> ImmutableSandboxedEnvironment:
+    """What templates are compiled and run in."""
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension
@@ -116,7 +123,7 @@ def jinja_environment(*mixed_in: type) -> ImmutableSandboxedEnvironment:
             next(parser.stream)
             return parser.parse_statements((f"name:end{_GENERATION_TAG}",), drop_needle=True)
 
-    class Sandbox(*mixed_in, ImmutableSandboxedEnvironment):  # type: ignore[misc]
+    class Sandbox(ImmutableSandboxedEnvironment):
         """Looks up a message's keys at once; the sandbox's own way tries, and fails, to read an attribute first."""
 
         def getattr(self, obj: Any, attribute: str) -> Any:
@@ -144,3 +151,224 @@ def plain_json(
 ) -> str:
     """Plain JSON; Jinja's own filter escapes for HTML, which no policy was trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+# What a chat template takes, found by trying it: templates document themselves nowhere else.
+
+_ALNUM9 = re.compile(r"[a-zA-Z0-9]{9}")
+_PRINTED_PART = re.compile(r"""['"]image""")
+_TEXT_A, _TEXT_B, _ARGUMENT = "firstprobetext", "secondprobetext", "argumentprobe"
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    """How a conversation must be shaped for one template. Found by `probe`."""
+
+    tool_use: bool = True
+    """Whether the template shows both tool calls and their results. Otherwise they are refused: a policy that cannot
+    see what its calls returned must not be run as if it could."""
+    arguments: Literal["object", "string"] = "object"
+    """Whether the template prints tool arguments itself (from data), or takes them as JSON text."""
+    call_ids: Literal["any", "alnum9"] = "any"
+    """``alnum9``: ids of tool calls must be nine letters or digits; others are replaced by a digest."""
+    system: Literal["native", "user"] = "native"
+    """``user``: there is no system role; a leading system message goes before the first user message's text."""
+    mid_system: Literal["native", "reminder"] = "native"
+    """``reminder``: a system message amid the conversation becomes a user message in a reminder tag."""
+    consecutive_users: bool = True
+    """Whether two user messages may follow each other; otherwise they are joined."""
+    images: frozenset[str] = frozenset()
+    """Roles (``user``, ``tool``) in whose messages the template writes a placeholder for an image. Elsewhere images
+    are refused, as the policy would not see them."""
+    user_after_tool: bool = True
+    """Whether a user message may follow a tool's; otherwise its text is appended to the tool's."""
+
+
+def probe(template: ChatTemplate) -> TemplateTraits:
+    """The template's traits. Raises `ConfigError` for one that cannot render a single exchange."""
+    user, reply = {"role": "user", "content": _TEXT_A}, {"role": "assistant", "content": _TEXT_B}
+    try:
+        shown = template.render([user, reply])
+    except TemplateRefusedError as error:
+        raise ConfigError(f"chat template: cannot render one user message and one answer ({error.message})") from error
+    if _TEXT_A not in shown or _TEXT_B not in shown:
+        raise ConfigError("chat template: does not show the content of a user message and its answer")
+    tool_use, arguments, call_ids = _tool_traits(template)
+
+    def takes(*messages: Mapping[str, Any]) -> bool:
+        shaped = shape(messages, TemplateTraits(arguments=arguments, call_ids=call_ids), leading=True)
+        return _shows(template, shaped, _TEXT_A, _TEXT_B)
+
+    first, second = user, {"role": "user", "content": _TEXT_B}
+    plain = {"role": "assistant", "content": "x"}
+    return TemplateTraits(
+        tool_use=tool_use,
+        arguments=arguments,
+        call_ids=call_ids,
+        system="native" if takes({"role": "system", "content": _TEXT_A}, second) else "user",
+        mid_system="native" if takes(first, plain, {"role": "system", "content": _TEXT_B}, first) else "reminder",
+        consecutive_users=takes(first, second),
+        images=_image_roles(template, TemplateTraits(arguments=arguments, call_ids=call_ids)),
+        user_after_tool=takes({"role": "user", "content": "x"}, *_call("object", "call_0123456789"), second),
+    )
+
+
+def _image_roles(template: ChatTemplate, traits: TemplateTraits) -> frozenset[str]:
+    text, image = {"type": "text", "text": _TEXT_A}, {"type": "image"}
+    user, *called = {"role": "user", "content": "x"}, *_call("object", "abcdef123")
+    before: dict[str, list[dict[str, Any]]] = {"user": [], "tool": [user, called[0]]}
+    last = {"user": user, "tool": called[1]}
+    found = set()
+    for role, messages in before.items():
+        with contextlib.suppress(TemplateRefusedError):
+            start = shape(messages, traits, leading=True)
+            shown = [
+                template.render([*start, {**last[role], "content": content}])
+                for content in ([text], [text, image], [text, image, image])
+            ]
+            printed = _PRINTED_PART.search(shown[1])  # the parts as data, not as the policy was trained on them
+            if _TEXT_A in shown[0] and len(shown[0]) < len(shown[1]) < len(shown[2]) and not printed:
+                found.add(role)
+    return frozenset(found)
+
+
+def _call(arguments: str, call_id: str) -> list[dict[str, Any]]:
+    data = {"value": _ARGUMENT}
+    given: Any = data if arguments == "object" else orjson.dumps(data).decode()
+    call = {"id": call_id, "type": "function", "function": {"name": "probe", "arguments": given}}
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call_id, "name": "probe", "content": _TEXT_A},
+    ]
+
+
+def _tool_traits(template: ChatTemplate) -> tuple[bool, Literal["object", "string"], Literal["any", "alnum9"]]:
+    forms: tuple[Literal["object", "string"], ...] = ("object", "string")
+    ids: tuple[tuple[Literal["any", "alnum9"], str], ...] = (("any", "call_0123456789"), ("alnum9", "abcdef123"))
+    for style, call_id in ids:
+        for form in forms:
+            messages = [{"role": "user", "content": "x"}, *_call(form, call_id)]
+            # A Python literal or doubly quoted JSON would mean that the template expected the other form.
+            if _shows(template, messages, _ARGUMENT, _TEXT_A, never=("{'value'", '\\"value')):
+                return True, form, style
+    return False, "object", "any"
+
+
+def _shows(template: ChatTemplate, messages: Sequence[Message], *texts: str, never: Sequence[str] = ()) -> bool:
+    try:
+        shown = template.render(messages, add_generation_prompt=True)
+    except TemplateRefusedError:
+        return False
+    return all(text in shown for text in texts) and not any(text in shown for text in never)
+
+
+def shape(messages: Sequence[Message], traits: TemplateTraits, *, leading: bool) -> list[dict[str, Any]]:
+    """Messages as the template takes them.
+
+    ``leading``: whether they start the conversation. Nothing is ever joined across an assistant message, so
+    shaping what follows one gives the same messages as shaping the whole conversation.
+    """
+    shaped: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        role = role_of(message)
+        if not traits.tool_use and (role == "tool" or calls_of(message)):
+            raise TemplateRefusedError(
+                "messages: hold tool calls or results, which the policy's chat template does not show;"
+                " use a policy or a chat_template made for tools"
+            )
+        new = _SHAPERS.get(role, _plain)(message, traits)
+        previous = shaped[-1] if shaped else None
+        if role == "system":
+            if leading and index == 0:
+                new["role"] = "system" if traits.system == "native" else "user"
+            elif traits.mid_system == "reminder" or traits.system == "user":
+                new = {"role": "user", "content": f"<system-reminder>\n{text_of(new['content'])}\n</system-reminder>"}
+        if previous is not None and new["role"] == "user" and _joins(previous["role"], traits):
+            previous["content"] = _joined(previous["content"], new["content"])
+        else:
+            shaped.append(new)
+    return shaped
+
+
+def _joins(previous_role: str, traits: TemplateTraits) -> bool:
+    if previous_role == "user":
+        # A system message that had to become a user message is always followed by the real one.
+        return not traits.consecutive_users or traits.system == "user"
+    return previous_role == "tool" and not traits.user_after_tool
+
+
+def _joined(first: Any, second: Any) -> Any:
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    parts = [[{"type": "text", "text": one}] if isinstance(one, str) else list(one) for one in (first, second)]
+    return parts[0] + parts[1]
+
+
+def _plain(message: Message, traits: TemplateTraits) -> dict[str, Any]:
+    return {"role": role_of(message), "content": _content(message.get("content"), role_of(message), traits)}
+
+
+def _assistant(message: Message, traits: TemplateTraits) -> dict[str, Any]:
+    shaped = _plain(message, traits)
+    if reasoning := message.get("reasoning_content") or message.get("reasoning"):
+        shaped["reasoning_content"] = reasoning
+    if calls := calls_of(message):
+        shaped["tool_calls"] = [
+            {
+                "id": _call_id(call.get("id"), traits),
+                "type": "function",
+                "function": {"name": call["function"]["name"], "arguments": _arguments(call, traits)},
+            }
+            for call in calls
+        ]
+    return shaped
+
+
+def _tool(message: Message, traits: TemplateTraits) -> dict[str, Any]:
+    shaped = _plain(message, traits)
+    shaped["tool_call_id"] = _call_id(message.get("tool_call_id"), traits)
+    if name := message.get("name"):
+        shaped["name"] = name
+    return shaped
+
+
+_SHAPERS: dict[str, Callable[[Message, TemplateTraits], dict[str, Any]]] = {"assistant": _assistant, "tool": _tool}
+
+
+def _arguments(call: Mapping[str, Any], traits: TemplateTraits) -> Any:
+    arguments = arguments_of(call)
+    if traits.arguments == "string":
+        return arguments if isinstance(arguments, str) else _json_text(arguments)
+    # Templates that print data walk over its items; text that was no JSON still has to be shown somehow.
+    return arguments if isinstance(arguments, Mapping) else {"arguments": arguments}
+
+
+def _json_text(data: Any) -> str:
+    try:
+        return orjson.dumps(data).decode()
+    except TypeError:  # integers beyond 64 bits, and escaped lone surrogates
+        return json.dumps(data, separators=(",", ":"))
+
+
+def _call_id(given: Any, traits: TemplateTraits) -> str:
+    call_id = str(given or "")
+    if traits.call_ids == "any" or _ALNUM9.fullmatch(call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:9]
+
+
+def _content(content: Any, role: str, traits: TemplateTraits) -> Any:
+    media = list(media_parts(content))
+    if not media:
+        return text_of(content)
+    shown_in = "tool" if role == "tool" else "user"
+    if any(kind == "image" for kind, _ in media) and shown_in not in traits.images:
+        raise TemplateRefusedError(
+            f"messages: a {role} message holds an image, which the policy's chat template does not show there;"
+            " use a policy or a chat_template made for images"
+        )
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        found = next(media_parts([part]), None)
+        parts.append({"type": found[0]} if found else {"type": "text", "text": text_of([part])})
+    return parts

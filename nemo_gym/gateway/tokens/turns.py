@@ -1,17 +1,95 @@
-"""One sampled answer with the tokens that led to it: the node of a session's forest."""
+"""Why a turn does not simply continue the conversation before it."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from enum import StrEnum
+from itertools import chain, islice
+from typing import Any, overload
 
 import orjson
 
-from nemo_gym.gateway.packed import LARGE
+from nemo_gym.gateway.arrays import LARGE
+from nemo_gym.gateway.tokens.history import Reading
 from nemo_gym.gateway.tokens.messages import Message
-from nemo_gym.gateway.tokens.splits import SplitReason
+
+
+class SplitReason(StrEnum):
+    """Recorded on the turn that starts a sibling, and on its trajectory."""
+
+    INITIAL = "initial"
+    """The session's first conversation."""
+    RESAMPLE = "resample"
+    """The same request again, after its first answer was kept."""
+    BRANCH = "branch"
+    """Another continuation of a shared prefix; no answer was edited."""
+    EDITED_HISTORY = "edited_history"
+    """The history differs from what was sampled or shown, at the same length or longer."""
+    COMPACTION = "compaction"
+    """The conversation starts as before, and the rest was replaced by less."""
+    SUB_AGENT = "sub_agent"
+    """A conversation of its own: another system prompt, or a start with other tools."""
+    TOOLS_CHANGED = "tools_changed"
+    """The same history with other tools, which are part of the prompt."""
+    TEMPLATE = "template"
+    """The chat template cannot be continued here without changing earlier tokens."""
+    REASONING_DROPPED = "reasoning_dropped"
+    """The chat template leaves out earlier reasoning, and the session follows the template (`History.TEMPLATE`)."""
+
+
+def continuation_reason(reading: Reading, shared: int, siblings: Iterable[bytes]) -> SplitReason | None:
+    """Why a turn that continues the first ``shared`` entries is a sibling; nothing if it is the first to.
+
+    ``siblings``: the keys of the requests that continued the same turn before.
+    """
+    before = set(siblings)
+    if not before:
+        return None
+    if reading.key in before:
+        return SplitReason.RESAMPLE
+    edited = any(entry.role == "assistant" for entry in reading.entries[shared:])
+    return SplitReason.EDITED_HISTORY if edited else SplitReason.BRANCH
+
+
+def start_reason(
+    reading: Reading, earlier: Sequence[tuple[bytes, Sequence[bytes]]], asked_before: bool, other_tools: bool
+) -> SplitReason:
+    """Why a conversation starts that continues none.
+
+    ``earlier``: tools and entry digests of the session's conversations so far. ``asked_before``: the very request
+    was answered. ``other_tools``: a turn with this history exists, with other tools.
+    """
+    if not earlier:
+        return SplitReason.INITIAL
+    if asked_before:
+        return SplitReason.RESAMPLE
+    if other_tools:
+        return SplitReason.TOOLS_CHANGED
+    own = [entry.digest for entry in reading.entries if entry.digest is not None]
+    fresh = not any(entry.role == "assistant" for entry in reading.entries)
+    alike = [(tools, path) for tools, path in earlier if _common(own, path)]
+    if alike:
+        if fresh and reading.tools not in {tools for tools, _ in alike}:
+            return SplitReason.SUB_AGENT  # one that starts with the main agent's own instructions
+        longer = any(len(path) > len(own) for _, path in alike)
+        return SplitReason.COMPACTION if longer else SplitReason.EDITED_HISTORY
+    if not fresh and any(_common(own[1:], path[1:]) > 1 for _, path in earlier):
+        return SplitReason.EDITED_HISTORY  # the same conversation under other instructions
+    starts_with_system = bool(reading.entries) and reading.entries[0].role == "system"
+    if starts_with_system or reading.tools not in {tools for tools, _ in earlier}:
+        return SplitReason.SUB_AGENT
+    return SplitReason.COMPACTION if any(len(path) > len(own) for _, path in earlier) else SplitReason.SUB_AGENT
+
+
+def _common(first: Sequence[bytes], second: Sequence[bytes]) -> int:
+    return next(
+        (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+
+
+# One sampled answer with the tokens that led to it: the node of a session's forest.
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,3 +241,69 @@ def json_of(values: array[Any]) -> bytes:
     # Shortest numbers that are these float32, instead of all digits of the float64 that Python makes of them.
     typed = np.frombuffer(values, dtype=np.int32 if values.typecode == "i" else np.float32)
     return orjson.dumps(typed, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+# A prompt that is not copied: the tokens of the turn it continues, and what is new behind them.
+
+
+class Prompt(Sequence[int]):
+    """Token ids of a whole prompt. Stays as it is when the conversation goes on."""
+
+    __slots__ = ("_begun", "_context", "_new", "_parent")
+
+    def __init__(self, parent: Turn | None, context: array[int]) -> None:
+        self._parent = parent
+        self._context = context
+        self._begun = parent.end if parent is not None else 0
+        self._new: bytes | None = None
+
+    def ids(self) -> array[int]:
+        """A copy, int32."""
+        if self._parent is None:
+            return self._context[:]
+        prompt = self._parent.tokens[: self._begun]
+        prompt.extend(self._context)
+        return prompt
+
+    @property
+    def new(self) -> bytes:
+        """The tokens behind the turn that it continues, as decimal numbers with commas between them."""
+        if self._new is None:
+            self._new = numbers(self._context)
+        return self._new
+
+    def json(self) -> bytes:
+        """As a JSON array. Only the new tokens are formatted; the others were when they came."""
+        new = self.new
+        if self._parent is None or not self._begun:
+            return b"[%b]" % new
+        with memoryview(self._parent.text) as text, text[: self._parent.text_end] as kept:
+            return b"".join((b"[", kept, b"," if new else b"", new, b"]"))
+
+    def tail(self, count: int) -> array[int]:
+        """The last ``count`` tokens, or all of a shorter prompt."""
+        new = len(self._context)
+        if self._parent is None or count <= new:
+            return self._context[max(0, new - count) :]
+        return self._parent.tokens[max(0, self._begun + new - count) : self._begun] + self._context
+
+    def __len__(self) -> int:
+        return self._begun + len(self._context)
+
+    def __iter__(self) -> Iterator[int]:
+        earlier = self._parent.tokens if self._parent is not None else ()
+        return chain(islice(earlier, self._begun), self._context)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> array[int]: ...
+    def __getitem__(self, at: int | slice) -> int | array[int]:
+        if isinstance(at, slice):
+            return self.ids()[at]
+        place = at + len(self) if at < 0 else at
+        if not 0 <= place < len(self):
+            raise IndexError(f"token {at} of {len(self)}")
+        if self._parent is not None and place < self._begun:
+            return self._parent.tokens[place]
+        return self._context[place - self._begun]

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from nemo_gym.contract.errors import CredentialError
 from nemo_gym.gateway.dialects import PATHS
 from nemo_gym.gateway.dialects.chat import ChatAdapter
-from nemo_gym.gateway.service.door import InferenceDoor
+from nemo_gym.gateway.routes import InferenceDoor
 from nemo_gym.gateway.sessions import GatewaySession
 from nemo_gym.server_utils import request
 from responses_api_models.gateway.app import Gateway

@@ -13,10 +13,10 @@ from campaigns.faults.gateway.bodies import ROLLOUT
 from campaigns.faults.gateway.processes import GatewayProcess, policy_in
 from campaigns.faults.gateway_restart import full_disk, kills
 from nemo_gym.gateway.journal import SessionRecord
-from nemo_gym.gateway.journal.frames import frame
-from nemo_gym.gateway.journal.records import RecordKind, encode
-from nemo_gym.gateway.lowered import Answer, AnswerEnd, AnswerUsage
-from nemo_gym.gateway.service.committed import encode_committed
+from nemo_gym.gateway.journal.log import frame
+from nemo_gym.gateway.journal.session_journal import RecordKind, encode
+from nemo_gym.gateway.live_session import encode_committed
+from nemo_gym.gateway.policy_request import Answer, AnswerEnd, AnswerUsage
 
 
 def missed(bars: list[Bar]) -> list[Bar]:

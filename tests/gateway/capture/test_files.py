@@ -16,8 +16,15 @@ import orjson
 import pytest
 
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.gateway.capture import CallRecord, CaptureConfig, FileCapture, make_capture, model_call, read_calls
-from nemo_gym.gateway.capture.base import NoCapture
+from nemo_gym.gateway.capture import (
+    CallRecord,
+    CaptureConfig,
+    FileCapture,
+    NoCapture,
+    make_capture,
+    model_call,
+    read_calls,
+)
 
 
 def record(number: int = 0, session: str | None = "s1", **fields: Any) -> CallRecord:

@@ -12,8 +12,7 @@ import pytest
 
 from nemo_gym._util.secrets import redact_tokens
 from nemo_gym.contract.credentials import Role, StackKeys
-from nemo_gym.gateway.capture import CallRecord
-from nemo_gym.gateway.capture.redaction import redacted_json
+from nemo_gym.gateway.capture import CallRecord, redacted_json
 
 CANARY = "kD93mZq7Lw2pXv81"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nemo_gym.gateway.lowered import Answer, AnswerEnd, AnswerTokens, AnswerUsage
+from nemo_gym.gateway.policy_request import Answer, AnswerEnd, AnswerTokens, AnswerUsage
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
 PIXEL_URL = f"data:image/png;base64,{PIXEL}"

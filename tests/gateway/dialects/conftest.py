@@ -11,9 +11,8 @@ from aiohttp import web
 
 from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.gateway.dialects import PATHS, Dialect
-from nemo_gym.gateway.dialects.adapters import adapter_of
-from nemo_gym.gateway.dialects.models import models_reply
-from nemo_gym.gateway.lowered import Answer, LoweredRequest
+from nemo_gym.gateway.dialects.adapters import adapter_of, models_reply
+from nemo_gym.gateway.policy_request import Answer, LoweredRequest
 from tests.gateway.dialects.bodies import answer
 
 

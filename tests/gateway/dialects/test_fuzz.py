@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
-from nemo_gym.gateway.engines.pinning import pinned_sampling
-from nemo_gym.gateway.lowered import LoweredRequest
-from nemo_gym.gateway.tokens.canonical import entries_of, tools_digest
+from nemo_gym.gateway.engines.sampling import pinned_sampling
+from nemo_gym.gateway.policy_request import LoweredRequest
+from nemo_gym.gateway.tokens.history import entries_of, tools_digest
 from tests.gateway.dialects.bodies import answer, call, chat_body, claude_body, codex_body
 
 _WORDS = """

@@ -9,7 +9,7 @@ import pytest
 from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
-from nemo_gym.gateway.lowered import LoweredRequest
+from nemo_gym.gateway.policy_request import LoweredRequest
 from tests.gateway.dialects.bodies import IMAGE_PART, PIXEL, SCHEMA, claude_body
 
 USER = {"role": "user", "content": "q"}

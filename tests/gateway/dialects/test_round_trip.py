@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
-from nemo_gym.gateway.lowered import Answer
-from nemo_gym.gateway.tokens.canonical import entries_of
+from nemo_gym.gateway.policy_request import Answer
+from nemo_gym.gateway.tokens.history import entries_of
 from tests.gateway.dialects.bodies import SCHEMA, answer, call, chat_body, claude_body, codex_body
 
 ANY_TEXT = st.text(max_size=40)

@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from nemo_gym.gateway.lowered import AnswerEnd
+from nemo_gym.gateway.policy_request import AnswerEnd
 from tests.gateway.dialects.bodies import SCHEMA, answer, call
 from tests.gateway.dialects.conftest import Served
 

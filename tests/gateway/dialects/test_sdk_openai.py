@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from nemo_gym.gateway.lowered import AnswerEnd, AnswerTokens
+from nemo_gym.gateway.policy_request import AnswerEnd, AnswerTokens
 from tests.gateway.dialects.bodies import SCHEMA, answer, call
 from tests.gateway.dialects.conftest import Served
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from nemo_gym.contract.errors import InvalidBodyError
-from nemo_gym.gateway.dialects import messages_chat, responses_chat
+from nemo_gym.gateway.dialects import messages as messages_chat
+from nemo_gym.gateway.dialects import responses as responses_chat
 from tests.gateway.dialects.bodies import IMAGE_PART, PIXEL_URL, SCHEMA, call, chat_body, claude_body, codex_body
 
 

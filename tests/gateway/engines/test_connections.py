@@ -22,8 +22,7 @@ from nemo_gym.gateway.engines import (
     EngineUnreachableError,
     HttpEngine,
 )
-from nemo_gym.gateway.engines.connections import NotConnectedError, Origin, Patience
-from nemo_gym.gateway.engines.heads import RequestHeads
+from nemo_gym.gateway.engines.connections import NotConnectedError, Origin, Patience, RequestHeads
 
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 JSON = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"

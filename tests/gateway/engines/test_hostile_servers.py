@@ -23,9 +23,9 @@ from nemo_gym.gateway.engines import (
     HttpEngine,
     OpenAIEngine,
 )
-from nemo_gym.gateway.engines.heads import RequestHeads
+from nemo_gym.gateway.engines.connections import RequestHeads
 from tests.gateway.engines.test_connections import JSON, WHOLE, certificate, serving
-from tests.gateway.engines.test_filling import BODY, HEAD
+from tests.gateway.engines.test_long_bodies import BODY, HEAD
 
 __all__ = ["certificate"]  # a fixture
 

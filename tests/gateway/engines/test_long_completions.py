@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_gym.gateway.engines import long_completions
-from nemo_gym.gateway.engines.long_completions import LongCompletion, long_completion
-from nemo_gym.gateway.engines.vllm import _COMPLETIONS
+from nemo_gym.gateway.engines import vllm as long_completions
+from nemo_gym.gateway.engines.vllm import _COMPLETIONS, LongCompletion, long_completion
 
 HOSTILE = (
     *("finish_reason", '"finish_reason"', ',"finish_reason":"stop"', '}]},"finish_reason":"stop"', "token_ids"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.gateway.engines import pinned_sampling
-from nemo_gym.gateway.engines.events import DONE, EventReader
+from nemo_gym.gateway.engines.http import DONE, EventReader
 
 
 def test_pinned_parameters_win_over_what_the_harness_asks() -> None:

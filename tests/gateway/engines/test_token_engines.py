@@ -24,7 +24,7 @@ from nemo_gym.gateway.engines import (
     TokenRequest,
     VllmEngine,
 )
-from nemo_gym.gateway.engines.echo import without_echo
+from nemo_gym.gateway.engines.http import without_echo
 from nemo_gym_testing.gateway import (
     FakeEngine,
     FakeSglangEngine,

@@ -21,7 +21,7 @@ from nemo_gym.gateway.journal import (
     JournalFullError,
     JournalLog,
 )
-from nemo_gym.gateway.journal.frames import frame, framed, read_frames
+from nemo_gym.gateway.journal.log import frame, framed, read_frames
 
 
 def opened(directory: Path, **options: int) -> tuple[JournalLog, list[bytes]]:

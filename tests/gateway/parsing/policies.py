@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_gym.gateway.tokens.policy import PolicyTokenizer
-from nemo_gym.gateway.tokens.traits import shape
+from nemo_gym.gateway.tokens.template import shape
 from tests.gateway.tokens import policies as token_policies
 
 FOLDER = Path(__file__).parent / "families"

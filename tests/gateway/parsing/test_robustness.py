@@ -16,10 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_gym.gateway.parsing import ParsedCall, answer_parser, json_text
+from nemo_gym.gateway.parsing import formats as mistral
 from nemo_gym.gateway.parsing.answers import Tool
-from nemo_gym.gateway.parsing.formats import CALL_FORMATS, mistral
-from nemo_gym.gateway.parsing.json_calls import FramedJson
-from nemo_gym.gateway.parsing.tagged_calls import TaggedCalls
+from nemo_gym.gateway.parsing.formats import CALL_FORMATS, FramedJson, TaggedCalls
 from tests.gateway.parsing.policies import policy
 from tests.gateway.parsing.test_formats import WRITTEN
 

@@ -6,14 +6,8 @@ import asyncio
 
 import pytest
 
-from nemo_gym.gateway.retries import (
-    AnswerState,
-    Delivery,
-    IdempotencyKeyError,
-    Repeat,
-    SessionAnswers,
-    request_fingerprint,
-)
+from nemo_gym.gateway.dialects.conversation_cache import request_fingerprint
+from nemo_gym.gateway.repeated_requests import AnswerState, Delivery, IdempotencyKeyError, Repeat, SessionAnswers
 
 BODY = {"messages": [{"role": "user", "content": "hi"}], "temperature": 1.0}
 

@@ -25,8 +25,8 @@ from nemo_gym.gateway.engines import (
     TokenRequest,
     VllmEngine,
 )
-from nemo_gym.gateway.retries import EngineCalls, RetryBudget, RetryOptions
 from nemo_gym.gateway.routing import HealthState, Router, RouterOptions
+from nemo_gym.gateway.routing.calls import EngineCalls, RetryBudget, RetryOptions
 from nemo_gym_testing.gateway import CutOff, FakeVllmEngine, Hang, Status
 from tests.gateway.stubs import StubEngine
 

@@ -20,8 +20,8 @@ from nemo_gym.gateway.engines import (
     TokenRequest,
     VllmEngine,
 )
-from nemo_gym.gateway.retries import EngineCalls, RetryOptions, TokenCalls
 from nemo_gym.gateway.routing import Router
+from nemo_gym.gateway.routing.calls import EngineCalls, RetryOptions, TokenCalls
 from nemo_gym_testing.gateway import Abort, CutOff, FakeEngine, FakeSglangEngine, FakeVllmEngine, Status
 
 PROMPT = [5, 6, 7]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_gym.contract.session import RolloutIdentity
-from nemo_gym.gateway.service.sessions import DurableSessions
+from nemo_gym.gateway.durable_sessions import DurableSessions
 from nemo_gym.gateway.sessions import KEEP_CLOSED_AT_LEAST, KEEP_CLOSED_BYTES, OpenedSession
 
 

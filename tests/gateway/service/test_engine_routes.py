@@ -16,8 +16,8 @@ from starlette.routing import Route
 from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig, SimpleResponsesAPIModel
 from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Role
 from nemo_gym.gateway.engines import Sampling, TokenRequest
-from nemo_gym.gateway.service.engine_routes import engine_routes
-from nemo_gym.gateway.service.pool import EnginePool
+from nemo_gym.gateway.routes import engine_routes
+from nemo_gym.gateway.routing.pool import EnginePool
 from nemo_gym.http.middleware import require_role
 from nemo_gym.http.problems import JsonResponse
 from nemo_gym_testing.gateway import FakeVllmEngine

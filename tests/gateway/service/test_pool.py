@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.engines import EngineConfig, Sampling, TokenRequest
-from nemo_gym.gateway.service.pool import EngineKind, EnginePool, RetryConfig, RoutingConfig
+from nemo_gym.gateway.routing.pool import EngineKind, EnginePool, RetryConfig, RoutingConfig
 from nemo_gym_testing.gateway import FakeEngine, FakeOpenAIEngine, FakeSglangEngine, FakeVllmEngine
 
 CONFIG: TypeAdapter[Any] = TypeAdapter(EngineConfig)

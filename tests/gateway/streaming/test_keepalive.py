@@ -15,9 +15,9 @@ from aiohttp import web
 
 from nemo_gym.contract.errors import ModelError, NemoGymError
 from nemo_gym.gateway.dialects import Dialect
-from nemo_gym.gateway.dialects.streams import stream_of
+from nemo_gym.gateway.dialects.adapters import stream_of
 from nemo_gym.gateway.engines import EngineRateLimitedError
-from nemo_gym.gateway.engines.events import EventReader
+from nemo_gym.gateway.engines.http import EventReader
 from nemo_gym.gateway.streaming import KeepAlive, failure_event
 
 CHAT: dict[str, Any] = {

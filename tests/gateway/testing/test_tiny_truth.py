@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from nemo_gym.gateway.engines import EngineConnections, FinishReason, Sampling, TokenEngine, TokenRequest
-from nemo_gym.gateway.retries import EngineCalls, RetryOptions, TokenCalls
 from nemo_gym.gateway.routing import Prober, Router
+from nemo_gym.gateway.routing.calls import EngineCalls, RetryOptions, TokenCalls
 from nemo_gym.gateway.tokens import Trajectory, TrajectoryTurn
-from nemo_gym.gateway.tokens.export import as_row, write_jsonl
+from nemo_gym.gateway.tokens.trajectories import as_row, write_jsonl
 from nemo_gym_testing.gateway import Abort, CutOff, Status
 from nemo_gym_testing.gateway.chance import faults_by_chance
 from nemo_gym_testing.gateway.tiny import FAMILIES, CallView, EngineCall, TinyEngine, check_truth, read_log

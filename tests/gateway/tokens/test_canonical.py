@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym.gateway.dialects import messages_chat, responses_chat
-from nemo_gym.gateway.tokens.canonical import _without_spaces, entries_of, tools_digest
-from nemo_gym.gateway.tokens.history import HistoryReader
+from nemo_gym.gateway.dialects import messages as messages_chat
+from nemo_gym.gateway.dialects import responses as responses_chat
+from nemo_gym.gateway.tokens.history import HistoryReader, _without_spaces, entries_of, tools_digest
 from tests.gateway.tokens.conversations import TEXT, call, result, said, user
 
 

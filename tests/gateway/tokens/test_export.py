@@ -9,7 +9,7 @@ import pytest
 
 from nemo_gym.contract.errors import RowError
 from nemo_gym.gateway.tokens import Sampled, Trajectory, trajectories_of
-from nemo_gym.gateway.tokens.export import read_jsonl, read_npz, write_jsonl, write_npz
+from nemo_gym.gateway.tokens.trajectories import read_jsonl, read_npz, write_jsonl, write_npz
 from tests.gateway.tokens.conversations import call, result, said, user
 from tests.gateway.tokens.sessions import Session
 

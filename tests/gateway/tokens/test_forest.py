@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nemo_gym.contract.errors import InvalidBodyError, ModelError
 from nemo_gym.gateway.tokens import History, Sampled, SplitReason, TokenForest, trajectories_of
 from nemo_gym.gateway.tokens import history as history_module
-from nemo_gym.gateway.tokens.records import record_of, restore
+from nemo_gym.gateway.tokens.trajectories import record_of, restore
 from tests.gateway.tokens.conversations import TOOLS, call, result, said, user
 from tests.gateway.tokens.policies import FAMILIES
 from tests.gateway.tokens.sessions import NOW, Session

@@ -10,10 +10,9 @@ import orjson
 import pytest
 
 from nemo_gym.gateway.tokens import IncrementalEncoder, PolicyTokenizer, Sampled, TemplateRefusedError
-from nemo_gym.gateway.tokens.export import read_npz, write_npz
 from nemo_gym.gateway.tokens.incremental import Unproven
-from nemo_gym.gateway.tokens.records import record_of, restore
 from nemo_gym.gateway.tokens.template import ChatTemplate
+from nemo_gym.gateway.tokens.trajectories import read_npz, record_of, restore, write_npz
 from tests.gateway.tokens.conversations import TOOLS, call, result, said, user
 from tests.gateway.tokens.policies import policy
 from tests.gateway.tokens.sessions import NOW, Session

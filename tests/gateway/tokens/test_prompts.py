@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym.gateway.tokens import Sampled
-from nemo_gym.gateway.tokens.prefixes import Prefix
-from nemo_gym.gateway.tokens.prompts import Prompt
+from nemo_gym.gateway.tokens.history import Prefix
+from nemo_gym.gateway.tokens.turns import Prompt
 from tests.gateway.tokens.conversations import said, user
 from tests.gateway.tokens.sessions import Session
 

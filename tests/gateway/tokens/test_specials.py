@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from nemo_gym.gateway.tokens.incremental import IncrementalEncoder
-from nemo_gym.gateway.tokens.policy import PolicyTokenizer
-from nemo_gym.gateway.tokens.specials import MARK, SpecialText
+from nemo_gym.gateway.tokens.policy import MARK, PolicyTokenizer, SpecialText
 from tests.gateway.tokens.conversations import TEXT, TOOLS, call, exchanges, result, said, sampled_ids, user
 from tests.gateway.tokens.policies import FAMILIES, SPECIAL, policy, write
 from tests.gateway.tokens.sessions import Session

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from nemo_gym.gateway.tokens.words import AsciiWords, UnknownSyntaxError, ascii_pattern, ascii_words
+from nemo_gym.gateway.tokens.byte_level import AsciiWords, UnknownSyntaxError, ascii_pattern, ascii_words
 from tests.gateway.tokens.policies import CORPUS, FAMILIES, policy
 
 QWEN = (
@@ -104,7 +104,7 @@ def test_every_two_ascii_characters_are_encoded_as_the_tokenizer_does(name: str)
 
 
 def test_more_words_than_are_remembered_are_encoded_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_gym.gateway.tokens.words._MAX_WORDS", 10)
+    monkeypatch.setattr("nemo_gym.gateway.tokens.byte_level._MAX_WORDS", 10)
     words = words_of("llama")
     text = " ".join(f"word{number} {'long' * 40}" for number in range(100))
     assert words.encode(text) == MADE["llama"].encode(text, add_special_tokens=False).ids
@@ -142,7 +142,7 @@ def test_a_tokenizer_that_cuts_texts_off_is_left_to_itself() -> None:
 def test_a_tokenizer_that_does_otherwise_than_its_settings_say_is_left_to_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("nemo_gym.gateway.tokens.words.ascii_pattern", lambda source: r"\S+|\s+")
+    monkeypatch.setattr("nemo_gym.gateway.tokens.byte_level.ascii_pattern", lambda source: r"\S+|\s+")
     assert ascii_words(MADE["llama"]) is None
 
 

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from nemo_gym.gateway.tokens.export import from_row, read_jsonl
-from nemo_gym.gateway.tokens.trajectory import Trajectory
+from nemo_gym.gateway.tokens.trajectories import Trajectory, from_row, read_jsonl
 from nemo_gym_testing.gateway.tiny.cover import Covering, Piece, spans
 from nemo_gym_testing.gateway.tiny.log import EngineCall, read_log
 from nemo_gym_testing.gateway.tiny.model import TinyModel, recompute

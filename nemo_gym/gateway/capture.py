@@ -1,0 +1,462 @@
+"""Per-call capture: what went over the wire in each inference call, for people and dashboards.
+
+Best effort by design: it never delays or fails a call, and nothing is trained on it. What must not be lost is the
+journal's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import orjson
+import structlog
+from pydantic import BaseModel, ConfigDict, Field
+
+from nemo_gym._util.files import write_all
+from nemo_gym._util.secrets import REDACTED, is_secret_name, redact_tokens
+from nemo_gym.config_types import CommandPath
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.rollout_observability import TrajectoryModelCall, TrajectoryResponseMetadata, TrajectoryTokenStats
+
+# What is captured of calls, and how much of it is kept.
+
+
+class CaptureConfig(BaseModel):
+    """Capture of a gateway's calls into ``<directory>/<session id>.jsonl``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    directory: CommandPath
+    """Made when missing. One gateway at a time writes to it."""
+    bodies: bool = True
+    """Whether request and answer bodies are kept, redacted; otherwise only their sizes."""
+    max_record_bytes: int = Field(1 << 20, ge=4096)
+    """Of one line. A longer one leaves out the request's body, then the answer's; their sizes and digests stay."""
+    max_file_bytes: int = Field(64 << 20, ge=1 << 16)
+    """Of one session's file; then it becomes ``<session id>.1.jsonl``, in place of an older one."""
+    max_total_bytes: int = Field(4 << 30, ge=1 << 20)
+    """Of the directory; then the files that were written to longest ago are removed."""
+    max_age_s: float = Field(7 * 24 * 3600.0, gt=0)
+    """Files that were not written to for so long are removed."""
+    max_waiting: int = Field(4096, gt=0)
+    """Records that wait for the disk; further ones are dropped and counted."""
+    max_waiting_bytes: int = Field(128 << 20, gt=0)
+    """Of the bodies that wait for the disk, as they came over the wire."""
+
+
+# One record per inference call.
+
+Moment = Literal["queued", "sampled", "committed", "sent"]
+
+
+@dataclass(slots=True)
+class CallRecord:
+    """What is known of one call; its fields are the keys of its line. ``None`` means not known, or not that far."""
+
+    call_id: str
+    dialect: str
+    route: str
+    """Without session id and tokens: ``/v1/messages``."""
+    session_id: str | None = None
+    rollout: Mapping[str, Any] | None = None
+    """The `RolloutIdentity` as data."""
+    received_at: float = field(default_factory=time.time)
+    """Unix seconds."""
+    milliseconds: dict[str, float] = field(default_factory=dict)
+    """Since it was received: ``queued`` (an engine was found), ``sampled``, ``committed``, ``sent``."""
+    stream: bool = False
+    status: int | None = None
+    """The HTTP status of the answer."""
+    code: str | None = None
+    """The code of the error that ended it."""
+    error: str | None = None
+    finish: str | None = None
+    usage: Mapping[str, int] | None = None
+    engines: tuple[str, ...] = ()
+    """Who sampled it, in order; several where an answer was continued elsewhere."""
+    weights_version: str | None = None
+    repeated: bool = False
+    """The answer was one that had been sampled before, for an equal request."""
+    retry_count: int | None = None
+    """As the caller's SDK counts (``x-stainless-retry-count``)."""
+    user_agent: str | None = None
+    turn: int | None = None
+    """The token turn's id within its session."""
+    split_reason: str | None = None
+    client_gone: bool = False
+    request_bytes: int = 0
+    request: Any = None
+    """The body as data, or its bytes."""
+    answer: Any = None
+    """The reply as data (also where it was streamed), or its bytes."""
+    began: float = field(default_factory=time.monotonic, repr=False)
+    """Monotonic; not written."""
+
+    def mark(self, moment: Moment) -> None:
+        """``moment`` is now. The last mark of a moment counts."""
+        self.milliseconds[moment] = round((time.monotonic() - self.began) * 1000, 3)
+
+
+# Bodies as they may be shown: without secrets, and without megabytes of base64.
+#
+# Works on JSON text, since a tree walk in Python would cost more than the call itself: one pass of each pattern.
+
+_BLOB = re.compile(rb"[A-Za-z0-9+/_-]{1024,}={0,2}")
+"""What runs on for a kibibyte without a space is a picture, an archive or a key, and no text."""
+_NAME = rb"([\w.-]*(?:key|token|secret|passw(?:or)?d|credential|authorization|bearer|cookie)s?)"
+_MEMBER = re.compile(rb'(")' + _NAME + rb'("\s*:\s*")((?:[^"\\]|\\.)*)', re.IGNORECASE)
+"""A member whose name may be a secret's."""
+_NESTED_MEMBER = re.compile(
+    rb'(\\")' + _NAME + rb'(\\"\s*:\s*\\")((?:[^"\\]|\\\\(?:\\.|[^"\\])|\\[^"\\])*)', re.IGNORECASE
+)
+"""The same in JSON text that is a string of the body, such as a tool call's arguments."""
+_KEY = re.compile(
+    rb"(?<![A-Za-z0-9])(?:(?:sk|pk|rk)-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}"
+    rb"|AKIA[A-Z0-9]{16}|xox[abpr]-[A-Za-z0-9-]{10,}|AIza[A-Za-z0-9_-]{30,})"
+)
+"""Keys of well-known services, by their form."""
+_BEARER = re.compile(rb"\b(Bearer|Basic)(\s+)[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE)
+_URL = re.compile(rb"([?&](?:api[_-]?key|key|token|access_token|sig|signature)=)[^&\s\"'\\]+", re.IGNORECASE)
+_USER = re.compile(rb"(\w://[^\s/:@\"'\\]*:)[^\s/@\"'\\]+@")
+_MASK = REDACTED.encode()
+
+
+def redacted_json(body: Any, secrets: Collection[str] = ()) -> bytes:
+    """``body`` (data, or JSON as bytes) as JSON text that may be shown. ``secrets`` are further strings to hide."""
+    if isinstance(body, bytes):
+        try:
+            body = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            body = body.decode("utf-8", "replace")
+    try:
+        data = orjson.dumps(body, default=str, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:  # nested deeper than it can be written, or text that is no Unicode
+        data = orjson.dumps({"omitted": "cannot be written as JSON"})
+    data = _BLOB.sub(_digest_of, data)
+    data = _NESTED_MEMBER.sub(_member, _MEMBER.sub(_member, data))
+    data = _KEY.sub(_MASK, data)
+    data = _BEARER.sub(rb"\1\2" + _MASK, data)
+    data = _USER.sub(rb"\1" + _MASK + b"@", _URL.sub(rb"\1" + _MASK, data))
+    for secret in sorted((secret for secret in secrets if secret), key=len, reverse=True):
+        data = data.replace(orjson.dumps(secret)[1:-1], _MASK)
+    return redact_tokens(data)
+
+
+def _digest_of(found: re.Match[bytes]) -> bytes:
+    blob = found[0]
+    return b"(%d bytes, sha256 %s)" % (len(blob), hashlib.sha256(blob).hexdigest()[:32].encode())
+
+
+def _member(found: re.Match[bytes]) -> bytes:
+    name = found[2].decode("ascii", "replace").replace(".", "_")
+    secret = is_secret_name(name) or name.lower().replace("-", "_").endswith(("cookie", "cookies"))
+    return found[1] + found[2] + found[3] + _MASK if secret and found[4] else found[0]
+
+
+# The directory of captured calls: whole lines, bounded files, bounded total.
+
+_MAX_OPEN = 64
+_TAIL_BYTES = 1 << 16
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}", re.ASCII)
+
+
+class CaptureDirectory:
+    """Appends lines to files by name. Used by one thread; methods raise `OSError` where the disk does."""
+
+    def __init__(self, config: CaptureConfig) -> None:
+        self._config = config
+        self._open: OrderedDict[str, int] = OrderedDict()
+        try:
+            config.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise ConfigError(
+                f"capture.directory: '{config.directory}' cannot be made ({error.strerror}); choose another",
+                key="capture.directory",
+            ) from error
+
+    def append(self, name: str, line: bytes) -> None:
+        """Append a whole line or, where the disk takes no whole line, nothing."""
+        fd = self._file(name)
+        before = os.fstat(fd).st_size
+        if before and before + len(line) > self._config.max_file_bytes:
+            self._rotate(name)
+            fd, before = self._file(name), 0
+        try:
+            write_all(fd, line)
+        except OSError:
+            os.ftruncate(fd, before)
+            self._close(name)
+            raise
+
+    def tidy(self) -> None:
+        """Remove what is too old, and the oldest of what is too much. Files that others remove meanwhile are fine."""
+        found = []
+        for path in self._config.directory.glob("*.jsonl"):
+            try:
+                status = path.stat()
+            except FileNotFoundError:
+                continue
+            found.append((status.st_mtime, status.st_size, path))
+        total = sum(size for _, size, _ in found)
+        too_old = time.time() - self._config.max_age_s
+        for modified_at, size, path in sorted(found, key=lambda each: each[0]):
+            if modified_at >= too_old and total <= self._config.max_total_bytes:
+                break
+            self._close(path.name.removesuffix(".jsonl"))
+            path.unlink(missing_ok=True)
+            total -= size
+
+    def close(self) -> None:
+        for name in [*self._open]:
+            self._close(name)
+
+    def _path(self, name: str) -> Path:
+        if not _FILE_NAME.fullmatch(name):
+            raise ValueError(f"{name[:80]!r} is no session id")
+        return self._config.directory / f"{name}.jsonl"
+
+    def _file(self, name: str) -> int:
+        fd = self._open.get(name)
+        if fd is None:
+            fd = os.open(self._path(name), os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            _drop_torn_line(fd)
+            self._open[name] = fd
+            if len(self._open) > _MAX_OPEN:
+                self._close(next(iter(self._open)))
+        self._open.move_to_end(name)
+        return fd
+
+    def _rotate(self, name: str) -> None:
+        self._close(name)
+        self._path(name).replace(self._path(f"{name}.1"))
+
+    def _close(self, name: str) -> None:
+        if (fd := self._open.pop(name, None)) is not None:
+            os.close(fd)
+
+
+def _drop_torn_line(fd: int) -> None:
+    """Remove the beginning of a line that a killed process left at the end."""
+    end = os.fstat(fd).st_size
+    at = end
+    while at > 0:
+        start = max(0, at - _TAIL_BYTES)
+        newline = os.pread(fd, at - start, start).rfind(b"\n")
+        if newline >= 0:
+            at = start + newline + 1
+            break
+        at = start
+    if at < end:
+        os.ftruncate(fd, at)
+
+
+# Where records of calls go.
+
+
+class CallCapture(Protocol):
+    """Takes one record per inference call. No method raises."""
+
+    @property
+    def bodies(self) -> bool:
+        """Whether records should hold request and answer bodies."""
+        ...
+
+    def record(self, record: CallRecord) -> None:
+        """Take a finished record, which its caller does not change any more. Returns at once."""
+        ...
+
+    def figures(self) -> dict[str, int]:
+        """Counts since the start: ``taken``, ``written``, ``dropped``."""
+        ...
+
+    def close(self) -> None:
+        """Write what was taken, and stop. Blocks for a few seconds at most."""
+        ...
+
+
+class NoCapture:
+    """Keeps nothing."""
+
+    bodies = False
+
+    def record(self, record: CallRecord) -> None:
+        pass
+
+    def figures(self) -> dict[str, int]:
+        return {"taken": 0, "written": 0, "dropped": 0}
+
+    def close(self) -> None:
+        pass
+
+
+# Records as JSON lines, one file per session, written by one thread.
+
+NO_SESSION = "no-session"
+"""The file of calls without a session."""
+CLOSE_TIMEOUT_S = 5.0
+COMPLAINT_INTERVAL_S = 30.0
+_HOUSEKEEPING_INTERVAL_S = 60.0
+_BATCH = 64
+_BODIES = ("request", "answer")
+_PLAIN = [each.name for each in fields(CallRecord) if each.name not in (*_BODIES, "began")]
+log = structlog.get_logger(__name__)
+
+
+def make_capture(config: CaptureConfig | None, *, secrets: Collection[str] = ()) -> CallCapture:
+    """The capture that ``config`` asks for. ``secrets`` are hidden wherever they appear, beside what is always
+    hidden. Raises `ConfigError` for a directory that cannot be made."""
+    return NoCapture() if config is None else FileCapture(config, secrets=secrets)
+
+
+class FileCapture:
+    """See `CallCapture`. A disk that is full, slow or gone costs records, never calls."""
+
+    def __init__(self, config: CaptureConfig, *, secrets: Collection[str] = ()) -> None:
+        self.bodies = config.bodies
+        self._config = config
+        self._secrets = tuple(secrets)
+        self._directory = CaptureDirectory(config)
+        self._waiting: deque[CallRecord] = deque()
+        self._waiting_bytes = 0
+        self._taken = self._written = self._dropped = 0
+        self._complained_at = float("-inf")
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="call-capture", daemon=True)
+        self._thread.start()
+
+    def record(self, record: CallRecord) -> None:
+        with self._changed:
+            self._taken += 1
+            full = len(self._waiting) >= self._config.max_waiting
+            heavy = self._waiting and self._waiting_bytes + record.request_bytes > self._config.max_waiting_bytes
+            if not (full or heavy or self._closing):
+                self._waiting.append(record)
+                self._waiting_bytes += record.request_bytes
+                self._changed.notify()
+                return
+            self._dropped += 1
+        self._complain("the disk is slower than the calls")
+
+    def figures(self) -> dict[str, int]:
+        with self._changed:
+            return {"taken": self._taken, "written": self._written, "dropped": self._dropped}
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        tidied_at = float("-inf")
+        while True:
+            if time.monotonic() - tidied_at > _HOUSEKEEPING_INTERVAL_S:
+                tidied_at = time.monotonic()
+                self._tidy()
+            with self._changed:
+                if not self._waiting and not self._closing:
+                    self._changed.wait(_HOUSEKEEPING_INTERVAL_S)
+                batch = [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
+                self._waiting_bytes = sum(each.request_bytes for each in self._waiting) if self._waiting else 0
+                if not batch and self._closing:
+                    break
+            for record in batch:
+                self._write(record)
+        self._directory.close()
+
+    def _tidy(self) -> None:
+        try:
+            self._directory.tidy()
+        except OSError as error:
+            self._complain(f"cannot tidy up: {error}")
+
+    def _write(self, record: CallRecord) -> None:
+        try:
+            self._directory.append(record.session_id or NO_SESSION, self._line(record))
+        except Exception as error:  # noqa: BLE001 - observability must not end, whatever a record or a disk is like
+            with self._changed:
+                self._dropped += 1
+            self._complain(f"{type(error).__name__}: {error}")
+        else:
+            with self._changed:
+                self._written += 1
+
+    def _line(self, record: CallRecord) -> bytes:
+        head = redacted_json({name: getattr(record, name) for name in _PLAIN}, self._secrets)
+        room = self._config.max_record_bytes - len(head) - 2
+        parts: dict[str, bytes] = {}
+        # The answer first: it is the smaller one, and what is asked can be told from the calls before.
+        for name in reversed(_BODIES):
+            body = getattr(record, name)
+            if body is None:
+                continue
+            text = redacted_json(body, self._secrets) if self.bodies else b""
+            if not self.bodies or len(text) + len(name) + 4 > room:
+                text = _left_out(text if self.bodies else body)
+            room -= len(text) + len(name) + 4
+            parts[name] = text
+        bodies = {name: orjson.Fragment(parts[name]) for name in _BODIES if name in parts}
+        return orjson.dumps({**orjson.loads(head), **bodies}, option=orjson.OPT_APPEND_NEWLINE)
+
+    def _complain(self, reason: str) -> None:
+        """Say what is lost, now and then."""
+        now = time.monotonic()
+        if now - self._complained_at >= COMPLAINT_INTERVAL_S:
+            self._complained_at = now
+            log.warning("calls not captured", reason=reason, directory=str(self._config.directory), **self.figures())
+
+
+def _left_out(body: Any) -> bytes:
+    data = body if isinstance(body, bytes) else orjson.dumps(body, default=str, option=orjson.OPT_NON_STR_KEYS)
+    return orjson.dumps({"omitted_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+
+
+# Captured calls read back, also as the model calls of a rollout's observations.
+
+
+def read_calls(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The records of one file, oldest first. A last line that is still being written is left out."""
+    with Path(path).open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield orjson.loads(line)
+
+
+def model_call(call: Mapping[str, Any]) -> TrajectoryModelCall:
+    """A captured call as `nemo_gym.rollout_observability` has it."""
+    usage = call.get("usage") or {}
+    sent_ms = (call.get("milliseconds") or {}).get("sent")
+    prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    return TrajectoryModelCall(
+        model_call_id=call["call_id"],
+        started_at=call["received_at"],
+        completed_at=call["received_at"] + sent_ms / 1000 if sent_ms is not None else None,
+        duration_ms=sent_ms,
+        request=call.get("request"),
+        response=call.get("answer"),
+        response_metadata=TrajectoryResponseMetadata(
+            dialect=call["dialect"],
+            status_code=call.get("status"),
+            finish_reason=call.get("finish"),
+            error_category=call.get("code"),
+        ),
+        token_stats=TrajectoryTokenStats(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion if prompt is not None and completion is not None else None,
+            cached_tokens=usage.get("cached_tokens"),
+            reasoning_tokens=usage.get("reasoning_tokens"),
+        ),
+    )

@@ -1,0 +1,173 @@
+"""A gateway as configuration."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from nemo_gym.config_types import CommandPath
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.gateway.capture import CaptureConfig
+from nemo_gym.gateway.engines import EngineConfig
+from nemo_gym.gateway.journal import Durability
+from nemo_gym.gateway.limits import CallLimits
+from nemo_gym.gateway.model_server import BaseResponsesAPIModelConfig
+from nemo_gym.gateway.routing.pool import EnginePool, RetryConfig, RoutingConfig
+from nemo_gym.gateway.sessions import KEEP_CLOSED_S
+from nemo_gym.gateway.streaming import FIRST_EVENT_GRACE_S, PING_INTERVAL_S
+from nemo_gym.gateway.tokens import History
+
+if TYPE_CHECKING:
+    from nemo_gym.gateway.token_backend import TokenBackend, TokenLimits
+
+
+_LIMITS = CallLimits()
+_ABSURD_CONTEXT = 10**8
+"""Tokenizers without a limit say a number with thirty digits."""
+
+
+class PolicyConfig(BaseModel):
+    """The policy's tokenizer and chat template; needed by engines that take token ids."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: CommandPath
+    """The model's local directory: ``tokenizer.json``, ``tokenizer_config.json``, a chat template. Nothing is
+    downloaded, and no weights are read."""
+    chat_template: CommandPath | None = None
+    """A Jinja file in place of the directory's own template."""
+    stop_tokens: list[str] = Field(default_factory=list)
+    """Tokens that end a turn, beside those that the directory names."""
+    template_variables: dict[str, Any] = Field(default_factory=dict)
+    """Given to every rendering, for example ``enable_thinking: true``."""
+    special_tokens_in_content: Literal["text", "control"] = "text"
+    """What a special token's spelling (``<|im_end|>``) in a message is to the policy: the letters that it is made of,
+    or the token itself, with which a tool's output can end its message and start another."""
+    tool_parser: str = "auto"
+    """How tool calls are read from sampled text; ``auto`` looks at what the chat template writes."""
+    reasoning_parser: str = "auto"
+    history: History = History.VERBATIM
+    """What becomes of earlier reasoning that the chat template would leave out: ``verbatim`` keeps it, and the
+    conversation stays one trajectory; ``template`` follows the template, and the conversation splits."""
+    max_context_tokens: int | None = Field(None, gt=0)
+    """Prompt and answer together. Default: what the directory's ``config.json`` or ``tokenizer_config.json`` says."""
+    max_answer_tokens: int | None = Field(None, gt=0)
+    """Of one answer; default: what the context leaves. A request may ask for less."""
+
+    def backend(self, pool: EnginePool, *, model: str) -> TokenBackend:
+        """The policy over a pool of token engines. Raises `ConfigError` for a directory, a template or a parser that
+        cannot be used."""
+        from nemo_gym.gateway.parsing import answer_parser
+        from nemo_gym.gateway.token_backend import TokenBackend
+        from nemo_gym.gateway.tokens import PolicyTokenizer
+
+        policy = PolicyTokenizer.load(
+            self.path,
+            chat_template=_read(self.chat_template) if self.chat_template is not None else None,
+            stop_tokens=self.stop_tokens,
+            template_variables=self.template_variables,
+            special_tokens_in_content=self.special_tokens_in_content,
+        )
+        parser = answer_parser(policy, tool_parser=self.tool_parser, reasoning_parser=self.reasoning_parser)
+        return TokenBackend(policy, parser, pool, model=model, limits=self._limits(), history=self.history)
+
+    def _limits(self) -> TokenLimits:
+        from nemo_gym.gateway.token_backend import TokenLimits
+
+        context = self.max_context_tokens or self._context_of_directory()
+        if context is None:
+            raise ConfigError(
+                f"policy: '{self.path}' does not say how long the policy's context is; set max_context_tokens",
+                key="policy.max_context_tokens",
+            )
+        return TokenLimits(context, self.max_answer_tokens)
+
+    def _context_of_directory(self) -> int | None:
+        for file, key in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):
+            try:
+                said = orjson.loads((self.path / file).read_bytes())
+            except (OSError, orjson.JSONDecodeError):
+                continue
+            inner = said.get("text_config") or said
+            value = inner.get(key)
+            if isinstance(value, int | float) and 0 < value < _ABSURD_CONTEXT:
+                return int(value)
+        return None
+
+
+class GatewayConfig(BaseResponsesAPIModelConfig):
+    """Configuration of a gateway."""
+
+    model: str = "policy"
+    """The name the gateway answers with, whatever a harness asks for."""
+    engines: list[EngineConfig] = Field(default_factory=list)
+    """Where the policy runs; all of them take token ids (``vllm``, ``sglang``), or all of them text (``openai``). More
+    can be added while the gateway runs."""
+    policy: PolicyConfig | None = None
+    """Needed with engines that take token ids."""
+    extra_body: dict[str, Any] = Field(default_factory=dict)
+    """For text engines: parameters of every request that does not set them itself."""
+    return_token_ids: bool = False
+    """Whether replies carry the exact tokens: ``prompt_token_ids``, ``generation_token_ids``,
+    ``generation_log_probs``."""
+    routing: RoutingConfig = Field(default_factory=RoutingConfig)
+    retries: RetryConfig = Field(default_factory=RetryConfig)
+    journal_dir: CommandPath | None = None
+    """Where sessions and turns are kept. Default: in the run's directory; started by hand, ``gateway-journal`` in the
+    working directory."""
+    durability: Durability = "process"
+    """What a committed turn survives: the death of the ``process``, or a ``power_loss`` as well, which waits for the
+    disk."""
+    max_session_messages: int = Field(_LIMITS.max_session_messages, gt=0)
+    """Of all conversations of one session; what a request repeats of an earlier one is not counted again. A session
+    that has more gets no further answer (413)."""
+    max_session_bytes: int = Field(_LIMITS.max_session_bytes, gt=0)
+    """The same for what its turns hold in memory."""
+    max_session_in_flight_bytes: int = Field(_LIMITS.max_session_in_flight_bytes, gt=0)
+    """Bodies of one session's unanswered calls; one that would exceed it is told to come back (429). A body whose
+    length is not announced counts as ``max_body_bytes``."""
+    keep_closed_s: float = Field(KEEP_CLOSED_S, ge=0)
+    """How long a closed session answers a repeated finalize; the oldest end sooner when more than 1,024 are kept, or
+    more than 256 MiB of their conversations."""
+    ping_interval_s: float = Field(PING_INTERVAL_S, gt=0)
+    """Silence in a stream before a keep-alive ping."""
+    first_event_grace_s: float = Field(FIRST_EVENT_GRACE_S, ge=0)
+    """How long a stream's headers wait for the answer; until then a failure is an HTTP status."""
+    capture: CaptureConfig | None = None
+    """Record every call for observers, with secrets taken out; nothing records none."""
+    path_tokens: bool = False
+    """Also take the inference token in the path (``/sessions/<id>/token/<token>/v1``), for trusted runners that can
+    set a base URL but no header."""
+
+    def limits(self) -> CallLimits:
+        return CallLimits(**{one.name: getattr(self, one.name) for one in fields(CallLimits)})
+
+    @property
+    def kind(self) -> Literal["text", "token"]:
+        """Of the engines."""
+        return "text" if self.policy is None else "token"
+
+    @model_validator(mode="after")
+    def _engines_fit(self) -> GatewayConfig:
+        kinds = {"text" if engine.type == "openai" else "token" for engine in self.engines}
+        if len(kinds) > 1:
+            raise ValueError("engines: 'openai' takes text, 'vllm' and 'sglang' take token ids; use one kind")
+        if kinds == {"token"} and self.policy is None:
+            raise ValueError("policy: is missing; engines that take token ids need the policy's local directory")
+        if kinds == {"text"} and self.policy is not None:
+            raise ValueError(
+                "policy: is for engines that take token ids; an 'openai' engine renders and encodes by itself"
+            )
+        return self
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        key = "policy.chat_template"
+        raise ConfigError(f"{key}: '{file}' cannot be read ({error})", key=key) from error

@@ -1,0 +1,426 @@
+"""Sessions that outlive the gateway's process: what is committed is in the journal, and a restart goes on with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import math
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Generic, Literal
+
+import orjson
+import structlog
+
+from nemo_gym.contract.errors import ContractError, CredentialError, FencedError, InvalidBodyError
+from nemo_gym.contract.model_limits import NONE_CHOSEN, ChosenLimits, limits_of
+from nemo_gym.contract.session import RolloutIdentity
+from nemo_gym.gateway.backend import Backend, C, D
+from nemo_gym.gateway.journal import (
+    DEADLINE_REASON,
+    Durability,
+    JournalDamagedError,
+    JournalError,
+    JournalFullError,
+    ReplayedSession,
+    SessionJournal,
+    SessionRecord,
+    SessionState,
+)
+from nemo_gym.gateway.live_session import LiveSession, decode_committed, large_in
+from nemo_gym.gateway.policy_request import Usage
+from nemo_gym.gateway.sessions import (
+    INFERENCE_TOKEN_PREFIX,
+    KEEP_CLOSED_AT_LEAST,
+    KEEP_CLOSED_BYTES,
+    KEEP_CLOSED_S,
+    KEEP_CLOSED_SESSIONS,
+    PIPELINE,
+    SESSION_TTL_S,
+    GatewaySession,
+    OpenedSession,
+    SessionKey,
+)
+from nemo_gym.http.webserver import give_back_memory
+
+SWEEP_INTERVAL_S = 1.0
+RewardSource = Literal["environment", "runner"]
+log = structlog.get_logger(__name__)
+
+
+class DurableSessions(Generic[C, D]):
+    """The sessions of one gateway. `GatewaySessions` with a life of its own: ``open_journal`` before the first call,
+    ``aclose`` after the last."""
+
+    def __init__(
+        self, backend: Backend[C, D], *, ttl_s: float = SESSION_TTL_S, keep_closed_s: float = KEEP_CLOSED_S
+    ) -> None:
+        """``keep_closed_s``: how long a closed session still answers a repeated finalize."""
+        self._backend = backend
+        self._ttl_s = ttl_s
+        self._keep_closed_s = keep_closed_s
+        self._live: dict[str, LiveSession[C]] = {}
+        self._by_token: dict[str, LiveSession[C]] = {}
+        self._current: dict[SessionKey, LiveSession[C]] = {}
+        self._closed: deque[LiveSession[C]] = deque()
+        self._closed_bytes = 0
+        self._sweeping: asyncio.Task[None] | None = None
+        self.memory_is_free = False
+        """Set where something large has been let go of: the next sweep gives it back to the system."""
+        self.journal: SessionJournal
+
+    # -- the process ---------------------------------------------------------------------------------------------
+
+    async def open_journal(
+        self, directory: Path, durability: Durability = "process", *, clock: Callable[[], float] = time.time
+    ) -> None:
+        """Take the journal, and go on with every session in it. Raises `JournalBusyError`, `JournalDamagedError`."""
+        self.journal, replayed = SessionJournal.open(directory, durability=durability, clock=clock)
+        for found in replayed:
+            self._add(self._restored(found))
+        if replayed:
+            log.info("sessions restored", sessions=len(replayed), turns=sum(len(found.turns) for found in replayed))
+        self._sweeping = asyncio.create_task(self._sweep())
+
+    async def aclose(self) -> None:
+        """What is being committed is waited for; everything else is ended."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            await asyncio.wait({self._sweeping})
+            self._sweeping = None
+            await asyncio.gather(*(live.answers.aclose() for live in self._live.values()))
+            await self.journal.aclose()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    # -- routes --------------------------------------------------------------------------------------------------
+
+    async def open(
+        self,
+        rollout: RolloutIdentity,
+        sampling: Mapping[str, Any] | None = None,
+        *,
+        opener: str = PIPELINE,
+        limits: ChosenLimits = NONE_CHOSEN,
+        ttl_s: float | None = None,
+        reward_source: RewardSource = "environment",
+    ) -> OpenedSession:
+        """A session for this attempt; see `GatewaySessions.open`. ``ttl_s``: seconds until its deadline, when it is
+        aborted; at most the gateway's own. ``reward_source`` ``runner`` takes a reward with ``complete``, for runs
+        without an environment."""
+        key = (opener, rollout.run_id, rollout.rollout_id)
+        # Again after each wait: others may open one meanwhile.
+        while (current := self._current.get(key)) is not None:
+            before = current.session.rollout.attempt
+            if before > rollout.attempt:
+                raise FencedError(
+                    f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was replaced by attempt {before}",
+                    rollout_id=rollout.rollout_id,
+                )
+            if current.state not in (SessionState.OPEN, SessionState.COMPLETE):
+                break
+            await self._end(current, f"replaced by attempt {rollout.attempt}")
+        await self._forget_closed()
+        now = time.time()
+        opened = OpenedSession(
+            secrets.token_hex(12),
+            INFERENCE_TOKEN_PREFIX + secrets.token_urlsafe(32),
+            secrets.token_urlsafe(32),
+            now + min(ttl_s or self._ttl_s, self._ttl_s),
+        )
+        record = SessionRecord(
+            opened.session_id,
+            rollout.model_dump(mode="json"),
+            _digest(opened.inference_token),
+            _digest(opened.control_token),
+            now,
+            opened.expires_at,
+            dict(sampling or {}),
+            {
+                "now": datetime.now().astimezone().isoformat(),
+                "reward_source": reward_source,
+                "opener": opener,
+                **({"limits": chosen} if (chosen := limits.given()) else {}),
+            },
+        )
+        live = self._new(record)
+        self._add(live)
+        try:
+            await self.journal.opened(record)
+        except BaseException:
+            self._drop(live)
+            raise
+        return opened
+
+    def authorize(self, inference_token: str) -> GatewaySession:
+        """See `GatewaySessions.authorize`."""
+        return self.authorized(inference_token).session
+
+    def authorized(self, inference_token: str) -> LiveSession[C]:
+        """The session that a token opens; raises as `authorize`."""
+        live = self._by_token.get(_digest(inference_token))
+        if live is None:
+            raise CredentialError("the inference token is unknown here: its session has ended, or never was")
+        if live.state is SessionState.ABORTED and live.reason == DEADLINE_REASON:
+            raise CredentialError("the inference token has expired: its session's deadline has passed")
+        if live.state is not SessionState.OPEN:
+            raise FencedError(f"the session of this inference token is {live.state}" + _because(live.reason))
+        if live.record.deadline_at <= time.time():
+            raise CredentialError("the inference token has expired: its session's deadline has passed")
+        return live
+
+    def live(self, session_id: str) -> LiveSession[C]:
+        """Raises `ContractError` for a session that is not known."""
+        if (live := self._live.get(session_id)) is None:
+            raise ContractError(f"session '{session_id}' is not known here", session_id=session_id)
+        return live
+
+    def committed(self, session: GatewaySession, usage: Usage) -> None:
+        """Count one committed call."""
+        session.turns += 1
+        session.usage = session.usage + usage
+
+    def state(self, session_id: str, control_token: str) -> dict[str, Any]:
+        """``{session_id, state, reason, turns, usage, in_flight, opened_at, expires_at}``; times in Unix seconds."""
+        live = self._controlled(session_id, control_token)
+        return {
+            **_summary(live),
+            "state": live.state,
+            "reason": live.reason,
+            "in_flight": live.in_flight,
+            "opened_at": live.record.opened_at,
+            "expires_at": live.record.deadline_at,
+        }
+
+    async def complete(
+        self, session_id: str, control_token: str, reward_info: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The session's runner is done: no further inference; calls in flight are ended. ``reward_info`` may hold
+        ``reward``, and is taken only where no environment gives one. Repeating it changes nothing."""
+        live = self._controlled(session_id, control_token)
+        if reward_info and live.record.extra.get("reward_source") != "runner":
+            raise ContractError(
+                "reward_info is not accepted: this session's reward comes from its environment; open it with"
+                " reward_source 'runner' where a run has none",
+                session_id=session_id,
+                param="reward_info",
+            )
+        given = checked_reward(reward_info or {})
+        async with live.ending:
+            if live.state is SessionState.ABORTED:
+                raise FencedError(f"session '{session_id}' was aborted{_because(live.reason)}", session_id=session_id)
+            if live.state is SessionState.OPEN:
+                live.state = SessionState.COMPLETE  # at once, for calls that come while the journal is being written
+                await live.answers.aclose()
+                with self._unless_kept(live, SessionState.OPEN):
+                    await self.journal.complete(session_id, orjson.dumps(given))
+                live.reward_info = given
+        return {**_summary(live), "state": live.state}
+
+    async def finalize(
+        self,
+        session_id: str,
+        control_token: str,
+        *,
+        reward: float | None = None,
+        reward_info: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Close the session; ``{session_id, turns, usage, trajectories}``. Calls in flight are ended. Repeating it
+        answers the same, with the first reward."""
+        live = self._controlled(session_id, control_token)
+        async with live.ending:
+            if live.state is SessionState.ABORTED:
+                raise FencedError(f"session '{session_id}' was aborted{_because(live.reason)}", session_id=session_id)
+            if live.closed_at is None:
+                said = {**live.reward_info, **(reward_info or {})}
+                if reward is not None:
+                    said["reward"] = reward
+                result = orjson.dumps(checked_reward(said))
+                before, live.state = live.state, SessionState.FINALIZED
+                await live.answers.aclose()
+                with self._unless_kept(live, before):
+                    live.reward_info = orjson.loads(await self.journal.finalize(session_id, result))
+                self._has_closed(live)
+                live.forget_requests()
+                self.memory_is_free = True
+                self._backend.forget(session_id)
+        info = {key: value for key, value in live.reward_info.items() if key != "reward"}
+        rows = live.conversations.rows(session_id, reward=live.reward_info.get("reward"), reward_info=info)
+        return {**_summary(live), "trajectories": rows}
+
+    async def abort(self, session_id: str, control_token: str) -> None:
+        """Close the session and keep nothing. Repeating it changes nothing."""
+        await self._end(self._controlled(session_id, control_token), "aborted by its owner")
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _new(self, record: SessionRecord) -> LiveSession[C]:
+        # Checked when it was asked for, perhaps by a release with other bounds: the journal is read all the same.
+        rollout = RolloutIdentity.model_construct(**record.rollout)
+        limits = limits_of(record.extra.get("limits"))
+        session = GatewaySession(record.session_id, rollout, record.sampling, record.deadline_at, limits)
+        now = datetime.fromisoformat(record.extra["now"])
+        return LiveSession(record, session, self._backend.conversations(now))
+
+    def _restored(self, found: ReplayedSession) -> LiveSession[C]:
+        live = self._new(found.record)
+        live.state, live.reason = found.state, found.reason
+        if found.state is SessionState.ABORTED:
+            self._has_closed(live)
+            return live
+        records = []
+        for turn in found.turns:
+            committed, record = decode_committed(turn.body, turn.index)
+            records.append(record)
+            live.answers.restore(turn.fingerprint, turn.key, committed, sent=turn.sent)
+            usage = committed.answer.usage
+            self.committed(live.session, Usage(usage.prompt_tokens, usage.completion_tokens))
+        try:
+            live.conversations.restore(records)
+            for turn, record in zip(found.turns, records, strict=True):
+                live.share.kept(record, len(turn.body) - sum(len(text.data) for text in large_in(record)))
+        except (KeyError, TypeError, ValueError) as error:
+            raise JournalDamagedError(
+                f"the journal's turns of session '{live.session_id}' cannot be read ({type(error).__name__}: {error});"
+                " was it written by another version? Move the directory away to start without them"
+            ) from error
+        if found.result:
+            live.reward_info = orjson.loads(found.result)
+        if found.state is SessionState.FINALIZED:
+            self._has_closed(live)
+        return live
+
+    def _add(self, live: LiveSession[C]) -> None:
+        self._live[live.session_id] = live
+        self._by_token[live.record.inference_digest] = live
+        self._current[_key(live)] = live
+
+    def _has_closed(self, live: LiveSession[C]) -> None:
+        live.closed_at = time.time()
+        self._closed.append(live)
+        self._closed_bytes += live.share.bytes
+
+    async def _forget_closed(self) -> None:
+        """Of closed sessions, those that were closed long ago, or hold more than is kept."""
+        while self._closed and self._may_forget(self._closed[0]):
+            live = self._closed.popleft()
+            self._closed_bytes -= live.share.bytes
+            self._drop(live)
+            try:
+                await self.journal.forget(live.session_id)
+            except JournalError as error:  # after a restart it is closed, and forgotten then
+                log.warning("session not forgotten", session_id=live.session_id, error=str(error))
+
+    def _may_forget(self, oldest: LiveSession[C]) -> bool:
+        if len(self._closed) > KEEP_CLOSED_SESSIONS:
+            return True
+        if len(self._closed) > KEEP_CLOSED_AT_LEAST and self._closed_bytes > KEEP_CLOSED_BYTES:
+            return True
+        return (oldest.closed_at or 0.0) + self._keep_closed_s < time.time()
+
+    def _drop(self, live: LiveSession[C]) -> None:
+        self._live.pop(live.session_id, None)
+        self._by_token.pop(live.record.inference_digest, None)
+        if self._current.get(key := _key(live)) is live:
+            del self._current[key]
+
+    def _controlled(self, session_id: str, control_token: str) -> LiveSession[C]:
+        live = self.live(session_id)
+        if not hmac.compare_digest(live.record.control_digest, _digest(control_token)):
+            raise CredentialError("the control token is not this session's", session_id=session_id)
+        return live
+
+    @contextlib.contextmanager
+    def _unless_kept(self, live: LiveSession[C], before: SessionState) -> Iterator[None]:
+        """A step of which the journal keeps nothing was none."""
+        try:
+            yield
+        except JournalFullError:
+            live.state = before
+            raise
+
+    async def _end(self, live: LiveSession[C], reason: str) -> None:
+        async with live.ending:
+            if live.state is SessionState.ABORTED and live.closed_at is not None:
+                return
+            if live.state is SessionState.FINALIZED:
+                raise FencedError(
+                    f"session '{live.session_id}' is finalized; it cannot be aborted", session_id=live.session_id
+                )
+            live.state, live.reason = SessionState.ABORTED, reason
+            await live.answers.aclose()
+            await self.journal.abort(live.session_id, reason)
+            live.share.bytes = 0
+            self._has_closed(live)
+            live.forget_requests()
+            self.memory_is_free = True
+            # Nothing of it is kept but that it was.
+            live.conversations = self._backend.conversations(datetime.now().astimezone())
+            self._backend.forget(live.session_id)
+
+    async def _sweep(self) -> None:
+        """Abort what is overdue, and forget what has been closed for long enough, until cancelled."""
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+            if self.memory_is_free:
+                self.memory_is_free = False
+                await asyncio.to_thread(give_back_memory)
+            await self._forget_closed()
+            now = time.time()
+            try:
+                for live in [*self._live.values()]:
+                    if live.closed_at is None and live.state is SessionState.ABORTED:
+                        await self._end(live, live.reason or "")  # the journal could not take it before
+                    elif live.closed_at is None and live.record.deadline_at <= now:
+                        await self._end(live, DEADLINE_REASON)
+                        log.info("session aborted at its deadline", session_id=live.session_id)
+            except (JournalError, FencedError) as error:
+                # Whoever asks hears of it as well; the next round tries again.
+                log.warning("sessions not swept", error=str(error))
+
+
+def checked_reward(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Reward info as it may be kept. Raises `InvalidBodyError` for a reward that is no finite number, and for what is
+    no JSON."""
+    reward = info.get("reward")
+    if reward is not None and (
+        isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward)
+    ):
+        raise InvalidBodyError(f"'reward' must be a finite number or null, not {reward!r}", param="reward")
+    checked_depth(info, "reward_info")
+    return dict(info)
+
+
+def checked_depth(value: Any, name: str) -> None:
+    """Raise `InvalidBodyError` for data that was read as JSON and is too deep to be written inside of records and
+    replies."""
+    try:
+        orjson.dumps([[[[[[[[[[value]]]]]]]]]])
+    except TypeError:
+        raise InvalidBodyError(f"'{name}' is nested too deeply: at most 240 levels are taken", param=name) from None
+
+
+def _key(live: LiveSession[Any]) -> SessionKey:
+    rollout = live.session.rollout
+    # A journal of a release that kept no openers says nothing: it was the pipeline, or passed for it.
+    return (live.record.extra.get("opener", PIPELINE), rollout.run_id, rollout.rollout_id)
+
+
+def _summary(live: LiveSession[Any]) -> dict[str, Any]:
+    session = live.session
+    return {"session_id": session.session_id, "turns": session.turns, "usage": session.usage.as_dict()}
+
+
+def _because(reason: str | None) -> str:
+    return f" ({reason})" if reason else ""
+
+
+def _digest(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()

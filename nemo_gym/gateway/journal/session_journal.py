@@ -1,0 +1,386 @@
+"""The life of a gateway session.
+
+    OPEN ──complete──▶ COMPLETE ──finalize──▶ FINALIZED
+      │ └───────────────finalize──────────────▲
+      └──abort──▶ ABORTED ◀──abort── COMPLETE
+
+Each step may be repeated and then changes nothing. A finalized session cannot be aborted, nor an aborted one
+finalized: the first end is final.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from nemo_gym.contract.errors import ContractError, FencedError
+from nemo_gym.gateway.journal.log import SEGMENT_BYTES, Durability, JournalDamagedError, JournalError, JournalLog
+from nemo_gym.gateway.json_bytes import Buffer, size_of
+
+
+class SessionState(StrEnum):
+    OPEN = "open"
+    """Takes inference."""
+    COMPLETE = "complete"
+    """Its runner has said that it is done; takes no inference, and waits for its owner."""
+    FINALIZED = "finalized"
+    ABORTED = "aborted"
+
+
+_STEPS = {
+    SessionState.OPEN: frozenset({SessionState.COMPLETE, SessionState.FINALIZED, SessionState.ABORTED}),
+    SessionState.COMPLETE: frozenset({SessionState.FINALIZED, SessionState.ABORTED}),
+    SessionState.FINALIZED: frozenset[SessionState](),
+    SessionState.ABORTED: frozenset[SessionState](),
+}
+
+
+def step(session_id: str, now: SessionState, then: SessionState) -> bool:
+    """Whether going from ``now`` to ``then`` changes anything; raises `FencedError` where it is not allowed."""
+    if now is then:
+        return False
+    if then not in _STEPS[now]:
+        raise FencedError(f"session '{session_id}' is {now}; it cannot become {then}", session_id=session_id)
+    return True
+
+
+# Where the journal holds the body of a record, for those who read it again instead of keeping it in memory.
+
+
+@dataclass(frozen=True, slots=True)
+class KeptBody:
+    """In bytes of a segment's file. It is there for as long as its session is known."""
+
+    path: Path
+    start: int
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Part of the body. Raises `JournalError` where it is not there any more."""
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                found = os.pread(file.fileno(), length, self.start + offset)
+        except OSError as error:
+            raise JournalError(f"the journal {self.path} cannot be read: {error}", retryable=True) from error
+        if len(found) != length:
+            raise JournalError(f"the journal {self.path} has been cut off at byte {self.start + offset + len(found)}")
+        return found
+
+
+# What the journal says about sessions: a small header as JSON, and a body that only its owner reads.
+
+
+class RecordKind(StrEnum):
+    OPENED = "opened"
+    TURN = "turn"
+    SENT = "sent"
+    STATE = "state"
+    FORGOTTEN = "forgotten"
+
+
+def encode(kind: RecordKind, session_id: str, body: bytes = b"", **header: Any) -> bytes:
+    return orjson.dumps({"kind": kind, "session": session_id, **header}) + b"\n" + body
+
+
+def decode(payload: memoryview) -> tuple[dict[str, Any], bytes]:
+    """Header and body. JSON on one line holds no newline, so the first one ends the header."""
+    head, _, body = bytes(payload).partition(b"\n")
+    header: dict[str, Any] = orjson.loads(head)
+    return header, body
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """A session as it was opened. Tokens are kept as digests only."""
+
+    session_id: str
+    rollout: Mapping[str, Any]
+    inference_digest: str
+    control_digest: str
+    opened_at: float
+    deadline_at: float
+    """Unix seconds; an unfinished session is aborted then."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """More plain data of the gateway's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """One committed turn. ``index`` counts from 0 within its session."""
+
+    index: int
+    fingerprint: str
+    key: str | None
+    body: bytes
+    sent: bool = False
+    """Whether the whole answer was handed to the network before the restart."""
+
+
+@dataclass(slots=True)
+class ReplayedSession:
+    """A session as a restarted gateway finds it."""
+
+    record: SessionRecord
+    state: SessionState = SessionState.OPEN
+    turns: list[TurnRecord] = field(default_factory=list)
+    result: bytes = b""
+    """The body of the step that ended it: the reward info of a completed session, the summary of a finalized one."""
+    reason: str | None = None
+    """Why it was aborted."""
+
+
+# The journal of gateway sessions: what is acknowledged here survives the death of the process.
+
+DEADLINE_REASON = "deadline"
+
+
+@dataclass(slots=True)
+class _Session:
+    record: SessionRecord
+    state: SessionState = SessionState.OPEN
+    turns: int = 0
+    result: bytes = b""
+    reason: str | None = None
+    segments: set[int] = field(default_factory=set)
+
+
+class SessionJournal:
+    """Sessions and their committed turns. Each method takes effect at once for those who call after it, and returns
+    when it is durable. Turns themselves are not kept in memory: `open` gives them back once, after a restart."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._sessions: dict[str, _Session] = {}
+        self._leaving: dict[str, _Session] = {}
+        self._log: JournalLog
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        *,
+        durability: Durability = "power_loss",
+        segment_bytes: int = SEGMENT_BYTES,
+        clock: Callable[[], float] = time.time,
+    ) -> tuple[SessionJournal, list[ReplayedSession]]:
+        """The journal in ``directory`` and every session in it that was not forgotten, in order of opening. Raises
+        `JournalBusyError`, `JournalDamagedError`."""
+        self = cls(clock)
+        replayed: dict[str, ReplayedSession] = {}
+        segments: dict[str, set[int]] = {}
+        beheaded: set[str] = set()
+
+        def on_record(segment: int, payload: memoryview) -> None:
+            header, body = decode(payload)
+            session_id = header["session"]
+            if header["kind"] == RecordKind.FORGOTTEN:
+                replayed.pop(session_id, None)
+                beheaded.discard(session_id)
+            elif session_id not in replayed and header["kind"] != RecordKind.OPENED:
+                # Its first segment was dropped, which is right if it was forgotten later on.
+                beheaded.add(session_id)
+            else:
+                segments.setdefault(session_id, set()).add(segment)
+                _apply(replayed, header, body)
+
+        def on_end() -> None:
+            if beheaded:
+                raise JournalDamagedError(f"{directory} lacks the beginning of sessions {sorted(beheaded)}")
+
+        self._log = JournalLog.open(
+            directory, on_record, on_end=on_end, durability=durability, segment_bytes=segment_bytes
+        )
+        for session_id, found in replayed.items():
+            self._sessions[session_id] = _Session(
+                found.record, found.state, len(found.turns), found.result, found.reason, segments[session_id]
+            )
+        self._drop_segments()
+        return self, [*replayed.values()]
+
+    @property
+    def log(self) -> JournalLog:
+        return self._log
+
+    def state(self, session_id: str) -> SessionState:
+        return self._known(session_id).state
+
+    def turns(self, session_id: str) -> int:
+        """How many turns are committed."""
+        return self._known(session_id).turns
+
+    async def opened(self, record: SessionRecord) -> None:
+        """A new session. Raises `ContractError` for an id in use."""
+        if record.session_id in self._sessions:
+            raise ContractError(f"there is a session '{record.session_id}' already", session_id=record.session_id)
+        data = encode(RecordKind.OPENED, record.session_id, record=asdict(record))
+        self._sessions[record.session_id] = _Session(record)
+        await self._append(record.session_id, data, lambda: self._sessions.pop(record.session_id))
+
+    async def commit_turn(
+        self,
+        session_id: str,
+        body: bytes | Sequence[Buffer],
+        *,
+        fingerprint: str,
+        key: str | None = None,
+        kept: Callable[[KeptBody], None] | None = None,
+        undo: Callable[[], None] | None = None,
+    ) -> int:
+        """Commit one turn, whole or in pieces, and return its index. Cancelling the wait does not take the turn back.
+        ``kept`` is told at once where the body can be read again once this has returned. ``undo`` is called, before
+        anything else is done with the session, should the turn not become durable after all. Raises `FencedError` when
+        the session takes no more turns, `JournalFullError` when the disk does not."""
+        session = self._known(session_id)
+        if session.state is not SessionState.OPEN:
+            raise FencedError(f"session '{session_id}' is {session.state}", session_id=session_id)
+        index = session.turns
+        head = encode(RecordKind.TURN, session_id, index=index, fingerprint=fingerprint, key=key)
+        data = [head, body] if isinstance(body, bytes) else [head, *body]
+        session.turns += 1
+
+        def not_kept() -> None:
+            session.turns -= 1
+            if undo is not None:
+                undo()
+
+        durable = self._append(session_id, data, not_kept)
+        if kept is not None:
+            path, end = self._log.place
+            kept(KeptBody(path, end - size_of(data[1:])))
+        await durable
+        return index
+
+    def sent(self, session_id: str, index: int) -> None:
+        """The answer of a turn was handed to the network. Not waited for: when a crash loses this, a request that
+        equals it is answered once more."""
+        self._note(session_id, encode(RecordKind.SENT, session_id, index=index))
+
+    def undelivered(self, session_id: str, index: int) -> None:
+        """It turned out that its caller cannot have read it. Not waited for either."""
+        self._note(session_id, encode(RecordKind.SENT, session_id, index=index, delivered=False))
+
+    async def complete(self, session_id: str, reward_info: bytes = b"") -> None:
+        """The session's runner is done. Repeating it changes nothing."""
+        await self._step(session_id, SessionState.COMPLETE, reward_info, None)
+
+    async def finalize(self, session_id: str, summary: bytes) -> bytes:
+        """End a session with its result, and return the result: of a repeated call, that of the first."""
+        return await self._step(session_id, SessionState.FINALIZED, summary, None)
+
+    async def abort(self, session_id: str, reason: str) -> None:
+        """End a session without a result. Repeating it changes nothing."""
+        await self._step(session_id, SessionState.ABORTED, b"", reason)
+
+    async def abort_overdue(self) -> list[str]:
+        """Abort the unfinished sessions whose deadline has passed; their ids."""
+        now = self._clock()
+        overdue = [
+            session_id
+            for session_id, session in self._sessions.items()
+            if session.state in (SessionState.OPEN, SessionState.COMPLETE) and session.record.deadline_at <= now
+        ]
+        await asyncio.gather(*(self.abort(session_id, DEADLINE_REASON) for session_id in overdue))
+        return overdue
+
+    async def forget(self, session_id: str) -> None:
+        """A session whose result has been taken needs no place any more. Forgetting twice is no error."""
+        session = self._sessions.pop(session_id, None)
+        if session is not None:
+            # Its segments are needed until the last word about it is durable.
+            self._leaving[session_id] = session
+            await asyncio.shield(self._last_word(session_id))
+
+    async def aclose(self) -> None:
+        await self._log.aclose()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _known(self, session_id: str) -> _Session:
+        if session_id not in self._sessions:
+            raise ContractError(f"session '{session_id}' is not known here", session_id=session_id)
+        return self._sessions[session_id]
+
+    def _append(
+        self, session_id: str, data: bytes | Sequence[Buffer], undo: Callable[[], object] | None = None
+    ) -> asyncio.Future[None]:
+        session = self._sessions[session_id]
+        future = self._log.append(data, undo=undo)
+        session.segments.add(self._log.segment)
+        return future
+
+    def _note(self, session_id: str, data: bytes) -> None:
+        if session_id in self._sessions:
+            self._append(session_id, data).add_done_callback(_retrieved)
+
+    async def _step(self, session_id: str, then: SessionState, result: bytes, reason: str | None) -> bytes:
+        session = self._known(session_id)
+        if not step(session_id, session.state, then):
+            # The first call's record may still be on its way to the disk: this one is durable after it.
+            result, reason = session.result, session.reason
+        data = encode(RecordKind.STATE, session_id, result, state=then, reason=reason)
+        before = session.state, session.result, session.reason
+        session.state, session.result, session.reason = then, result, reason
+
+        def undo() -> None:
+            session.state, session.result, session.reason = before
+
+        await self._append(session_id, data, undo)
+        return result
+
+    async def _last_word(self, session_id: str) -> None:
+        def undo() -> None:
+            self._sessions[session_id] = self._leaving.pop(session_id)
+
+        await self._log.append(encode(RecordKind.FORGOTTEN, session_id), undo=undo)
+        del self._leaving[session_id]
+        self._drop_segments()
+
+    def _drop_segments(self) -> None:
+        """Remove the oldest segments that no session needs. Never one from between: a session's last word must
+        outlive all that came before it."""
+        needed = min(
+            (
+                number
+                for sessions in (self._sessions, self._leaving)
+                for session in sessions.values()
+                for number in session.segments
+            ),
+            default=self._log.segment,
+        )
+        for number in self._log.segments():
+            if number >= needed:
+                break
+            self._log.drop_segment(number)
+
+
+def _apply(replayed: dict[str, ReplayedSession], header: dict[str, Any], body: bytes) -> None:
+    session_id, kind = header["session"], RecordKind(header["kind"])
+    if kind is RecordKind.OPENED:
+        replayed[session_id] = ReplayedSession(SessionRecord(**header["record"]))
+        return
+    session = replayed[session_id]
+    if kind is RecordKind.TURN:
+        if header["index"] != len(session.turns):
+            raise JournalDamagedError(
+                f"session '{session_id}' has turn {header['index']} where turn {len(session.turns)} belongs"
+            )
+        session.turns.append(TurnRecord(header["index"], header["fingerprint"], header["key"], body))
+    elif kind is RecordKind.SENT:
+        if header["index"] < len(session.turns):
+            sent = header.get("delivered", True)
+            session.turns[header["index"]] = replace(session.turns[header["index"]], sent=sent)
+    else:
+        session.state, session.result, session.reason = SessionState(header["state"]), body, header["reason"]
+
+
+def _retrieved(future: asyncio.Future[None]) -> None:
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,380 @@
+"""Parsers that other packages keep, imported on use: engines' own, transformers', and third parties'."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from nemo_gym._util.suggest import nearest
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.gateway.parsing.answers import CallFormat, ParsedAnswer, ParsedCall, Segment, Tool
+from nemo_gym.gateway.parsing.json_text import is_object
+
+if TYPE_CHECKING:
+    from nemo_gym.gateway.tokens.policy import PolicyTokenizer
+
+
+# Importing packages that are not dependencies of this one, with errors that say what is missing.
+
+
+def imported(field: str, parser: str, *modules: str) -> Any:
+    """The first of ``modules`` that there is. Raises `ConfigError` for a package that is missing, or is broken."""
+    problem: ImportError | None = None
+    for module in modules:
+        try:
+            return importlib.import_module(module)
+        except ImportError as error:
+            # A module that exists but lacks a dependency of its own is the one to tell of.
+            gone = isinstance(error, ModuleNotFoundError) and module.startswith(str(error.name))
+            problem = problem if gone and problem is not None else error
+    package = modules[0].split(".")[0]
+    raise ConfigError(
+        f"{field}: '{parser}' needs the package '{package}' in the gateway's environment ({problem})"
+    ) from problem
+
+
+def unknown_parser(field: str, name: str, known: Iterable[str]) -> ConfigError:
+    listed = sorted(known)
+    return ConfigError(f"{field}: unknown parser '{name}'{nearest(name, listed)}; known are {', '.join(listed)}")
+
+
+def transformers_tokenizer(field: str, parser: str, policy: PolicyTokenizer) -> Any:
+    """The policy's tokenizer as engines' parsers want it."""
+    kind = imported(field, parser, "transformers").PreTrainedTokenizerFast
+    return kind(tokenizer_object=policy.tokenizer)
+
+
+# Foreign parsers behind one door: they may raise, and their calls are checked before anybody relies on them.
+
+_log = logging.getLogger(__name__)
+
+ExtractCalls = Callable[[str, Sequence[Tool] | None], tuple[str | None, Iterable[tuple[object, object]]]]
+"""``(text, tools)`` → what is left of the text, and the calls' names and arguments."""
+ExtractReasoning = Callable[[str, str], tuple[str | None, str | None]]
+"""``(text, prompt_tail)`` → reasoning and content."""
+ExtractAnswer = Callable[[str, str, Sequence[Tool] | None], ParsedAnswer]
+"""``(text, prompt_tail, tools)`` → the whole answer."""
+
+
+@dataclass(slots=True)
+class _Warned:
+    """A parser that fails on one answer fails on many; the log says so once."""
+
+    name: str
+    done: bool = False
+
+    def warn(self, error: Exception) -> None:
+        if not self.done:
+            self.done = True
+            _log.warning(
+                "parser '%s' failed on an answer, which stays text (%s: %s)", self.name, type(error).__name__, error
+            )
+
+
+@dataclass(slots=True)
+class GuardedCalls:
+    """Calls as another package's parser finds them. It tells no places, so its text comes before its calls."""
+
+    name: str
+    extract: ExtractCalls
+    _warned: _Warned = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._warned = _Warned(self.name)
+
+    def split(self, text: str, tools: Sequence[Tool] | None) -> list[Segment]:
+        try:
+            content, found = self.extract(text, tools)
+            calls = [_checked(*call) for call in found]
+        except Exception as error:  # noqa: BLE001 - foreign code; an answer it fails on is an answer all the same
+            self._warned.warn(error)
+            return [text]
+        return [content or "", *calls] if calls else [text]
+
+
+@dataclass(slots=True)
+class GuardedReasoning:
+    """Reasoning as another package's parser finds it."""
+
+    name: str
+    extract: ExtractReasoning
+    _warned: _Warned = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._warned = _Warned(self.name)
+
+    def split(self, text: str, prompt_tail: str) -> tuple[str | None, str | None]:
+        try:
+            reasoning, content = self.extract(text, prompt_tail)
+        except Exception as error:  # noqa: BLE001 - foreign code; see above
+            self._warned.warn(error)
+            return None, text
+        thought = (reasoning or "").strip() or None
+        if thought is None and (content or "").strip() == text.strip():
+            return None, text
+        return thought, (content or "").lstrip() or None
+
+
+@dataclass(slots=True)
+class GuardedAnswers:
+    """Whole answers as another package's parser reads them."""
+
+    name: str
+    extract: ExtractAnswer
+    _warned: _Warned = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._warned = _Warned(self.name)
+
+    def parse(
+        self, text: str, *, prompt_tail: str, tools: Sequence[Tool] | None, parse_calls: bool = True
+    ) -> ParsedAnswer:
+        try:
+            answer = self.extract(text, prompt_tail, tools)
+            for call in answer.calls:
+                _checked(call.name, call.arguments)
+        except Exception as error:  # noqa: BLE001 - foreign code; see above
+            self._warned.warn(error)
+            return ParsedAnswer(text)
+        return answer if parse_calls or not answer.calls else ParsedAnswer(text)
+
+
+def _checked(name: object, arguments: object) -> ParsedCall:
+    if not isinstance(name, str) or not name or not isinstance(arguments, str) or not is_object(arguments):
+        raise ValueError(f"it gave a call '{name}' whose arguments are no JSON object")
+    return ParsedCall(name, arguments)
+
+
+# transformers' parser of whole answers, driven by a ``response_template`` that model repositories carry.
+
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+
+
+def transformers_answers(path: str) -> GuardedAnswers:
+    """``path``: a model's directory, whose ``tokenizer_config.json`` has the template, or a JSON file that is one.
+
+    It reads arguments as data, so their JSON is written anew. Raises `ConfigError` for what is missing.
+    """
+    full = f"transformers:{path}"
+    template = _template(Path(path))
+    parse = imported("tool_parser", full, "transformers.utils.chat_parsing").parse_response
+
+    def extract(text: str, prompt_tail: str, tools: Sequence[Tool] | None) -> ParsedAnswer:
+        offered = [dict(tool) for tool in tools] if tools else None
+        return _answer(parse(text, template, prefix=prompt_tail, tools=offered))
+
+    try:
+        parse("", {**template, "fields": {**template["fields"]}}, prefix="", tools=None)
+    except (ValueError, KeyError, TypeError) as error:
+        if "missing from parsed output" not in str(error):  # an empty answer may well lack what every answer has
+            raise ConfigError(f"tool_parser: '{path}' holds no response_template ({error})") from error
+    return GuardedAnswers(full, extract)
+
+
+def _template(path: Path) -> dict[str, Any]:
+    file = path / "tokenizer_config.json" if path.is_dir() else path
+    try:
+        found = orjson.loads(file.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise ConfigError(f"tool_parser: cannot read '{file}' ({error})") from error
+    template = found.get("response_template", found) if isinstance(found, dict) else None
+    if not isinstance(template, dict) or not isinstance(template.get("fields"), dict):
+        raise ConfigError(f"tool_parser: '{file}' has no response_template; name a parser of calls instead")
+    return template
+
+
+def _answer(message: Mapping[str, Any]) -> ParsedAnswer:
+    content = message.get("content")
+    reasoning = next((found for key in _REASONING if (found := message.get(key))), None)
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        arguments = function.get("arguments") or {}
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append(ParsedCall(function["name"], text))
+    kept = content if content or not (calls or reasoning) else None
+    return ParsedAnswer(kept, reasoning, tuple(calls))
+
+
+# The parsers of an installed vLLM, by the names of its ``--tool-call-parser`` and ``--reasoning-parser``.
+
+_TOOL_PARSERS = ("vllm.tool_parsers", "vllm.entrypoints.openai.tool_parsers")
+"""Where the registry is, and where it was in releases before 0.13."""
+
+
+def vllm_calls(name: str, policy: PolicyTokenizer) -> GuardedCalls:
+    """Raises `ConfigError` where vLLM is not installed, or has no such parser."""
+    full = f"vllm:{name}"
+    manager = imported("tool_parser", full, *_TOOL_PARSERS).ToolParserManager
+    try:
+        kind = manager.get_tool_parser(name)
+    except KeyError as error:
+        raise unknown_parser("tool_parser", full, _registered(manager)) from error
+    tokenizer = transformers_tokenizer("tool_parser", full, policy)
+    takes_tools = "tools" in inspect.signature(kind).parameters
+    request_type = _request_type("tool_parser", full)
+
+    def extract(text: str, tools: Sequence[Tool] | None) -> tuple[str | None, Iterable[tuple[object, object]]]:
+        request = _request(request_type, tools)
+        parser = kind(tokenizer, request.tools) if takes_tools else kind(tokenizer)  # it keeps state per answer
+        found = parser.extract_tool_calls(text, request)
+        return found.content, [(call.function.name, call.function.arguments) for call in found.tool_calls]
+
+    with _usable("tool_parser", full):
+        extract("", None)
+    return GuardedCalls(full, extract)
+
+
+def vllm_reasoning(name: str, policy: PolicyTokenizer) -> GuardedReasoning:
+    """Raises `ConfigError` where vLLM is not installed, or has no such parser."""
+    full = f"vllm:{name}"
+    manager = imported("reasoning_parser", full, "vllm.reasoning").ReasoningParserManager
+    try:
+        kind = manager.get_reasoning_parser(name)
+    except KeyError as error:
+        raise unknown_parser("reasoning_parser", full, _registered(manager)) from error
+    tokenizer = transformers_tokenizer("reasoning_parser", full, policy)
+    request_type = _request_type("reasoning_parser", full)
+    with _usable("reasoning_parser", full):
+        kind(tokenizer)
+
+    def extract(text: str, prompt_tail: str) -> tuple[str | None, str | None]:
+        parser = kind(tokenizer)
+        if hasattr(parser, "set_prompt_token_ids"):
+            parser.set_prompt_token_ids(policy.encode(prompt_tail))
+        method = getattr(parser, "extract_reasoning", None) or parser.extract_reasoning_content
+        reasoning, content = method(text, _request(request_type, None))
+        return reasoning, content
+
+    return GuardedReasoning(full, extract)
+
+
+@contextmanager
+def _usable(field: str, full: str) -> Iterator[None]:
+    """Its parsers say when they are made that a tokenizer lacks their tokens: at the start, not on every answer."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"{field}: '{full}' cannot be used with this policy: {error}") from error
+
+
+def _registered(manager: Any) -> Sequence[str]:
+    names: Sequence[str] = manager.list_registered()
+    return names
+
+
+def _request_type(field: str, full: str) -> Any:
+    places = ("vllm.entrypoints.openai.chat_completion.protocol", "vllm.entrypoints.openai.protocol")
+    return imported(field, full, *places).ChatCompletionRequest
+
+
+def _request(request_type: Any, tools: Sequence[Tool] | None) -> Any:
+    offered = {"tools": [dict(tool) for tool in tools], "tool_choice": "auto"} if tools else {}
+    return request_type(model="policy", messages=[], **offered)
+
+
+# The parsers of an installed SGLang, by the names of its ``--tool-call-parser`` and ``--reasoning-parser``.
+
+
+def sglang_calls(name: str, policy: PolicyTokenizer) -> GuardedCalls:
+    """Raises `ConfigError` where SGLang is not installed, or has no such parser.
+
+    SGLang itself leaves calls to tools that were not offered out, unless its environment says otherwise.
+    """
+    full = f"sglang:{name}"
+    kind = imported("tool_parser", full, "sglang.srt.function_call.function_call_parser").FunctionCallParser
+    if name not in kind.ToolCallParserEnum:
+        raise unknown_parser("tool_parser", full, kind.ToolCallParserEnum)
+    protocol = imported("tool_parser", full, "sglang.srt.entrypoints.openai.protocol")
+    options = _tokenizer_option(kind, "tool_parser", full, policy)
+
+    def extract(text: str, tools: Sequence[Tool] | None) -> tuple[str | None, Iterable[tuple[object, object]]]:
+        offered = [protocol.Tool.model_validate(dict(tool)) for tool in tools or ()]
+        parser = kind(offered, name, **options)  # it keeps state per answer
+        content, found = parser.parse_non_stream(text)
+        return content, [(call.name, call.parameters) for call in found]
+
+    return GuardedCalls(full, extract)
+
+
+def sglang_reasoning(name: str, policy: PolicyTokenizer) -> GuardedReasoning:
+    """Raises `ConfigError` where SGLang is not installed, or has no such parser."""
+    full = f"sglang:{name}"
+    kind = imported("reasoning_parser", full, "sglang.srt.parser.reasoning_parser").ReasoningParser
+    if name not in kind.DetectorMap:
+        raise unknown_parser("reasoning_parser", full, kind.DetectorMap)
+    options = _tokenizer_option(kind, "reasoning_parser", full, policy)
+
+    def extract(text: str, prompt_tail: str) -> tuple[str | None, str | None]:
+        parser = kind(name, stream_reasoning=False, **options)
+        opening = getattr(parser.detector, "think_start_token", None)
+        if opening and prompt_tail.rstrip().endswith(opening):
+            parser = kind(name, stream_reasoning=False, force_reasoning=True, **options)
+        reasoning, content = parser.parse_non_stream(text)
+        return reasoning, content
+
+    return GuardedReasoning(full, extract)
+
+
+def _tokenizer_option(kind: Any, field: str, full: str, policy: PolicyTokenizer) -> dict[str, Any]:
+    if "tokenizer" not in inspect.signature(kind).parameters:
+        return {}
+    return {"tokenizer": transformers_tokenizer(field, full, policy)}
+
+
+# Third parties' parsers, by import path.
+
+
+def made_by(field: str, path: str, policy: PolicyTokenizer) -> object:
+    """What the factory at ``package.module:name`` makes for a policy. Raises `ConfigError` when it cannot be had."""
+    module, _, name = path.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{field}: cannot import '{path}' ({error})") from error
+    if not callable(factory):
+        raise ConfigError(f"{field}: '{path}' is no factory; it is called with the policy's tokenizer")
+    made: object = factory(policy)
+    return made
+
+
+def guarded_parse(name: str, parse: Callable[..., ParsedAnswer]) -> GuardedAnswers:
+    """A third party's parser of whole answers."""
+
+    def extract(text: str, prompt_tail: str, tools: Sequence[Tool] | None) -> ParsedAnswer:
+        return parse(text, prompt_tail=prompt_tail, tools=tools)
+
+    return GuardedAnswers(name, extract)
+
+
+def guarded_split(name: str, calls: CallFormat) -> CallFormat:
+    """A third party's format of calls, which keeps the places of text and calls."""
+    return _GuardedSplit(name, calls)
+
+
+class _GuardedSplit:
+    def __init__(self, name: str, calls: CallFormat) -> None:
+        self._name = name
+        self._calls = calls
+        self._warned = False
+
+    def split(self, text: str, tools: Sequence[Tool] | None) -> list[Segment]:
+        try:
+            segments = list(self._calls.split(text, tools))
+            if not all(isinstance(segment, str | ParsedCall) for segment in segments):
+                raise TypeError("it gave something that is neither text nor a ParsedCall")
+        except Exception as error:  # noqa: BLE001 - foreign code; an answer it fails on is an answer all the same
+            if not self._warned:
+                self._warned = True
+                _log.warning("parser '%s' failed on an answer, which stays text (%s)", self._name, error)
+            return [text]
+        return segments

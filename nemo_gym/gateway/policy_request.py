@@ -1,0 +1,238 @@
+"""What every dialect is lowered to and raised from: one request for an answer, and the answer.
+
+    body ──dialect.lower──▶ LoweredRequest ──sampled by the policy──▶ Answer ──dialect.reply──▶ body, or its events
+
+Messages and tools have the shapes of Chat Completions, because chat templates are written for those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import orjson
+
+from nemo_gym.contract.errors import ModelError
+from nemo_gym.gateway.json_bytes import JsonText
+
+
+class AnswerEnd(StrEnum):
+    """Why an answer ended, in the words of Chat Completions."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    CONTENT_FILTER = "content_filter"
+
+
+@dataclass(frozen=True, slots=True)
+class CallName:
+    """How the harness knows a tool that the policy calls by one flat name."""
+
+    name: str
+    namespace: str | None = None
+    custom: bool = False
+    """Whether its calls carry free text instead of JSON arguments."""
+    local_shell: bool = False
+    """Whether its calls are the ``local_shell_call`` items of Responses."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredRequest:
+    """One request, whatever dialect it came in."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """Chat messages (`nemo_gym.gateway.tokens.messages.Message`); images are ``image_url`` parts."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """Function tools as in Chat Completions, by the flat names that the policy sees; nothing when none are offered."""
+    names: Mapping[str, CallName] = field(default_factory=dict)
+    """Flat name → the harness's own, for tools where they differ."""
+    deferred: Sequence[Mapping[str, Any]] = ()
+    """Function tools that are no part of the prompt's tools but may be called: their definitions are in the
+    conversation, where the harness searched for them. For the parser of calls."""
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters as `pinned_sampling` reads them: ``temperature``, ``top_p``, ``top_k``, ``max_tokens``,
+    ``stop``, ``seed``…"""
+    stream: bool = False
+    stream_usage: bool = False
+    """Chat Completions only: whether the stream's last chunk reports usage."""
+    tool_choice: str | Mapping[str, Any] = "auto"
+    """``auto``, ``none``, ``required``, or the tool to call as ``{"name": …}``."""
+    response_format: Mapping[str, Any] | None = None
+    """As in Chat Completions; nothing for plain text."""
+    logprobs: bool = False
+    """Whether the reply is to carry the logprobs of the sampled tokens."""
+    token_ids: bool = False
+    """Whether the reply is to carry token ids."""
+    reasoning: bool = True
+    """Whether the reply may carry the policy's reasoning; Messages: only where the request enables thinking."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further Chat Completions parameters that mean something to some endpoints and change nothing here
+    (``reasoning_effort``, ``parallel_tool_calls``, ``user``…)."""
+
+    def asking(self, messages: Sequence[Mapping[str, Any]]) -> LoweredRequest:
+        """The same request about other messages."""
+        return LoweredRequest(  # in order, which takes a fraction of the time that naming the fields does
+            messages,
+            self.tools,
+            self.names,
+            self.deferred,
+            self.asked,
+            self.stream,
+            self.stream_usage,
+            self.tool_choice,
+            self.response_format,
+            self.logprobs,
+            self.token_ids,
+            self.reasoning,
+            self.extra,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerUsage:
+    """Tokens of one answer."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the prompt, those that came from the engine's prefix cache."""
+    reasoning_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerTokens:
+    """The exact tokens of an answer, for callers that asked for them. Shapes: ``[P]``, ``[R]``, ``[R]``. An endpoint
+    that told logprobs but no ids has ``texts`` and ``logprobs`` of one length, and no ids."""
+
+    prompt_ids: Sequence[int]
+    ids: Sequence[int]
+    logprobs: Sequence[float] | None = None
+    texts: Sequence[str] | None = None
+    """The text of each of ``ids``, where the reply is to show logprobs."""
+    prompt_json: JsonText | None = None
+    """``prompt_ids`` as JSON, for a reply that only relays them; ``prompt_ids`` are then empty."""
+    ids_json: JsonText | None = None
+    """``ids``, likewise."""
+    logprobs_json: JsonText | None = None
+    """``logprobs``, likewise."""
+    entries_json: JsonText | None = None
+    """The ``logprobs`` entries of OpenAI's dialects, as an endpoint wrote them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer of the policy. Raising it twice gives equal bodies: whatever a body makes up is derived from
+    ``answer_id`` and ``created_at``."""
+
+    answer_id: str
+    """32 hexadecimal digits, unique."""
+    created_at: float
+    """Unix seconds."""
+    model: str
+    message: Mapping[str, Any]
+    """A chat message of the assistant: ``content`` (text or ``None``), ``tool_calls`` (``{id, type, function: {name,
+    arguments: JSON text}}``, flat names), ``reasoning_content``."""
+    end: AnswerEnd
+    usage: AnswerUsage
+    stop: str | None = None
+    """The stop string that ended it, if one did."""
+    tokens: AnswerTokens | None = None
+
+
+# Token usage, as each dialect reports it.
+
+_COUNT_BELOW = 1 << 53
+"""What every reader of JSON takes for the same number."""
+
+
+def tokens_counted(reported: Any) -> int:
+    """A number of tokens as somebody else reports it; 0 where nothing is reported. Raises `ValueError` for what
+    counts nothing."""
+    if reported is None:
+        return 0
+    if isinstance(reported, bool) or not isinstance(reported, int | float) or not 0 <= reported < _COUNT_BELOW:
+        raise ValueError(f"a usage of {str(reported)[:40]!r} tokens")
+    return int(reported)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one or several calls."""
+
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(self.input_tokens + other.input_tokens, self.output_tokens + other.output_tokens)
+
+    def as_dict(self) -> dict[str, int]:
+        return {
+            "input_tokens": self.input_tokens,
+            "output_tokens": self.output_tokens,
+            "total_tokens": self.input_tokens + self.output_tokens,
+        }
+
+    @classmethod
+    def of(cls, reported: Any) -> Usage:
+        """From a ``usage`` object of Chat Completions, Responses or Messages; nothing where nothing is reported.
+        Raises `ModelError` for one that counts nothing."""
+        if not isinstance(reported, Mapping):
+            return cls()
+        try:
+            # Messages counts the prompt's cached tokens beside its others.
+            cached = sum(tokens_counted(reported.get(f"cache_{kind}_input_tokens")) for kind in ("read", "creation"))
+            return cls(
+                tokens_counted(reported.get("input_tokens") or reported.get("prompt_tokens")) + cached,
+                tokens_counted(reported.get("output_tokens") or reported.get("completion_tokens")),
+            )
+        except ValueError as error:
+            raise ModelError(f"the model endpoint reported {error}", retryable=True) from None
+
+
+class StreamedUsage:
+    """Finds the usage in server-sent events while they pass by."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._input = 0
+        self._output = 0
+        self.completed = False
+        """Whether the stream said by itself that it is complete."""
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self._input, self._output)
+
+    def feed(self, chunk: bytes) -> None:
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        for line in lines:
+            self._line(line)
+
+    def _line(self, line: bytes) -> None:
+        if not line.startswith(b"data:"):
+            return
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            self.completed = True
+            return
+        if b'"usage"' not in data and b"message_stop" not in data and b"response." not in data:
+            return
+        try:
+            event = orjson.loads(data)
+        except orjson.JSONDecodeError:
+            return
+        if not isinstance(event, dict):
+            return
+        kind = event.get("type")
+        if kind in ("response.completed", "response.incomplete", "message_stop"):
+            self.completed = True
+        inner = event.get("response") or event.get("message") or event
+        try:
+            usage = Usage.of(inner.get("usage") if isinstance(inner, dict) else None)
+        except ModelError:
+            return  # the event is on its way already
+        self._input = max(self._input, usage.input_tokens)
+        self._output = max(self._output, usage.output_tokens)

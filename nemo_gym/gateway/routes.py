@@ -1,0 +1,317 @@
+"""The way in for most calls: a harness that sends its body whole to an inference route, with its session's token.
+
+Everything else (other credentials, prefixes, cookies, encodings, tokens that open nothing) goes the long way through
+the server's layers, which answer it as they answer everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Caller, Role
+from nemo_gym.contract.errors import ConfigError, ContractError, InvalidBodyError, NemoGymError
+from nemo_gym.contract.model_limits import NONE_CHOSEN, ChosenLimits
+from nemo_gym.contract.session import RolloutIdentity
+from nemo_gym.gateway.dialects import PATHS, Dialect
+from nemo_gym.gateway.durable_sessions import DurableSessions, RewardSource, checked_depth
+from nemo_gym.gateway.engines import EngineConfig, pinned_sampling
+from nemo_gym.gateway.inference import CallRequest, Inference
+from nemo_gym.gateway.live_session import LiveSession
+from nemo_gym.gateway.routing.pool import EnginePool
+from nemo_gym.gateway.sessions import token_in
+from nemo_gym.http.correlation import ROLLOUT_ID_HEADER
+from nemo_gym.http.problems import JsonResponse, parse_json_object, refused, unexpected
+
+_SESSIONS = "/sessions/"
+_ELSEWHERE = frozenset(
+    {CREDENTIAL_HEADER.lower(), ROLLOUT_ID_HEADER.lower(), "cookie", "content-encoding", "transfer-encoding"}
+)
+"""Headers that some layer does something about."""
+LENGTH_DIGITS = 15
+
+
+class InferenceDoor:
+    """An `nemo_gym.http.application.Shortcut` to a gateway's inference."""
+
+    def __init__(self, sessions: DurableSessions[Any, Any], inference: Inference[Any, Any]) -> None:
+        self._sessions = sessions
+        self._inference = inference
+        self._limits = inference.limits
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None] | None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            return None
+        path: str = scope["path"]
+        named: str | None = None
+        if (dialect := PATHS.get(path)) is None and path.startswith(_SESSIONS):
+            named, slash, route = path[len(_SESSIONS) :].partition("/")
+            dialect = PATHS.get(slash + route)
+        if dialect is None:
+            return None
+        # Of a header that comes twice, the first counts.
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
+        length = headers.get("content-length", "")
+        if not (length.isdecimal() and len(length) <= LENGTH_DIGITS and int(length) <= self._limits.max_body_bytes):
+            return None
+        if not _ELSEWHERE.isdisjoint(headers):
+            return None
+        live = self._session(headers, named)
+        return None if live is None else self._serve(dialect, live, headers, int(length), scope, receive, send)
+
+    def _session(self, headers: Mapping[str, str], named: str | None) -> LiveSession[Any] | None:
+        token = token_in(headers)
+        if token is None:
+            return None
+        try:
+            live = self._sessions.authorized(token)
+        except NemoGymError:
+            return None
+        return live if named is None or named == live.session_id else None
+
+    async def _serve(
+        self,
+        dialect: Dialect,
+        live: LiveSession[Any],
+        headers: Mapping[str, str],
+        length: int,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        with contextlib.ExitStack() as claim:
+            response: Response
+            try:
+                claim.enter_context(live.share.claimed(length, self._limits.max_session_in_flight_bytes))
+                parts: list[bytes] = []
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        return  # gone before its whole body was here: nobody waits for an answer
+                    parts.append(message["body"])
+                    more = message["more_body"]
+                asked = CallRequest(headers, scope["client"], receive)
+                response = await self._inference.answer_session(dialect, live, scope["path"], parts, asked)
+            except NemoGymError as error:
+                response = refused(Request(scope), error)
+            except Exception as error:  # noqa: BLE001 - the boundary of this server, as in `UnknownErrorMiddleware`
+                response = unexpected(scope, error)
+            await response(scope, receive, send)
+
+
+# Inference tokens in the path, for runners that can set a base URL and nothing else.
+#
+# The token is taken off before anything else sees the path, so that no log and no error can show it.
+
+_MARK = "/token/"
+
+
+class PathTokenMiddleware:
+    """``/sessions/<id>/token/<token>/v1/…`` as ``/sessions/<id>/v1/…`` with the token as bearer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("/sessions/") and _MARK in scope["path"]:
+            before, _, after = scope["path"].partition(_MARK)
+            token, _, rest = after.partition("/")
+            # Whatever else the caller sends as a key (clients insist on one) means nothing here.
+            headers = [(k, v) for k, v in scope["headers"] if k not in (b"authorization", b"x-api-key")]
+            headers.append((b"authorization", b"Bearer " + token.encode("latin-1", "replace")))
+            path = f"{before}/{rest}"
+            scope = {**scope, "path": path, "raw_path": path.encode(), "headers": headers}
+        await self.app(scope, receive, send)
+
+
+# What opening a session takes.
+
+
+MAX_SAMPLING_BYTES = 64 * 1024
+"""Of a session's ``sampling``, which is kept in the journal and read with every call."""
+MAX_TTL_S = 30 * 24 * 3600.0
+
+
+class OpenSession(BaseModel):
+    """The body of ``POST /sessions``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    rollout: RolloutIdentity
+    sampling: dict[str, Any] | None = None
+    """Parameters that every call of the session gets, whatever its harness asks for; ``max_output_tokens`` is a bound
+    instead."""
+    limits: ChosenLimits = NONE_CHOSEN
+    """How long its calls may take."""
+    ttl_s: float | None = Field(None, gt=0, le=MAX_TTL_S)
+    """Until the session is aborted; default, and the longest that it gets: the gateway's own."""
+    reward_source: RewardSource = "environment"
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> OpenSession:
+        """Raises `InvalidBodyError` naming what is wrong."""
+        try:
+            asked = cls.model_validate(body)
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False))
+            raise InvalidBodyError(f"/sessions: {wrong}") from None
+        checked_depth(asked.sampling, "sampling")
+        if (size := len(orjson.dumps(asked.sampling))) > MAX_SAMPLING_BYTES:
+            raise InvalidBodyError(
+                f"/sessions: sampling: {size} bytes of JSON, and {MAX_SAMPLING_BYTES} are taken; it holds sampling"
+                " parameters alone",
+                param="sampling",
+            )
+        pinned_sampling({}, asked.sampling or {}, room_tokens=1)
+        return asked
+
+
+# Engines over HTTP, for the trainer that starts them and updates their weights, and for operators.
+#
+# | route | body | answer |
+# |---|---|---|
+# | ``GET /engines`` | | ``{kind, engines: [...], waiting, retries_saved}`` |
+# | ``POST /engines`` | an engine as in ``engines`` of the configuration | 201 and its status |
+# | ``DELETE /engines/{name}?drain_timeout_s=`` | | ``{name, removed}`` |
+# | ``POST /engines/{name}/drain`` | ``{timeout_s?: 0}`` | its status, ``in_flight`` what still runs |
+# | ``POST /engines/{name}/undrain`` | | its status |
+# | ``POST /engines/{name}/weight`` | ``{weight}`` | its status |
+# | ``POST /weights`` | ``{version, engines?: [name, ...]}`` | ``{version, engines}`` |
+#
+# 404 for a name that is not known, 409 for one that is taken, 422 for a body that names its wrong field. What is
+# added here is gone when the gateway restarts: the trainer adds it again.
+
+T = TypeVar("T")
+RequireRole = Callable[..., Caller | None]
+"""`nemo_gym.http.middleware.require_role`."""
+MAX_DRAIN_S = 3600.0
+_ENGINE: TypeAdapter[EngineConfig] = TypeAdapter(EngineConfig)
+
+
+class UnknownEngineError(ContractError):
+    """There is no engine of that name."""
+
+    code = "unknown_engine"
+    status = 404
+
+
+class EngineNameTakenError(ContractError):
+    """There is an engine of that name already."""
+
+    code = "engine_name_taken"
+    status = 409
+
+
+class _Drain(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    timeout_s: float = Field(0.0, ge=0, le=MAX_DRAIN_S)
+
+
+class _Weight(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    weight: float = Field(gt=0, allow_inf_nan=False)
+
+
+class _Weights(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    version: Annotated[str, Field(min_length=1, max_length=256)]
+    engines: list[str] | None = None
+
+
+def engine_routes(pool: EnginePool, require_role: RequireRole) -> list[Route]:
+    """The routes of one gateway. Each asks ``require_role`` for a credential of the pipeline or an operator."""
+
+    def checked(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            require_role(request, Role.PIPELINE, Role.OPERATOR)
+            return await handler(request)
+
+        return endpoint
+
+    def known(request: Request) -> str:
+        name: str = request.path_params["name"]
+        if name not in pool:
+            raise UnknownEngineError(f"there is no engine '{name}'; there are: {', '.join(pool.names) or 'none'}")
+        return name
+
+    async def show(request: Request) -> Response:
+        return JsonResponse(pool.status())
+
+    async def add(request: Request) -> Response:
+        config = _valid(_ENGINE, await parse_json_object(request))
+        if config.engine_name in pool:
+            raise EngineNameTakenError(
+                f"there is an engine '{config.engine_name}' already; remove it first, or give this one another 'name'"
+            )
+        try:
+            return JsonResponse(pool.add(config), status_code=201)
+        except ConfigError as error:
+            raise InvalidBodyError(error.message, param="type") from None
+
+    async def remove(request: Request) -> Response:
+        name = known(request)
+        given = request.query_params.get("drain_timeout_s")
+        timeout_s = None if given is None else _valid(TypeAdapter(_Drain), {"timeout_s": given}).timeout_s
+        # A caller that leaves has still said what it wants.
+        await asyncio.shield(pool.remove(name, timeout_s))
+        return JsonResponse({"name": name, "removed": True})
+
+    async def drain(request: Request) -> Response:
+        name = known(request)
+        wanted = _valid(TypeAdapter(_Drain), await parse_json_object(request))
+        await pool.drain(name, timeout_s=wanted.timeout_s)
+        return JsonResponse(pool.engine_status(known(request)))  # it may have been removed meanwhile
+
+    async def undrain(request: Request) -> Response:
+        name = known(request)
+        pool.undrain(name)
+        return JsonResponse(pool.engine_status(name))
+
+    async def weight(request: Request) -> Response:
+        name = known(request)
+        pool.set_weight(name, _valid(TypeAdapter(_Weight), await parse_json_object(request)).weight)
+        return JsonResponse(pool.engine_status(name))
+
+    async def weights(request: Request) -> Response:
+        wanted = _valid(TypeAdapter(_Weights), await parse_json_object(request))
+        for name in wanted.engines or ():
+            if name not in pool:
+                raise UnknownEngineError(f"engines: there is no engine '{name}'; there are: {', '.join(pool.names)}")
+        pool.set_weights_version(wanted.version, wanted.engines)
+        names = pool.names if wanted.engines is None else wanted.engines
+        return JsonResponse({"version": wanted.version, "engines": names})
+
+    return [
+        Route("/engines", checked(show), methods=["GET"]),
+        Route("/engines", checked(add), methods=["POST"]),
+        Route("/engines/{name}", checked(remove), methods=["DELETE"]),
+        Route("/engines/{name}/drain", checked(drain), methods=["POST"]),
+        Route("/engines/{name}/undrain", checked(undrain), methods=["POST"]),
+        Route("/engines/{name}/weight", checked(weight), methods=["POST"]),
+        Route("/weights", checked(weights), methods=["POST"]),
+    ]
+
+
+def _valid(adapter: TypeAdapter[T], body: dict[str, Any]) -> T:
+    """The body as what the route takes. The error names the field and never its value, which may be a key."""
+    try:
+        return adapter.validate_python(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        # A union's tag stands before the field; it is the caller's own 'type'.
+        path = [str(part) for part in first["loc"] if part != body.get("type")] or ["type"]
+        field = ".".join(path)
+        raise InvalidBodyError(f"{field}: {first['msg']}", param=field) from None

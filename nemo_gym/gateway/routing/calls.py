@@ -1,0 +1,410 @@
+"""Bounds on retries that hold for all calls of an engine pool, and for all of one session, whoever repeats them: so
+failing engines are not buried under repetition, and one session's requests do not use up what others may need."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
+
+import structlog
+
+from nemo_gym.gateway.engines.types import (
+    EngineError,
+    EngineRateLimitedError,
+    FinishReason,
+    Generation,
+    Sampling,
+    Segment,
+    TokenDelta,
+    TokenEngine,
+    TokenRequest,
+    WeightsSpan,
+)
+from nemo_gym.gateway.routing.health import E
+from nemo_gym.gateway.routing.router import Router
+
+
+class RetryBudget:
+    """Each first try earns ``ratio`` of a retry, each retry spends one; at most ``capacity`` are saved up, which is
+    also what there is at the start. With everything failing, engines see at most ``1 + ratio`` times the calls, after
+    the savings are spent."""
+
+    def __init__(self, *, ratio: float = 0.2, capacity: float = 20.0) -> None:
+        self._ratio = ratio
+        self._capacity = capacity
+        self._saved = capacity
+
+    @property
+    def saved(self) -> float:
+        return self._saved
+
+    def earn(self) -> None:
+        """A call begins."""
+        self._saved = min(self._capacity, self._saved + self._ratio)
+
+    def spend(self) -> bool:
+        """Whether a retry may be made; if so it is paid for."""
+        if self._saved < 1:
+            return False
+        self._saved -= 1
+        return True
+
+
+# One call to whichever engine serves it: routed, guarded, and tried again where that can help.
+#
+# A call is tried again only while nothing of its answer has been handed on, only for failures that say that another
+# try may succeed, and only as often as its own bound, its session's budget and that of all calls allow. A session's
+# budget pays for every failure at an engine in service, also for the one that is handed on: the harness's own
+# repetitions come out of the same budget, and once it is spent the harness is told not to try again.
+
+T = TypeVar("T")
+SESSION_RETRIES = 10.0
+"""Saved up by a session, and there at its start."""
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RetryOptions:
+    max_tries: int = 3
+    first_backoff_s: float = 0.1
+    """Before trying the same engine again, doubled each time; another engine is tried at once."""
+    max_backoff_s: float = 5.0
+
+
+class EngineCalls(Generic[E]):
+    """Calls through a router. ``operation`` gets the engine and makes one try; each try must use a request id of its
+    own."""
+
+    def __init__(
+        self,
+        router: Router[E],
+        *,
+        options: RetryOptions | None = None,
+        budget: RetryBudget | None = None,
+        session_budget: Callable[[], RetryBudget] = lambda: RetryBudget(capacity=SESSION_RETRIES),
+    ) -> None:
+        self.router = router
+        self.options = options or RetryOptions()
+        self.budget = budget or RetryBudget()
+        self._session_budget = session_budget
+        self._sessions: dict[str, RetryBudget] = {}
+
+    def forget(self, session_id: str) -> None:
+        """A session has ended."""
+        self._sessions.pop(session_id, None)
+
+    def answered(self, session_id: str | None) -> None:
+        """A call was answered."""
+        if session_id is not None and (budget := self._sessions.get(session_id)) is not None:
+            budget.earn()
+
+    def pays(self, session_id: str | None) -> bool:
+        """Whether a session's budget has paid for a failure."""
+        if session_id is None:
+            return True
+        if (budget := self._sessions.get(session_id)) is None:
+            budget = self._sessions[session_id] = self._session_budget()
+        return budget.spend()
+
+    async def call(self, session_id: str | None, operation: Callable[[E], Awaitable[T]]) -> T:
+        """The answer of the first try that succeeds; raises the `EngineError` of the last."""
+        tries = _Tries(self, session_id)
+        while True:
+            reservation = await self.router.acquire(session_id, without=tries.without())
+            try:
+                with reservation:
+                    async with reservation.guard():
+                        answer = await operation(reservation.engine)
+                        self.answered(session_id)
+                        return answer
+            except EngineError as error:
+                await tries.failed(reservation.engine, error)
+
+    async def stream(
+        self,
+        session_id: str | None,
+        operation: Callable[[E], AsyncGenerator[T, None]],
+        *,
+        avoid: Collection[str] = (),
+    ) -> AsyncGenerator[T, None]:
+        """The items of the first try that yields one. A failure after that is the caller's: it has handed items on.
+        ``avoid`` names engines to ask only when no other is in service. Closing the generator ends the call at the
+        engine."""
+        tries = _Tries(self, session_id, avoid)
+        while True:
+            reservation = await self.router.acquire(session_id, without=tries.without())
+            handed_on = False
+            try:
+                with reservation:
+                    async with aclosing(operation(reservation.engine)) as items:
+                        while True:
+                            try:
+                                async with reservation.guard():
+                                    item = await anext(items)
+                            except StopAsyncIteration:
+                                self.answered(session_id)
+                                return
+                            if not handed_on:
+                                reservation.answering()
+                            handed_on = reservation.replica.heard_from = True
+                            yield item
+            except EngineError as error:
+                if handed_on:
+                    raise
+                await tries.failed(reservation.engine, error)
+
+
+class _Tries(Generic[E]):
+    """The tries of one call so far."""
+
+    def __init__(self, calls: EngineCalls[E], session_id: str | None, avoid: Collection[str] = ()) -> None:
+        self._calls = calls
+        self._session_id = session_id
+        self._count = 0
+        self._failed: set[str] = {*avoid}
+        self._refused: set[str] = set()
+        self._backoff_s = calls.options.first_backoff_s
+        calls.budget.earn()
+
+    def without(self) -> set[str]:
+        """Engines to pass over: those that failed this call, as long as another one is in service."""
+        if not self._failed:
+            return set()
+        others = {
+            replica.name
+            for replica in self._calls.router.replicas
+            if replica.name not in self._failed and not replica.draining and replica.health.admits(0)
+        }
+        return self._failed if others else set()
+
+    async def failed(self, engine: E, error: EngineError) -> None:
+        """Return when the call is to be tried again; raise ``error`` when it is not."""
+        if error.fatal and engine.name not in self._refused:
+            self._refused.add(engine.name)  # nothing was begun there; and it is out of service now
+        else:
+            self._count += 1
+        # Moving off an engine that is out of service is free: a killed engine takes many calls with it at the same
+        # moment. Where there is no other, the call waits until one is in service, which is no load for any.
+        moving_off = not self._calls.router.in_service(engine.name)
+        if error.unhealthy and not moving_off and not self._calls.pays(self._session_id):
+            log.warning("no retry: the session's budget is spent", engine=engine.name, error=str(error))
+            error.details["retries_spent"] = True
+            raise error
+        if not error.elsewhere or self._count >= self._calls.options.max_tries:
+            raise error
+        self._failed.add(engine.name)
+        another = bool(self.without())
+        if not another and (isinstance(error, EngineRateLimitedError) or not error.retryable):
+            # The caller can wait as well as we can, and knows better whether it wants to.
+            raise error
+        if not moving_off and not self._calls.budget.spend():
+            log.warning("no retry: the budget is spent", engine=engine.name, error=str(error))
+            raise error
+        log.info("engine call failed, trying again", engine=engine.name, code=error.code, another_engine=another)
+        if not another:
+            await asyncio.sleep(self._backoff_s)
+            self._backoff_s = min(self._backoff_s * 2, self._calls.options.max_backoff_s)
+
+
+# Token answers that outlive their engine: what was sampled is kept, and another engine goes on from there.
+#
+# Sampling token by token, the next one depends on nothing but the ids before it. An answer that broke off after k
+# tokens is therefore continued by giving prompt and those k ids to any engine, and every token still has the logprob
+# of the engine that sampled it. So an engine that aborts its calls to take new weights costs no token; neither does
+# a killed one, if its answers are read as they are sampled.
+
+K = TypeVar("K", bound=TokenEngine)
+MAX_RESUMES = 16
+
+
+class TokenCalls(Generic[K]):
+    """Token requests through a router, retried before their first token and continued after it."""
+
+    def __init__(
+        self, calls: EngineCalls[K], *, max_resumes: int = MAX_RESUMES, keep_partial_answers: bool = False
+    ) -> None:
+        """``keep_partial_answers``: `generate` reads answers token by token, so that those of a killed engine go on
+        elsewhere. Otherwise they are sampled again there, and a token costs a fraction of the work here."""
+        self.calls = calls
+        self._max_resumes = max_resumes
+        self._keep_partial_answers = keep_partial_answers
+
+    async def generate(self, session_id: str | None, request: TokenRequest) -> Generation:
+        """The whole answer. Raises the `EngineError` that could not be overcome."""
+        if not self._keep_partial_answers:
+            return await self._in_wholes(session_id, request)
+        async with aclosing(self.stream(session_id, request)) as items:
+            async for item in items:
+                if isinstance(item, Generation):
+                    return item
+        raise AssertionError("unreachable: a stream ends with a generation or raises")
+
+    async def _in_wholes(self, session_id: str | None, request: TokenRequest) -> Generation:
+        answer = _Answer()
+        for resumes in range(self._max_resumes + 1):
+            piece = _Piece(request, answer, resumes)
+            last = await self.calls.call(session_id, piece.whole)
+            if last.finish_reason is not FinishReason.ABORT or not _resumable(request.sampling):
+                return answer.joined(piece, last)
+            piece.add(TokenDelta(last.token_ids, last.logprobs))
+            if (full := await self._kept(request, answer, piece, resumes)) is not None:
+                return full
+        return answer.whole(FinishReason.ABORT)
+
+    async def stream(
+        self, session_id: str | None, request: TokenRequest
+    ) -> AsyncGenerator[TokenDelta | Generation, None]:
+        """As `TokenEngine.stream`, over as many engines as it takes."""
+        answer = _Answer()
+        avoid: tuple[str, ...] = ()
+        for resumes in range(self._max_resumes + 1):
+            piece = _Piece(request, answer, resumes)
+            last: Generation | None = None
+            try:
+                async with aclosing(self.calls.stream(session_id, piece.open, avoid=avoid)) as items:
+                    async for item in items:
+                        if isinstance(item, Generation):
+                            last = item
+                        else:
+                            piece.add(item)
+                            yield item
+            except EngineError as error:
+                if not self._may_go_on(request, piece, error, resumes):
+                    raise
+                avoid = (piece.engine,)
+            else:
+                avoid = ()
+                assert last is not None
+                if last.finish_reason is not FinishReason.ABORT or not _resumable(request.sampling):
+                    yield answer.joined(piece, last)
+                    return
+            if (full := await self._kept(request, answer, piece, resumes)) is not None:
+                yield full
+                return
+        yield answer.whole(FinishReason.ABORT)
+
+    async def _kept(self, request: TokenRequest, answer: _Answer, piece: _Piece, resumes: int) -> Generation | None:
+        """Add a piece to its answer: the whole answer if that used up its tokens, else nothing when it may go on."""
+        answer.keep(piece)
+        if len(answer.token_ids) >= request.sampling.max_tokens:
+            return answer.whole(FinishReason.LENGTH)
+        if not piece.token_ids:
+            await asyncio.sleep(self.calls.options.first_backoff_s)  # an engine that is paused for an update
+        log.info("an answer goes on", engine=piece.engine, tokens=len(answer.token_ids), resumes=resumes + 1)
+        return None
+
+    def _may_go_on(self, request: TokenRequest, piece: _Piece, error: EngineError, resumes: int) -> bool:
+        return (
+            bool(piece.token_ids)  # without a token, the call has been retried already
+            and error.retryable
+            and resumes < self._max_resumes
+            and _resumable(request.sampling)
+        )
+
+
+@dataclass(slots=True)
+class _Piece:
+    """One engine's part of an answer."""
+
+    request: TokenRequest
+    before: _Answer
+    number: int
+    tries: int = 0
+    engine: str = ""
+    first_weights: str | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    source: TokenEngine | None = None
+
+    def open(self, engine: TokenEngine) -> AsyncGenerator[TokenDelta | Generation, None]:
+        return engine.stream(self._asked(engine))
+
+    async def whole(self, engine: TokenEngine) -> Generation:
+        return await engine.generate(self._asked(engine))
+
+    def _asked(self, engine: TokenEngine) -> TokenRequest:
+        self.engine, self.source, self.first_weights = engine.name, engine, engine.weights_version
+        done = len(self.before.token_ids)
+        request = self.request
+        request_id = f"{request.request_id}-{self.number}-{self.tries}"
+        if done:
+            asked = replace(
+                request,
+                request_id=request_id,
+                prompt_ids=[*request.prompt_ids, *self.before.token_ids],
+                prompt_json=None,
+                sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - done),
+            )
+        else:
+            asked = TokenRequest(
+                request_id, request.prompt_ids, request.sampling, request.image_data, request.prompt_json
+            )
+        self.tries += 1
+        return asked
+
+    def add(self, delta: TokenDelta) -> None:
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+
+    def segment(self) -> Segment:
+        last = self.source.weights_version if self.source is not None else None
+        first = self.first_weights if self.first_weights is not None else last
+        return Segment(self.engine, len(self.token_ids), WeightsSpan(first, last))
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What the pieces so far have sampled."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+
+    def keep(self, piece: _Piece) -> None:
+        self.token_ids += piece.token_ids
+        self.logprobs += piece.logprobs
+        if piece.token_ids:
+            self.segments.append(piece.segment())
+
+    def joined(self, piece: _Piece, last: Generation) -> Generation:
+        """The whole answer, whose last piece ended with ``last``."""
+        if not self.segments:
+            return last
+        if last.token_ids:
+            self.segments.append(Segment(last.engine, len(last.token_ids), last.weights))
+        return replace(
+            last,
+            token_ids=(*self.token_ids, *last.token_ids),
+            logprobs=(*self.logprobs, *last.logprobs),
+            weights=WeightsSpan(self.segments[0].weights.first, self.segments[-1].weights.last),
+            segments=tuple(self.segments),
+            ids_json=None,
+        )
+
+    def whole(self, finish: FinishReason) -> Generation:
+        weights = WeightsSpan()
+        if self.segments:
+            weights = WeightsSpan(self.segments[0].weights.first, self.segments[-1].weights.last)
+        return Generation(
+            tuple(self.token_ids),
+            tuple(self.logprobs),
+            finish,
+            self.segments[-1].engine if self.segments else "",
+            weights=weights,
+            segments=tuple(self.segments),
+        )
+
+
+def _resumable(sampling: Sampling) -> bool:
+    """Whether a later token depends on the earlier ones as ids only: engines search for stop strings, count for
+    penalties, and follow a schema, in what they sampled themselves."""
+    return (
+        not sampling.stop
+        and sampling.json_schema is None
+        and not sampling.presence_penalty
+        and not sampling.frequency_penalty
+        and sampling.repetition_penalty in (None, 1.0)
+    )

@@ -1,0 +1,301 @@
+"""The engines of one gateway: what they share, who of them is asked, and how they come and go while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import structlog
+from pydantic import BaseModel, ConfigDict, Field
+
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.gateway.engines import EngineConfig, EngineConnections, HttpEngine, OpenAIEngine, TokenEngine
+from nemo_gym.gateway.engines.types import EngineCheck
+from nemo_gym.gateway.routing import PROBE_INTERVAL_S, Prober, Router, RouterOptions
+from nemo_gym.gateway.routing.calls import (
+    MAX_RESUMES,
+    SESSION_RETRIES,
+    EngineCalls,
+    RetryBudget,
+    RetryOptions,
+    TokenCalls,
+)
+
+EngineKind = Literal["token", "text"]
+_ROUTING, _RETRIES = RouterOptions(), RetryOptions()
+log = structlog.get_logger(__name__)
+
+
+class RoutingConfig(BaseModel):
+    """How an engine is chosen, and when one counts as dead."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    probe_interval_s: float = Field(PROBE_INTERVAL_S, gt=0)
+    """Seconds between two probes of an engine that is out of service, or of which nothing was heard. A dead engine
+    gets no other request."""
+    failures_to_down: int = Field(_ROUTING.failures_to_down, ge=1)
+    """Failures in a row (probes and calls) that take an engine out of service; a refused connection does so at once.
+    An engine that hangs is given up after about ``failures_to_down × (probe_interval_s + probe_timeout_s)``."""
+    spill_factor: float = Field(_ROUTING.spill_factor, ge=1, allow_inf_nan=False)
+    spill_slack: int = Field(_ROUTING.spill_slack, ge=0)
+    """A session leaves its engine, and the prefix cache there, when that engine runs more than ``spill_factor`` times
+    its fair share of the calls, plus ``spill_slack``."""
+    queue_timeout_s: float = Field(_ROUTING.queue_timeout_s, ge=0)
+    """Seconds that a call waits for an engine with room, for example while all of them restart. After that it is
+    answered 503 with ``Retry-After``."""
+
+    def options(self) -> RouterOptions:
+        return RouterOptions(self.failures_to_down, self.spill_factor, self.spill_slack, self.queue_timeout_s)
+
+
+class RetryConfig(BaseModel):
+    """How often a call is tried again. Only while nothing of its answer has been handed on, and only for failures that
+    another try may overcome."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_tries: int = Field(_RETRIES.max_tries, ge=1)
+    """Tries of one call, the first included; 1 never tries again."""
+    first_backoff_s: float = Field(_RETRIES.first_backoff_s, ge=0)
+    """Seconds before the same engine is tried again, doubled each time; another engine is tried at once."""
+    max_backoff_s: float = Field(_RETRIES.max_backoff_s, ge=0)
+    budget_ratio: float = Field(0.2, ge=0, le=1)
+    """Retries that one first try earns. With everything failing, engines see at most ``1 + budget_ratio`` times the
+    calls. Leaving an engine that has just gone out of service is free."""
+    budget_capacity: float = Field(20.0, ge=0)
+    """Retries that can be saved up, and are there at the start."""
+    session_budget_capacity: float = Field(SESSION_RETRIES, ge=0)
+    """The same for each session alone, whose answered calls earn ``budget_ratio`` each. Every failure at an engine in
+    service costs one, whether it is tried again here or by the harness; once they are spent, failures are handed on at
+    once, with ``x-should-retry: false``."""
+    max_resumes: int = Field(MAX_RESUMES, ge=0)
+    """How often an answer that broke off after its first token is continued from there (token engines only)."""
+
+    keep_partial_answers: bool = False
+    """Whether answers are read from token engines as they are sampled, so that those of a killed engine are continued
+    elsewhere instead of sampled again. Costs this process about 40 µs per token."""
+
+    def options(self) -> RetryOptions:
+        return RetryOptions(self.max_tries, self.first_backoff_s, self.max_backoff_s)
+
+    def budget(self) -> RetryBudget:
+        return RetryBudget(ratio=self.budget_ratio, capacity=self.budget_capacity)
+
+    def session_budget(self) -> RetryBudget:
+        return RetryBudget(ratio=self.budget_ratio, capacity=self.session_budget_capacity)
+
+
+class EnginePool:
+    """Engines behind one door. ``async with pool:`` opens the connections and starts the probes.
+
+    All engines of a pool are of one kind: they take token ids (``vllm``, ``sglang``) or text (``openai``). What is
+    added while it runs lives as long as the process: after a restart there are the configured engines, and whoever
+    added others (the trainer, which started them and knows where they are) adds them again.
+    """
+
+    def __init__(
+        self,
+        configs: Iterable[EngineConfig] = (),
+        *,
+        kind: EngineKind | None = None,
+        routing: RoutingConfig | None = None,
+        retries: RetryConfig | None = None,
+    ) -> None:
+        """``kind`` is for a pool that begins empty; else it follows from the engines. Raises `ConfigError` for engines
+        of both kinds, for one name given twice, and when the kind cannot be known."""
+        self._configs = [*configs]
+        self.kind: EngineKind = _kind_of(self._configs, kind)
+        _refuse_duplicates(self._configs)
+        self._routing = routing or RoutingConfig()
+        retries = retries or RetryConfig()
+        self.router: Router[Any] = Router(self._routing.options())
+        self._calls: EngineCalls[Any] = EngineCalls(
+            self.router,
+            options=retries.options(),
+            budget=retries.budget(),
+            session_budget=retries.session_budget,
+        )
+        self._token_calls: TokenCalls[Any] = TokenCalls(
+            self._calls, max_resumes=retries.max_resumes, keep_partial_answers=retries.keep_partial_answers
+        )
+        self._facts: dict[str, dict[str, Any]] = {}
+        self._http: EngineConnections | None = None
+        self._prober = Prober(self.router, interval_s=self._routing.probe_interval_s)
+        self._probing: asyncio.Task[None] | None = None
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Open for calls, with the configured engines. Does not wait for them: see `ready`."""
+        if self._http is not None:
+            return
+        self._http = EngineConnections()  # no bound here: the router has those that count
+        for config in self._configs:
+            self._put(config)
+        self._probing = asyncio.create_task(self._prober.run(), name="engine probes")
+
+    async def aclose(self) -> None:
+        """End the probes and every connection; calls that still run fail as lost."""
+        if self._probing is not None:
+            self._probing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._probing
+            self._probing = None
+        if self._http is not None:
+            await self._http.aclose()
+
+    async def __aenter__(self) -> EnginePool:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    @property
+    def token_calls(self) -> TokenCalls[TokenEngine]:
+        """Calls to whichever engine serves them, token ids in and out."""
+        if self.kind != "token":
+            raise ConfigError("the engines of this gateway take text, not token ids")
+        return self._token_calls
+
+    @property
+    def text_calls(self) -> EngineCalls[OpenAIEngine]:
+        """Calls to whichever engine serves them, OpenAI bodies in and out."""
+        if self.kind != "text":
+            raise ConfigError("the engines of this gateway take token ids, not text")
+        return self._calls
+
+    def forget(self, session_id: str) -> None:
+        """A session has ended: nobody keeps a place for it."""
+        self.router.forget(session_id)
+        self._calls.forget(session_id)
+
+    # -- membership ----------------------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        return [*self._facts]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._facts
+
+    def add(self, config: EngineConfig) -> dict[str, Any]:
+        """Put an engine into service at once, without waiting for a probe; its status. Raises `ConfigError` for a name
+        in use and for an engine of the other kind."""
+        _kind_of([config], self.kind)
+        self._put(config)
+        return self.engine_status(config.engine_name)
+
+    async def remove(self, name: str, drain_timeout_s: float | None = None) -> None:
+        """Forget an engine. With ``drain_timeout_s`` its calls get so many seconds to finish; those that still run,
+        and all without it, break off: token answers go on at another engine with every token they have, text calls
+        are made again there. Raises `ConfigError` for a name that is not known."""
+        replica = self.router.replica(name)
+        if drain_timeout_s is not None:
+            await self.router.drain(name, timeout_s=drain_timeout_s)
+        if not replica.removed:  # by somebody else meanwhile
+            self.router.remove(name)
+            del self._facts[name]
+            log.info("engine removed", engine=name)
+
+    async def drain(self, name: str, *, timeout_s: float | None = None) -> bool:
+        """No new calls for an engine, and wait until it has none, at most ``timeout_s`` seconds; whether it has none.
+        It stays drained until `undrain`."""
+        return await self.router.drain(name, timeout_s=timeout_s)
+
+    def undrain(self, name: str) -> None:
+        """Back into service."""
+        self.router.undrain(name)
+
+    def set_weight(self, name: str, weight: float) -> None:
+        """An engine's share of the calls relative to the others'; more than 0."""
+        self.router.set_weight(name, weight)
+
+    def set_weights_version(self, version: str, names: Sequence[str] | None = None) -> None:
+        """The version of the weights that engines sample with from now on; of all of them, or of ``names``. Raises
+        `ConfigError` for a name that is not known, and then changes nothing."""
+        replicas = self.router.replicas if names is None else [self.router.replica(name) for name in names]
+        for replica in replicas:
+            replica.engine.weights_version = version
+
+    # -- what operators see --------------------------------------------------------------------------------------
+
+    async def check(self) -> list[EngineCheck]:
+        """Every engine asked once: key, model name, context."""
+        return list(await asyncio.gather(*(replica.engine.check() for replica in self.router.replicas)))
+
+    def status(self) -> dict[str, Any]:
+        """Plain data: ``kind``, ``engines``, ``waiting`` (calls without a place), ``retries_saved``."""
+        return {
+            "kind": self.kind,
+            "engines": [{**self._facts[one.name], **asdict(one)} for one in self.router.status()],
+            "waiting": self.router.waiting,
+            "retries_saved": round(self._calls.budget.saved, 2),
+        }
+
+    def engine_status(self, name: str) -> dict[str, Any]:
+        """One engine's part of `status`."""
+        self.router.replica(name)
+        return next(one for one in self.status()["engines"] if one["name"] == name)
+
+    def ready(self) -> dict[str, Any] | None:
+        """Nothing when a call would find an engine; else plain data that says why it would not."""
+        if self._http is None or not self._prober.first_round_done:
+            return {"reason": "the engines have not been probed yet"}
+        states = {one.name: one for one in self.router.status()}
+        if any(self.router.in_service(name) for name in states):
+            return None
+        if not states:
+            return {"reason": "there is no engine; list some under 'engines', or POST /engines"}
+        return {
+            "reason": "no engine is in service",
+            "engines": {
+                name: one.last_error or ("draining" if one.draining else str(one.state))
+                for name, one in states.items()
+            },
+        }
+
+    def _put(self, config: EngineConfig) -> None:
+        if self._http is None:
+            raise RuntimeError("the pool is not started")
+        engine: HttpEngine = config.make(self._http)
+        self.router.add(engine, weight=config.weight, max_in_flight=config.max_in_flight)
+        self._facts[engine.name] = {"type": config.type, "base_url": config.base_url, "model": config.model}
+        log.info("engine added", engine=engine.name, type=config.type, at=urlsplit(config.base_url).netloc)
+
+
+def _kind_of(configs: Sequence[EngineConfig], wanted: EngineKind | None) -> EngineKind:
+    """The one kind of all engines."""
+    kinds: list[EngineKind] = ["text" if config.type == "openai" else "token" for config in configs]
+    found = {*kinds, *([wanted] if wanted is not None else [])}
+    if len(found) == 1:
+        return found.pop()
+    if not found:
+        raise ConfigError("engines: there are none, so their kind must be given", key="engines")
+    named = ", ".join(
+        f"'{config.engine_name}' ({config.type}) takes {_TAKES[kind]}"
+        for config, kind in zip(configs, kinds, strict=True)
+    )
+    others = f"; this gateway's engines take {_TAKES[wanted]}" if wanted is not None else "; use one kind"
+    raise ConfigError(f"engines: {named}{others}", key="engines")
+
+
+_TAKES: dict[EngineKind, str] = {"token": "token ids", "text": "text"}
+
+
+def _refuse_duplicates(configs: Sequence[EngineConfig]) -> None:
+    twice = [name for name, count in Counter(config.engine_name for config in configs).items() if count > 1]
+    if twice:
+        raise ConfigError(
+            f"engines: '{twice[0]}' is the name of {Counter(c.engine_name for c in configs)[twice[0]]} engines; give"
+            " each its own 'name' (the default is host and port)",
+            key="engines",
+        )

@@ -1,0 +1,252 @@
+"""Answers by an OpenAI-compatible endpoint: text in, text out. Its trajectories hold messages, not ids.
+
+The endpoint renders and encodes by itself, so nobody here knows the exact tokens. Where it offers logprobs, they are
+kept as the bytes they came as: relayed, journaled, and only parsed for trajectories and for replies of another shape.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, cast
+
+import orjson
+
+from nemo_gym.gateway.backend import CallContext, Preparing, TurnFacts
+from nemo_gym.gateway.dialects.endpoint import chat_body, end_of, message_of, usage_of
+from nemo_gym.gateway.engines import EngineAnswerError, OpenAIEngine, TextReply
+from nemo_gym.gateway.engines.openai import Completion, completion_in, tokens_in
+from nemo_gym.gateway.json_bytes import JsonText
+from nemo_gym.gateway.limits import step_begins
+from nemo_gym.gateway.policy_request import Answer, AnswerTokens, AnswerUsage, LoweredRequest
+from nemo_gym.gateway.routing.pool import EnginePool
+from nemo_gym.gateway.tokens import History, IncrementalEncoder, PolicyTokenizer, Sampled, TokenForest, trajectories_of
+from nemo_gym.gateway.tokens.forest import Prepared
+from nemo_gym.gateway.tokens.history import Prefix
+from nemo_gym.gateway.tokens.trajectories import as_row, record_of, restore
+
+ROUTE = "/chat/completions"
+
+
+class _NoTokens:
+    """Stands for encoder and policy in a forest of turns whose tokens nobody knows: every conversation is empty ids,
+    and continues by its messages alone."""
+
+    vocabulary_size = 0
+    drops_reasoning: frozenset[str] = frozenset()
+    stop_ids: frozenset[int] = frozenset()
+
+    def full(self, messages: Any, **_: Any) -> list[int]:
+        return []
+
+    def continuation(self, last: Any, new: Any, **_: Any) -> list[int]:
+        return []
+
+
+class HistoryJson:
+    """A history as a JSON array. The JSON of messages is kept: the next request repeats them, as the same objects."""
+
+    def __init__(self) -> None:
+        self._messages: Prefix[Mapping[str, Any]] = Prefix()
+        self._texts: list[bytes] = []
+
+    def array(self, messages: Sequence[Mapping[str, Any]]) -> bytes:
+        """Messages must not be changed after they were seen here. Raises what ``orjson.dumps`` does."""
+        common = self._messages.common(messages)
+        new = [orjson.dumps(message) for message in messages[common:]]  # all of it, or an error before any is kept
+        self._messages = self._messages.grown(common, messages[common:])
+        self._texts[common:] = new
+        return b"[%b]" % b",".join(self._texts)
+
+
+class TextConversations:
+    """One session's forest of turns without ids, and what was said in each."""
+
+    def __init__(self, now: datetime) -> None:
+        nothing = _NoTokens()
+        self.forest = TokenForest(
+            cast("IncrementalEncoder", nothing), cast("PolicyTokenizer", nothing), History.VERBATIM, now
+        )
+        self.preparing = Preparing(self.forest)
+        self.said: list[Mapping[str, Any]] = []
+        """By turn: the ``messages`` since its parent, the answer last; ``tools`` where they are not the parent's."""
+        self.history_json = HistoryJson()
+        self.relayed: list[Mapping[str, JsonText]] = []
+        """By turn: ``entries`` and ``token_ids`` of the endpoint's answer, where it offered them."""
+
+    def restore(self, records: Iterable[Mapping[str, Any]]) -> None:
+        found = [*records]
+        restore(self.forest, found)
+        self.said = [record["said"] for record in found]
+        self.relayed = [record["relayed"] for record in found]
+
+    def rows(
+        self, session_id: str, *, reward: float | None, reward_info: Mapping[str, Any] | None
+    ) -> list[dict[str, Any]]:
+        """As for tokens, with empty ids; ``messages`` and ``tools`` of the whole conversation added."""
+        turns = self.forest.turns
+        trajectories = trajectories_of(turns, session_id, reward=reward, reward_info=reward_info)
+        leaves = [turn for turn in turns if not turn.children]
+        numbers = {turn.details["call_id"]: turn.turn_id for turn in turns}
+        rows = []
+        for trajectory, leaf in zip(trajectories, leaves, strict=True):
+            path = [self.said[turn.turn_id] for turn in leaf.path()]
+            messages = [message for said in path for message in said["messages"]]
+            row = as_row(trajectory)
+            for turn in row["turns"]:
+                turn["details"] |= self._token_details(numbers[turn["details"]["call_id"]])
+            rows.append({**row, "messages": messages, "tools": path[0].get("tools")})
+        return rows
+
+    def tokens_of(self, turn_id: int, *, texts: bool = True, relayed: bool = False) -> AnswerTokens | None:
+        told = self.relayed[turn_id]
+        if "entries" not in told:
+            return None
+        if relayed and texts:
+            return AnswerTokens([], [], ids_json=told.get("token_ids"), entries_json=told["entries"])
+        details = self._token_details(turn_id)
+        if "token_logprobs" not in details:
+            return None
+        return AnswerTokens([], details.get("token_ids") or [], details["token_logprobs"], details["token_texts"])
+
+    def forget_requests(self) -> None:
+        self.history_json = HistoryJson()
+
+    def _token_details(self, turn_id: int) -> dict[str, Any]:
+        """What a trajectory tells of a turn's tokens."""
+        told = self.relayed[turn_id]
+        if "entries" not in told:
+            return {}
+        try:
+            tokens = tokens_in(told["entries"], told.get("token_ids"))
+        except ValueError as error:
+            return {"token_error": f"the endpoint's logprobs cannot be read: {error}"}
+        if tokens is None:
+            return {}
+        details: dict[str, Any] = {
+            "token_texts": [token.decode(errors="replace") for token in tokens.tokens],
+            "token_logprobs": [*tokens.logprobs],
+        }
+        if tokens.token_ids is not None:
+            details["token_ids"] = [*tokens.token_ids]
+        return details
+
+
+@dataclass(frozen=True, slots=True)
+class TextSample:
+    """A completion of an endpoint."""
+
+    prepared: Prepared
+    reply: TextReply
+    completion: Completion
+    usage: AnswerUsage
+    context: CallContext
+    seconds: float
+
+
+class TextBackend:
+    """An endpoint's answers, for a pool of endpoints that serve the same model."""
+
+    def __init__(self, pool: EnginePool, *, model: str, extra_body: Mapping[str, Any] | None = None) -> None:
+        """``extra_body``: parameters for every request that does not set them itself."""
+        self._pool = pool
+        self._model = model
+        self._extra_body = dict(extra_body or {})
+
+    @property
+    def context_tokens(self) -> int | None:
+        return None
+
+    def conversations(self, now: datetime) -> TextConversations:
+        return TextConversations(now)
+
+    async def sample(
+        self, conversations: TextConversations, request: LoweredRequest, context: CallContext
+    ) -> TextSample:
+        prepared = await conversations.preparing.prepared(request, context)
+        await context.turns.wait(context.share)
+        working = step_begins(context.body_bytes)
+        body = self._body(request, context)
+        body["messages"] = orjson.Fragment(conversations.history_json.array(request.messages))
+        context.share.worked(working)
+        await context.turns.wait(context.share)
+        began = time.monotonic()
+        reply, completion, usage = await self._pool.text_calls.call(
+            context.session_id, lambda engine: _complete(engine, body)
+        )
+        return TextSample(prepared, reply, completion, usage, context, time.monotonic() - began)
+
+    def commit(
+        self, conversations: TextConversations, request: LoweredRequest, sampled: TextSample
+    ) -> tuple[Answer, Mapping[str, Any], TurnFacts]:
+        completion = sampled.completion
+        message = message_of(completion.message, sampled.context.call_id)
+        prepared, weights = sampled.prepared, sampled.reply.weights
+        end = end_of(completion.finish_reason, message)
+        turn = conversations.forest.commit(
+            prepared, Sampled((), None, str(end), weights.last or weights.first, _details(sampled)), message
+        )
+        start = prepared.reading.start_of(prepared.shared)
+        said: dict[str, Any] = {"messages": [*prepared.reading.messages[start:], message]}
+        if turn.parent is None and request.tools:
+            said["tools"] = [*request.tools]
+        conversations.said.append(said)
+        relayed: dict[str, JsonText] = {}
+        if completion.entries:
+            relayed["entries"] = completion.entries
+            if completion.token_ids:
+                relayed["token_ids"] = completion.token_ids
+        conversations.relayed.append(relayed)
+        answer = Answer(
+            sampled.context.call_id,
+            time.time(),
+            self._model,
+            message,
+            end,
+            sampled.usage,
+        )
+        facts = TurnFacts(turn.turn_id, (sampled.reply.engine,), turn.weights_version, turn.reason)
+        return answer, {**record_of(turn), "said": said, "relayed": relayed}, facts
+
+    def take_back(self, conversations: TextConversations, turn_id: int) -> None:
+        conversations.forest.take_back(turn_id)
+        conversations.said.pop()
+        conversations.relayed.pop()
+
+    async def count_tokens(self, request: LoweredRequest) -> None:
+        return None
+
+    def forget(self, session_id: str) -> None:
+        self._pool.forget(session_id)
+
+    def _body(self, request: LoweredRequest, context: CallContext) -> dict[str, Any]:
+        body = {**self._extra_body, **chat_body(request)}
+        pinned = {key: value for key, value in context.pinned.items() if value is not None}
+        if (budget := pinned.pop("max_output_tokens", None)) is not None:
+            pinned["max_tokens"] = min(budget, request.asked.get("max_tokens") or budget)
+        body |= pinned
+        body.setdefault("model", self._model)
+        return body
+
+
+async def _complete(engine: OpenAIEngine, body: Mapping[str, Any]) -> tuple[TextReply, Completion, AnswerUsage]:
+    reply = await engine.complete(ROUTE, body)
+    try:
+        completion = completion_in(reply.body)  # within the try: what is no completion may be one on another engine
+        return reply, completion, usage_of(completion.usage)
+    except ValueError as error:
+        raise EngineAnswerError(
+            f"engine '{reply.engine}' answered {ROUTE} with something else than a completion"
+            f" ({error}): {reply.body[:200].decode(errors='replace')}",
+            engine=reply.engine,
+        ) from error
+
+
+def _details(sampled: TextSample) -> dict[str, Any]:
+    return {
+        "call_id": sampled.context.call_id,
+        "engine": sampled.reply.engine,
+        "seconds": round(sampled.seconds, 4),
+    }

@@ -1,0 +1,325 @@
+"""Answers by engines that take and return token ids: the policy's exact tokens from prompt to trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+from nemo_gym.contract.errors import InvalidBodyError, ModelError
+from nemo_gym.gateway.backend import CallContext, Preparing, TurnFacts
+from nemo_gym.gateway.dialects.content import json_at
+from nemo_gym.gateway.dialects.errors import ContextOverflowError
+from nemo_gym.gateway.engines import (
+    EngineFailedError,
+    FinishReason,
+    Generation,
+    Sampling,
+    TokenRequest,
+    pinned_sampling,
+)
+from nemo_gym.gateway.json_bytes import JsonText
+from nemo_gym.gateway.limits import apart
+from nemo_gym.gateway.parsing import AnswerParser, ParsedAnswer
+from nemo_gym.gateway.policy_request import Answer, AnswerEnd, AnswerTokens, AnswerUsage, LoweredRequest
+from nemo_gym.gateway.routing.pool import EnginePool
+from nemo_gym.gateway.tokens import (
+    History,
+    IncrementalEncoder,
+    PolicyTokenizer,
+    Prepared,
+    Sampled,
+    TokenForest,
+    trajectories_of,
+)
+from nemo_gym.gateway.tokens.messages import calls_of, is_long, text_of
+from nemo_gym.gateway.tokens.trajectories import as_row, record_of, restore
+from nemo_gym.gateway.tokens.turns import Prompt, json_of
+
+_ANY_ROOM = 1 << 62
+_BYTES_PER_TOKEN = 16
+"""More than any text has on average."""
+_TAIL_IDS = 96
+"""Of the prompt's end, decoded for the parser: a generation prompt is far shorter."""
+
+
+class TokenConversations:
+    """One session's forest of token turns."""
+
+    def __init__(self, forest: TokenForest, policy: PolicyTokenizer) -> None:
+        self.forest = forest
+        self.preparing = Preparing(forest)
+        self._policy = policy
+        self._sampling: tuple[Mapping[str, Any], Mapping[str, Any], Sampling] | None = None
+
+    def sampling(
+        self, asked: Mapping[str, Any], pinned: Mapping[str, Any], room_tokens: int, stops: tuple[int, ...]
+    ) -> Sampling:
+        """See `pinned_sampling`. Most requests ask for what the last one did, with the very same object."""
+        known = self._sampling
+        if known is None or known[0] is not asked or known[1] is not pinned:
+            made = pinned_sampling(asked, pinned, room_tokens=_ANY_ROOM, stop_token_ids=stops)
+            known = self._sampling = (asked, pinned, made)
+        sampling = known[2]
+        return sampling if sampling.max_tokens <= room_tokens else replace(sampling, max_tokens=room_tokens)
+
+    def restore(self, records: Iterable[Mapping[str, Any]]) -> None:
+        restore(self.forest, records)
+
+    def rows(
+        self, session_id: str, *, reward: float | None, reward_info: Mapping[str, Any] | None
+    ) -> list[dict[str, Any]]:
+        found = trajectories_of(self.forest.turns, session_id, reward=reward, reward_info=reward_info)
+        return [as_row(trajectory) for trajectory in found]
+
+    def tokens_of(self, turn_id: int, *, texts: bool = True, relayed: bool = False) -> AnswerTokens:
+        turn = self.forest.turns[turn_id]
+        if relayed and not texts:
+            return AnswerTokens(
+                [],
+                [],
+                prompt_json=JsonText(turn.prompt_json()),
+                ids_json=JsonText(turn.sampled_json()),
+                logprobs_json=JsonText(json_of(turn.logprobs)) if turn.logprobs is not None else None,
+            )
+        ids: list[int] = turn.sampled_ids.tolist()
+        text_of = {token_id: self._policy.decode([token_id]) for token_id in set(ids)} if texts else {}
+        return AnswerTokens(
+            turn.tokens[: turn.context_end].tolist(),
+            ids,
+            turn.logprobs.tolist() if turn.logprobs is not None else None,
+            [text_of[token_id] for token_id in ids] if texts else None,
+        )
+
+    def forget_requests(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSample:
+    """A prompt and what was sampled for it."""
+
+    prepared: Prepared
+    generation: Generation
+    context: CallContext
+    seconds: float
+    tail: _Tail
+
+
+class _Tail:
+    """The text at the end of a prompt."""
+
+    __slots__ = ("_policy", "_prompt", "_text")
+
+    def __init__(self, policy: PolicyTokenizer, prompt: Prompt) -> None:
+        self._policy = policy
+        self._prompt = prompt
+        self._text: str | None = None
+
+    def decode(self) -> str:
+        if self._text is None:
+            self._text = self._policy.decode(self._prompt.tail(_TAIL_IDS))
+        return self._text
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLimits:
+    """In tokens."""
+
+    context: int
+    """Prompt and answer together."""
+    answer: int | None = None
+    """Of one answer; nothing for what the context leaves."""
+
+
+class TokenBackend:
+    """Token truth for one policy over a pool of token engines."""
+
+    def __init__(
+        self,
+        policy: PolicyTokenizer,
+        parser: AnswerParser,
+        pool: EnginePool,
+        *,
+        model: str,
+        limits: TokenLimits,
+        history: History = History.VERBATIM,
+    ) -> None:
+        self._policy = policy
+        self._parser = parser
+        self._pool = pool
+        self._model = model
+        self._limits = limits
+        self._history = history
+        self._encoder = IncrementalEncoder(policy)
+        self._stops = tuple(sorted(policy.stop_ids))
+
+    @property
+    def context_tokens(self) -> int | None:
+        return self._limits.context
+
+    def conversations(self, now: datetime) -> TokenConversations:
+        return TokenConversations(TokenForest(self._encoder, self._policy, self._history, now), self._policy)
+
+    async def sample(
+        self, conversations: TokenConversations, request: LoweredRequest, context: CallContext
+    ) -> TokenSample:
+        _refuse_constraints(request)
+        if context.body_bytes > self._limits.context * _BYTES_PER_TOKEN:
+            self._refuse_overflow(request)
+        prepared = await conversations.preparing.prepared(request, context)
+        await context.turns.wait(context.share)
+        prompt = prepared.prompt
+        room = self._limits.context - len(prompt)
+        if room < 1:
+            raise ContextOverflowError(len(prompt), self._limits.context)
+        if self._limits.answer is not None:
+            room = min(room, self._limits.answer)
+        sampling = conversations.sampling(request.asked, context.pinned, room, self._stops)
+        tail = _Tail(self._policy, prompt)
+        asyncio.get_running_loop().call_soon(tail.decode)  # once the request has left: the engine takes its time
+        began = time.monotonic()
+        generation = await self._pool.token_calls.generate(
+            context.session_id,
+            TokenRequest(
+                context.call_id,
+                prompt,
+                sampling,
+                prepared.images(),
+                prompt.json(),
+            ),
+        )
+        if generation.finish_reason is FinishReason.ABORT:
+            name = generation.engine
+            raise EngineFailedError(f"engine '{name}' gave the answer up before its end", retryable=True, engine=name)
+        return TokenSample(prepared, generation, context, time.monotonic() - began, tail)
+
+    def _refuse_overflow(self, request: LoweredRequest) -> None:
+        """Raises `ContextOverflowError` for what surely does not fit, without encoding megabytes of it."""
+        written = sum(
+            len(text_of(message.get("content"))) + sum(len(str(call)) for call in calls_of(message))
+            for message in request.messages
+        ) + sum(len(json_at(tool, "tools")) for tool in request.tools or ())
+        if written > self._limits.context * _BYTES_PER_TOKEN:
+            raise ContextOverflowError(written // _BYTES_PER_TOKEN, self._limits.context)
+
+    def commit(
+        self, conversations: TokenConversations, request: LoweredRequest, sampled: TokenSample
+    ) -> tuple[Answer, Mapping[str, Any], TurnFacts]:
+        generation, prepared = sampled.generation, sampled.prepared
+        text, stop = self._text(generation)
+        offered = [*(request.tools or ()), *request.deferred]
+        parsed = self._parser.parse(
+            text,
+            prompt_tail=sampled.tail.decode(),
+            tools=offered,
+            parse_calls=bool(offered) and request.tool_choice != "none",
+        )
+        message = _message(parsed, sampled.context.call_id)
+        turn = conversations.forest.commit(
+            prepared,
+            Sampled(
+                generation.token_ids,
+                generation.logprobs,
+                str(generation.finish_reason),
+                generation.weights.last or generation.weights.first,
+                _details(sampled),
+                generation.ids_json,
+            ),
+            message,
+        )
+        answer = Answer(
+            sampled.context.call_id,
+            time.time(),
+            self._model,
+            message,
+            _end(generation.finish_reason, parsed),
+            AnswerUsage(len(prepared.prompt), len(generation.token_ids), generation.cached_tokens or 0),
+            stop,
+        )
+        engines = tuple(segment.engine for segment in generation.segments) or (generation.engine,)
+        facts = TurnFacts(turn.turn_id, engines, turn.weights_version, turn.reason)
+        return answer, record_of(turn), facts
+
+    def take_back(self, conversations: TokenConversations, turn_id: int) -> None:
+        conversations.forest.take_back(turn_id)
+
+    async def count_tokens(self, request: LoweredRequest) -> int:
+        self._refuse_overflow(request)
+        encode = partial(self._encoder.full, request.messages, tools=request.tools)
+        return len(await apart(encode) if request.tools or is_long(request.messages) else encode())
+
+    def forget(self, session_id: str) -> None:
+        self._pool.forget(session_id)
+
+    def _text(self, generation: Generation) -> tuple[str, str | None]:
+        """The sampled text without what ended it, and the stop string if one did. Its tokens stay in the turn."""
+        ids = generation.token_ids
+        if ids and generation.finish_reason is FinishReason.STOP and ids[-1] in self._policy.stop_ids:
+            ids = ids[:-1]
+        try:
+            text = self._policy.decode(ids)
+        except OverflowError as error:
+            raise ModelError(f"the engine returned token ids that cannot be any ({error})") from error
+        stop = generation.stop_reason if isinstance(generation.stop_reason, str) else None
+        if stop is not None and (at := text.rfind(stop)) >= 0:
+            return text[:at], stop
+        return text, None
+
+
+def _refuse_constraints(request: LoweredRequest) -> None:
+    if request.tool_choice not in ("auto", "none"):
+        raise InvalidBodyError(
+            "tool_choice: only 'auto' and 'none' are possible: forcing a tool would change what the policy samples",
+            param="tool_choice",
+        )
+    if request.response_format is not None and request.response_format.get("type") != "text":
+        raise InvalidBodyError(
+            "response_format: only text is possible: constrained decoding would change what the policy samples",
+            param="response_format",
+        )
+
+
+def _message(parsed: ParsedAnswer, call_id: str) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+    if parsed.reasoning is not None:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.calls:
+        message["tool_calls"] = [
+            {
+                "id": f"call_{call_id[:20]}{number:02d}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(parsed.calls)
+        ]
+    return message
+
+
+def _end(finish: FinishReason, parsed: ParsedAnswer) -> AnswerEnd:
+    if finish is FinishReason.LENGTH:
+        return AnswerEnd.LENGTH
+    return AnswerEnd.TOOL_CALLS if parsed.calls else AnswerEnd.STOP
+
+
+def _details(sampled: TokenSample) -> dict[str, Any]:
+    generation = sampled.generation
+    details: dict[str, Any] = {
+        "call_id": sampled.context.call_id,
+        "engine": generation.engine,
+        "seconds": round(sampled.seconds, 4),
+    }
+    if generation.weights.first != generation.weights.last:
+        details["first_weights_version"] = generation.weights.first
+    if generation.cached_tokens is not None:
+        details["cached_tokens"] = generation.cached_tokens
+    if generation.segments:
+        details["segments"] = [
+            {"engine": s.engine, "tokens": s.tokens, "weights": [s.weights.first, s.weights.last]}
+            for s in generation.segments
+        ]
+    return details

@@ -1,0 +1,448 @@
+"""What a trainer gets: exact tokens, which of them were sampled, and why this trajectory exists."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from binascii import a2b_base64, b2a_base64
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+from uuid import uuid4
+
+import orjson
+
+from nemo_gym.contract.errors import RowError
+from nemo_gym.gateway.tokens.forest import TokenForest
+from nemo_gym.gateway.tokens.turns import SplitReason, Turn, extended
+
+if TYPE_CHECKING:
+    import numpy
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryTurn:
+    """One sampled answer: ``response_ids[start:end]``."""
+
+    start: int
+    end: int
+    finish_reason: str
+    weights_version: str | None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One conversation's tokens. ``P`` prompt tokens, ``R`` response tokens.
+
+    Every sampled token of a session is marked in exactly one of its trajectories. Where conversations share a
+    beginning, the longest holds its sampled tokens, and the others have it in their prompt.
+    """
+
+    session_id: str
+    index: int
+    """Place among the session's trajectories, by the time of their last turn."""
+    prompt_ids: array[int]
+    """``int32 [P]``: all tokens before the first one that this trajectory trains on."""
+    response_ids: array[int]
+    """``int32 [R]``: sampled tokens, and what was put between them."""
+    response_mask: bytes
+    """``uint8 [R]``: 1 = sampled by the policy, 0 = given."""
+    logprobs: array[float] | None
+    """``float32 [R]``: natural logarithms as the engine returned them, 0 where the mask is 0. Nothing when the engine
+    returned none for any turn of this trajectory."""
+    turns: tuple[TrajectoryTurn, ...]
+    split_reason: str
+    """Why this is a trajectory of its own, a `SplitReason`; ``initial`` for a session's first conversation."""
+    split_detail: str | None = None
+    message_count: int = 0
+    """Messages of the whole conversation, the last answer included."""
+    reward: float | None = None
+    """The verdict's; nothing while there is none, or where it is invalid."""
+    reward_info: Mapping[str, Any] = field(default_factory=dict)
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    """Which rollout this belongs to, where a run is exported: ``rollout_id``, ``task_id``, ``task_index``,
+    ``rollout_index``, ``attempt_index``, ``agent``."""
+    multimodal: tuple[Mapping[str, Any], ...] = ()
+    """``{kind, source, message}`` of each image, audio or video in the conversation, in order; ``source`` as it was
+    sent (a URL or data), ``message`` the index of its message in the request that brought it."""
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the last answer ended."""
+        return self.turns[-1].finish_reason
+
+    @property
+    def weights_versions(self) -> tuple[str, ...]:
+        """The versions that sampled this, in order of first use; more than one: the weights changed meanwhile."""
+        return tuple(dict.fromkeys(turn.weights_version for turn in self.turns if turn.weights_version is not None))
+
+    @property
+    def sampled_count(self) -> int:
+        """Number of sampled tokens."""
+        return self.response_mask.count(1)
+
+
+# A turn as plain data and back, for a journal: a restarted gateway has every committed turn, sampled once.
+
+_COPIED = (
+    "turn_id",
+    "finish_reason",
+    "weights_version",
+    "message",
+    "has_tools",
+    "has_system",
+    "has_reasoning",
+    "reason_detail",
+    "message_count",
+)
+
+
+def record_of(turn: Turn) -> dict[str, Any]:
+    """JSON data that holds this turn's own tokens, not its parents'. Arrays are the base64 of their bytes, as this
+    machine has them."""
+    return {
+        **{name: getattr(turn, name) for name in _COPIED},
+        "parent": turn.parent.turn_id if turn.parent is not None else None,
+        "context_ids": _text(turn.tokens[turn.start : turn.context_end]),
+        "sampled_ids": _text(turn.sampled_ids),
+        "logprobs": _text(turn.logprobs) if turn.logprobs is not None else None,
+        "details": dict(turn.details),
+        "reason": str(turn.reason) if turn.reason is not None else None,
+        "media": [dict(item) for item in turn.media],
+        "key": turn.key.hex(),
+        "request_key": turn.request_key.hex(),
+        "tools": turn.tools.hex(),
+        "entries": [digest.hex() for digest in turn.entries],
+        "reminders": sorted(digest.hex() for digest in turn.reminders),
+    }
+
+
+def restore(forest: TokenForest, records: Iterable[Mapping[str, Any]]) -> None:
+    """Put recorded turns into an empty forest, in the order they were committed.
+
+    Raises `RowError` for a record whose parent is missing, or that is out of order.
+    """
+    for record in records:
+        number, parent_id = record["turn_id"], record["parent"]
+        if number != len(forest.turns) or (parent_id is not None and parent_id >= number):
+            raise RowError(f"turn {number}: recorded out of order; {len(forest.turns)} turns precede it")
+        parent = forest.turns[parent_id] if parent_id is not None else None
+        placed = extended(parent, _array("i", record["context_ids"]), _array("i", record["sampled_ids"]))
+        logprobs = record["logprobs"]
+        turn = Turn(
+            **{name: record[name] for name in _COPIED},
+            parent=parent,
+            tokens=placed.tokens,
+            start=placed.start,
+            context_end=placed.context_end,
+            end=placed.end,
+            text=placed.text,
+            text_context_end=placed.text_context_end,
+            text_end=placed.text_end,
+            logprobs=_array("f", logprobs) if logprobs is not None else None,
+            details=record["details"],
+            key=bytes.fromhex(record["key"]),
+            request_key=bytes.fromhex(record["request_key"]),
+            tools=bytes.fromhex(record["tools"]),
+            entries=tuple(map(bytes.fromhex, record["entries"])),
+            reminders=frozenset(map(bytes.fromhex, record["reminders"])),
+            reason=SplitReason(record["reason"]) if record["reason"] is not None else None,
+            media=tuple(record["media"]),
+            media_count=len(record["media"]) + (parent.media_count if parent is not None else 0),
+        )
+        forest.add(turn)
+
+
+def _text(values: array[Any]) -> str:
+    return b2a_base64(values, newline=False).decode("ascii")
+
+
+def _array(typecode: str, text: str) -> array[Any]:
+    values: array[Any] = array(typecode)
+    values.frombytes(a2b_base64(text))
+    return values
+
+
+# Trajectories as files: JSONL to read and to stream, npz to train from. Both read back to equal trajectories.
+#
+# JSONL: one object per trajectory with the fields of `Trajectory`; arrays as lists, ``response_mask`` as 0/1,
+# ``finish_reason`` and ``weights_versions`` added for readers.
+#
+# npz, for ``n`` trajectories with ``P`` prompt and ``R`` response tokens in all (no pickled objects):
+#
+# | array | dtype, shape | |
+# |---|---|---|
+# | ``prompt_ids`` | int32 [P] | trajectory ``i`` is ``[prompt_offsets[i]:prompt_offsets[i + 1]]`` |
+# | ``prompt_offsets`` | int64 [n + 1] | |
+# | ``response_ids`` | int32 [R] | by ``response_offsets`` |
+# | ``response_mask`` | uint8 [R] | 1 = sampled |
+# | ``logprobs`` | float32 [R] | 0 where the mask is 0; NaN throughout a trajectory whose engine gave none |
+# | ``response_offsets`` | int64 [n + 1] | |
+# | ``rewards`` | float32 [n] | NaN = no reward |
+# | ``metadata`` | uint8 [bytes] | UTF-8 JSON: a list of the remaining fields of each trajectory |
+#
+# ``multimodal`` is one of the remaining fields: ``{kind, source, message}`` of each image, in the order of the
+# placeholders among the token ids; ``source`` is a URL or a data URL, as it was sent.
+
+_ARRAYS = ("prompt_ids", "response_ids", "response_mask", "logprobs")
+
+
+def as_row(trajectory: Trajectory) -> dict[str, Any]:
+    """A trajectory as JSON data."""
+    return {
+        **_metadata(trajectory),
+        "prompt_ids": trajectory.prompt_ids.tolist(),
+        "response_ids": trajectory.response_ids.tolist(),
+        "response_mask": list(trajectory.response_mask),
+        "logprobs": trajectory.logprobs.tolist() if trajectory.logprobs is not None else None,
+    }
+
+
+def from_row(row: Mapping[str, Any]) -> Trajectory:
+    """The trajectory of a JSON object. Raises `RowError` naming what is missing, or lengths that differ."""
+    try:
+        logprobs = row["logprobs"]
+        return _assembled(
+            row,
+            array("i", row["prompt_ids"]),
+            array("i", row["response_ids"]),
+            bytes(row["response_mask"]),
+            array("f", logprobs) if logprobs is not None else None,
+        )
+    except RowError:
+        raise
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise RowError(f"trajectory: {type(error).__name__} at {error}; it was not written by this suite") from error
+
+
+def write_jsonl(path: str | Path, trajectories: Iterable[Trajectory]) -> None:
+    """Write one line per trajectory; the file appears whole or not at all."""
+
+    def write(file: IO[bytes]) -> None:
+        for trajectory in trajectories:
+            file.write(orjson.dumps(as_row(trajectory), option=orjson.OPT_APPEND_NEWLINE))
+
+    _whole(Path(path), write)
+
+
+def read_jsonl(path: str | Path) -> list[Trajectory]:
+    """Raises `RowError` naming the line that is no trajectory."""
+    found = []
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                found.append(from_row(orjson.loads(line)))
+            except (orjson.JSONDecodeError, RowError) as error:
+                raise RowError(f"{path}, line {number}: {error}", path=str(path), line=number) from error
+    return found
+
+
+def write_npz(path: str | Path, trajectories: Sequence[Trajectory]) -> None:
+    """Write the arrays described above; the file appears whole or not at all."""
+    import numpy as np
+
+    def joined(parts: Iterable[Any], dtype: str) -> NDArray[Any]:
+        pieces = [np.frombuffer(part, dtype=dtype) for part in parts]
+        return np.concatenate(pieces) if pieces else np.empty(0, dtype=dtype)
+
+    def offsets(lengths: Iterable[int]) -> NDArray[numpy.int64]:
+        return np.cumsum([0, *lengths], dtype=np.int64)
+
+    nothing = float("nan")
+    logprobs = (
+        each.logprobs if each.logprobs is not None else array("f", [nothing]) * len(each.response_ids)
+        for each in trajectories
+    )
+    rewards = [nothing if each.reward is None else each.reward for each in trajectories]
+    arrays: dict[str, Any] = {
+        "prompt_ids": joined((each.prompt_ids for each in trajectories), "int32"),
+        "prompt_offsets": offsets(len(each.prompt_ids) for each in trajectories),
+        "response_ids": joined((each.response_ids for each in trajectories), "int32"),
+        "response_mask": joined((each.response_mask for each in trajectories), "uint8"),
+        "logprobs": joined(logprobs, "float32"),
+        "response_offsets": offsets(len(each.response_ids) for each in trajectories),
+        "rewards": np.array(rewards, dtype=np.float32),
+        "metadata": np.frombuffer(orjson.dumps([_metadata(each) for each in trajectories]), dtype=np.uint8),
+    }
+    _whole(Path(path), lambda file: np.savez(file, **arrays))
+
+
+def read_npz(path: str | Path) -> list[Trajectory]:
+    """Raises `RowError` for a file that `write_npz` did not write."""
+    import numpy as np
+
+    def typed(code: str, values: NDArray[Any]) -> array[Any]:
+        made: array[Any] = array(code)
+        made.frombytes(values.tobytes())
+        return made
+
+    with np.load(path, allow_pickle=False) as file:
+        try:
+            data = {name: file[name] for name in (*_ARRAYS, "prompt_offsets", "response_offsets", "metadata")}
+            rows = orjson.loads(data["metadata"].tobytes())
+        except (KeyError, orjson.JSONDecodeError) as error:
+            raise RowError(f"{path}: not trajectories of this suite ({error})", path=str(path)) from error
+    found = []
+    for index, row in enumerate(rows):
+        prompt = slice(*data["prompt_offsets"][index : index + 2])
+        response = slice(*data["response_offsets"][index : index + 2])
+        logprobs = data["logprobs"][response] if row["has_logprobs"] else None
+        found.append(
+            _assembled(
+                row,
+                typed("i", data["prompt_ids"][prompt]),
+                typed("i", data["response_ids"][response]),
+                data["response_mask"][response].tobytes(),
+                typed("f", logprobs) if logprobs is not None else None,
+            )
+        )
+    return found
+
+
+def _metadata(trajectory: Trajectory) -> dict[str, Any]:
+    turns = [
+        {
+            "start": turn.start,
+            "end": turn.end,
+            "finish_reason": turn.finish_reason,
+            "weights_version": turn.weights_version,
+            "details": dict(turn.details),
+        }
+        for turn in trajectory.turns
+    ]
+    return {
+        "session_id": trajectory.session_id,
+        "index": trajectory.index,
+        "turns": turns,
+        "finish_reason": trajectory.finish_reason,
+        "weights_versions": list(trajectory.weights_versions),
+        "split_reason": str(trajectory.split_reason),
+        "split_detail": trajectory.split_detail,
+        "message_count": trajectory.message_count,
+        "reward": trajectory.reward,
+        "reward_info": dict(trajectory.reward_info),
+        "identity": dict(trajectory.identity),
+        "multimodal": [dict(item) for item in trajectory.multimodal],
+        "has_logprobs": trajectory.logprobs is not None,
+    }
+
+
+def _assembled(
+    row: Mapping[str, Any],
+    prompt_ids: array[int],
+    response_ids: array[int],
+    response_mask: bytes,
+    logprobs: array[float] | None,
+) -> Trajectory:
+    lengths = {len(response_ids), len(response_mask), len(response_ids) if logprobs is None else len(logprobs)}
+    if len(lengths) > 1:
+        raise RowError("trajectory: response_ids, response_mask and logprobs differ in length")
+    return Trajectory(
+        session_id=row["session_id"],
+        index=row["index"],
+        prompt_ids=prompt_ids,
+        response_ids=response_ids,
+        response_mask=response_mask,
+        logprobs=logprobs,
+        turns=tuple(TrajectoryTurn(**turn) for turn in row["turns"]),
+        split_reason=row["split_reason"],
+        split_detail=row["split_detail"],
+        message_count=row["message_count"],
+        reward=row["reward"],
+        reward_info=row["reward_info"],
+        identity=row.get("identity") or {},
+        multimodal=tuple(row["multimodal"]),
+    )
+
+
+def _whole(path: Path, write: Any) -> None:
+    partial = path.with_name(f".{path.name}.{uuid4().hex}")
+    try:
+        with partial.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+# From a forest of turns to trajectories: one per conversation, each sampled token in exactly one.
+
+
+def trajectories_of(
+    turns: Sequence[Turn],
+    session_id: str,
+    *,
+    reward: float | None = None,
+    reward_info: Mapping[str, Any] | None = None,
+) -> list[Trajectory]:
+    """A trajectory for each turn that nothing continues, ordered by that turn.
+
+    Turns that several conversations share are the longest's (then the latest's) to train on; the others' prompts end
+    where they leave it. ``reward`` and ``reward_info`` are the session's, and go to every trajectory.
+    """
+    leaves = [turn for turn in turns if not turn.children]
+    owned: set[int] = set()
+    found: dict[int, tuple[list[Turn], list[Turn]]] = {}
+    paths = {leaf.turn_id: leaf.path() for leaf in leaves}
+    for leaf in sorted(leaves, key=lambda leaf: (len(paths[leaf.turn_id]), leaf.turn_id), reverse=True):
+        path = paths[leaf.turn_id]
+        own = [turn for turn in path if turn.turn_id not in owned]
+        owned.update(turn.turn_id for turn in own)
+        found[leaf.turn_id] = (path, own)
+    return [
+        _trajectory(*found[leaf.turn_id], session_id, index, reward, dict(reward_info or {}))
+        for index, leaf in enumerate(sorted(leaves, key=lambda leaf: leaf.turn_id))
+    ]
+
+
+def _trajectory(
+    path: Sequence[Turn],
+    own: Sequence[Turn],
+    session_id: str,
+    index: int,
+    reward: float | None,
+    reward_info: Mapping[str, Any],
+) -> Trajectory:
+    first, leaf = own[0], own[-1]
+    offset = first.context_end
+    mask = bytearray(leaf.end - offset)
+    logprobs: array[float] | None = array("f", bytes(4 * len(mask)))
+    if any(turn.logprobs is None for turn in own):
+        logprobs = None  # part of them would read as certainty where nothing is known
+    spans = []
+    for turn in own:
+        start, end = turn.context_end - offset, turn.end - offset
+        mask[start:end] = b"\1" * (end - start)
+        if logprobs is not None and turn.logprobs is not None:
+            logprobs[start:end] = turn.logprobs
+        spans.append(TrajectoryTurn(start, end, turn.finish_reason, turn.weights_version, turn.details))
+    reason, detail = _reason(first)
+    return Trajectory(
+        session_id=session_id,
+        index=index,
+        prompt_ids=leaf.tokens[:offset],
+        response_ids=leaf.tokens[offset : leaf.end],
+        response_mask=bytes(mask),
+        logprobs=logprobs,
+        turns=tuple(spans),
+        split_reason=reason,
+        split_detail=detail,
+        message_count=leaf.message_count,
+        reward=reward,
+        reward_info=reward_info,
+        multimodal=tuple(item for turn in path for item in turn.media),
+    )
+
+
+def _reason(first: Turn) -> tuple[str, str | None]:
+    if first.reason is not None:
+        return first.reason, first.reason_detail
+    # The plain continuation was left, and a sibling of it taken further: the sibling knows why.
+    siblings = first.parent.children if first.parent is not None else []
+    later = next((turn for turn in siblings if turn.reason is not None), None)
+    return (later.reason if later is not None and later.reason else SplitReason.BRANCH), None

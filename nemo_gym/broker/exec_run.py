@@ -9,6 +9,7 @@ from typing import Literal
 
 import structlog
 
+from nemo_gym._util.backoff import Backoff
 from nemo_gym.broker.registry.execs import ExecStore
 from nemo_gym.broker.registry.records import ExecRecord
 from nemo_gym.broker.spool import OutputSpool, SpoolSpace, Stream
@@ -143,13 +144,14 @@ class ExecRun:
         said = ExecEndModel.of(end, output_bytes=self.size, truncated=truncated)
         written = said.model_dump_json().encode()
         record = ExecRecord(self.sandbox_id, self.exec_id, self.digest, self.submitted_at, written)
+        backoff = Backoff(first_s=_WRITE_RETRY_S, factor=1)
         while True:
             try:
                 await self._store.end(record)
                 break
             except NemoGymError as error:
                 log.warning("exec_end_not_written", exec_id=self.exec_id, error=str(error))
-                await asyncio.sleep(_WRITE_RETRY_S)
+                await backoff.again()
         self.spool.close()
         self.end, self.phase, self.process = said, "ended", None
         self._space.ended(self.sandbox_id, self.exec_id, self.size)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_gym._util.backoff import Backoff, pause_after
 from nemo_gym._util.directories import COMMAND_DIRECTORY_VARIABLE
 from nemo_gym._util.secrets import scrub, secret_values
 from nemo_gym.config.composition import Composition
@@ -208,7 +209,7 @@ class Supervisor:
             await self._until_ready(server)
 
     async def _until_ready(self, server: Server) -> None:
-        pause = 0.01
+        backoff = Backoff(first_s=0.01, longest_s=1.0)
         loop = asyncio.get_running_loop()
         tell_at = loop.time() + FIRST_WORD_AFTER_S
         while not server.ended.is_set() and not self._stopping:
@@ -224,8 +225,7 @@ class Supervisor:
                     self.write_stack()
                     self._say(f"server '{server.instance}' is ready again (pid {server.pid})")
                 return
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, 1.0)
+            await backoff.again()
 
     # -- watching ----------------------------------------------------------------------------------------------------
 
@@ -282,11 +282,11 @@ class Supervisor:
                 )
             )
             return
-        pause = min(FIRST_BACKOFF_S * 2 ** (server.crashes - 1), MAX_BACKOFF_S)
+        pause_s = pause_after(server.crashes, first_s=FIRST_BACKOFF_S, longest_s=MAX_BACKOFF_S)
         self._say(
-            f"{what}; restart {server.crashes} of {self.settings.max_restarts} in {pause:g} s\n{self.tail(server)}"
+            f"{what}; restart {server.crashes} of {self.settings.max_restarts} in {pause_s:g} s\n{self.tail(server)}"
         )
-        await asyncio.sleep(pause)
+        await asyncio.sleep(pause_s)
         if self._stopping:
             return
         server.restarts += 1

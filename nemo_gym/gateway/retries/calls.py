@@ -8,7 +8,6 @@ repetitions come out of the same budget, and once it is spent the harness is tol
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Generic, TypeVar
 
 import structlog
 
+from nemo_gym._util.backoff import Backoff
 from nemo_gym.gateway.engines.errors import EngineError, EngineRateLimitedError
 from nemo_gym.gateway.retries.budget import RetryBudget
 from nemo_gym.gateway.routing.replica import E
@@ -127,7 +127,7 @@ class _Tries(Generic[E]):
         self._count = 0
         self._failed: set[str] = {*avoid}
         self._refused: set[str] = set()
-        self._backoff_s = calls.options.first_backoff_s
+        self._backoff = Backoff(first_s=calls.options.first_backoff_s, longest_s=calls.options.max_backoff_s)
         calls.budget.earn()
 
     def without(self) -> set[str]:
@@ -166,5 +166,4 @@ class _Tries(Generic[E]):
             raise error
         log.info("engine call failed, trying again", engine=engine.name, code=error.code, another_engine=another)
         if not another:
-            await asyncio.sleep(self._backoff_s)
-            self._backoff_s = min(self._backoff_s * 2, self._calls.options.max_backoff_s)
+            await self._backoff.again()

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_gym._util.backoff import Backoff
 from nemo_gym.contract.errors import SandboxError
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecRequest, SandboxHandle
 from nemo_gym.sandbox.doors import DoorServer
@@ -229,7 +230,7 @@ class DockerExec:
 
     async def _exit_code(self) -> int | None:
         """Wait for the engine to know the exit code; ``None`` when it does not, because box or engine are gone."""
-        pause_s = 0.002
+        backoff = Backoff(first_s=0.002, longest_s=0.25)
         while True:
             try:
                 found = await self._engine.call(self._engine.client.exec_inspect, self._engine_exec_id)
@@ -241,8 +242,7 @@ class DockerExec:
             if self._timed_out:
                 return None
             # The streams end a moment before the engine hears of the exit, or long before when they were closed.
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, 0.25)
+            await backoff.again()
 
     async def _box_is_alive(self) -> bool:
         if self._box.control is not None:

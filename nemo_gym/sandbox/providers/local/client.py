@@ -14,10 +14,10 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from nemo_gym._util.backoff import Backoff
 from nemo_gym._util.directories import INSTALL_ROOT
 from nemo_gym.contract.errors import (
     NemoGymError,
@@ -30,7 +30,6 @@ from nemo_gym.sandbox.providers.local.options import SupervisedOptions
 from nemo_gym.sandbox.providers.local.protocol import PROTOCOL_VERSION, Connection, Message, close_all
 from nemo_gym.sandbox.providers.local.supervisor.main import BOOT, OPTIONS_VARIABLE, SOCKET_NAME
 
-_START_ATTEMPTS = 5
 _ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
 _PASSED_ON = ("LD_LIBRARY_PATH",)
 """What a Python that was not installed where it was built may need to start."""
@@ -153,8 +152,8 @@ class SupervisorClient:
         Raises:
             SandboxLostError: supervisor after supervisor left before it answered; whoever asks again may be told.
         """
-        for attempt in range(_START_ATTEMPTS):
-            time.sleep(0.02 * attempt)
+        backoff = _start_attempts()
+        while True:
             with self._start_and_connect() as sock:
                 # A supervisor that is leaving takes no more connections, and ends those it has: the next round starts
                 # another.
@@ -165,7 +164,8 @@ class SupervisorClient:
             if packet:
                 greeting: Message = json.loads(packet[1:])
                 return greeting
-        raise SandboxLostError(f"{self._name} is gone", retryable=True)
+            if not backoff.again_blocking():
+                raise SandboxLostError(f"{self._name} is gone", retryable=True)
 
     async def close(self) -> None:
         """End the conversation; boxes stay until their leases end."""
@@ -179,7 +179,8 @@ class SupervisorClient:
         async with self._connecting:
             if self._connection is not None and not self._connection.closed:
                 return self._connection
-            for attempt in range(_START_ATTEMPTS):
+            backoff = _start_attempts()
+            while True:
                 sock = self._try_to_connect()
                 if sock is None:
                     sock = await asyncio.to_thread(self._start_and_connect)
@@ -187,10 +188,13 @@ class SupervisorClient:
                 self._connection = connection
                 try:
                     self.greeting, _ = await self._ask(connection, {"op": "hello"})
-                except SandboxLostError:
+                except SandboxLostError as error:
                     # It was leaving when we came; the next round starts another.
-                    await asyncio.sleep(0.02 * attempt)
-                    continue
+                    if await backoff.again():
+                        continue
+                    raise SandboxCreateError(
+                        f"{self._name} ended right after its start; see {self.state_dir / 'supervisor.log'}"
+                    ) from error
                 if self.greeting.get("protocol") != PROTOCOL_VERSION:
                     await self.close()
                     raise SandboxError(
@@ -199,9 +203,6 @@ class SupervisorClient:
                         "let its boxes end, stop it, or set another state_dir"
                     )
                 return connection
-            raise SandboxCreateError(
-                f"{self._name} ended right after its start; see {self.state_dir / 'supervisor.log'}"
-            )
 
     def _try_to_connect(self) -> socket.socket | None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -288,3 +289,7 @@ class SupervisorClient:
         ends, self._ends = self._ends, {}
         for callback in ends.values():
             callback(None)
+
+
+def _start_attempts() -> Backoff:
+    return Backoff(first_s=0.02, tries=5)

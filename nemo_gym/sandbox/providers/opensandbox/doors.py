@@ -15,6 +15,7 @@ from pathlib import Path
 
 import structlog
 
+from nemo_gym._util.backoff import Backoff
 from nemo_gym.contract.errors import SandboxError, SandboxLostError
 from nemo_gym.contract.sandbox import Door
 from nemo_gym.sandbox.door_statistics import DoorStatistics
@@ -125,7 +126,7 @@ class RelayedDoor:
     async def _again(self, previous: str) -> Relay | None:
         """Another relay in the place of the one with the id ``previous``; none when the box is gone, or the port is
         somebody else's by now (another process has opened the door)."""
-        pause_s = 0.1
+        backoff = Backoff(first_s=0.1, longest_s=_LONGEST_PAUSE_S)
         while True:
             try:
                 info = await self._connection.info(self._box.sandbox_id)
@@ -137,8 +138,7 @@ class RelayedDoor:
                 return None
             except sdk_errors(SandboxError) as error:
                 log.warning("opensandbox_door", box=self._box.sandbox_id, door=self.door.name, error=str(error))
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+            await backoff.again()
 
     async def _drop_streams(self) -> None:
         streams, self._streams = [*self._streams.values()], {}

@@ -13,6 +13,7 @@ import struct
 import uuid
 from dataclasses import dataclass
 
+from nemo_gym._util.backoff import Backoff
 from nemo_gym.contract.errors import SandboxError, SandboxLostError
 from nemo_gym.sandbox.providers.opensandbox.box import OpenSandboxBox
 from nemo_gym.sandbox.providers.opensandbox.connection import Connection
@@ -120,16 +121,16 @@ class Relay:
                 return
 
     async def _put(self, name: str, data: bytes) -> None:
-        for attempt in range(_SENDS):
+        backoff = Backoff(first_s=0.1, factor=3, tries=_SENDS)
+        while True:
             try:
                 await put_file(self._connection, self._box, data, name)
                 return
             except SandboxLostError:
                 raise
             except SandboxError:
-                if attempt == _SENDS - 1:
+                if not await backoff.again():
                     raise
-                await asyncio.sleep(0.1 * 3**attempt)
 
     async def aclose(self, *, quits: bool) -> None:
         """Stop. With ``quits`` the helper is told and heard to the end, so that its port is free; else it is left to

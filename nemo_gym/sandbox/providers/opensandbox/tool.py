@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from nemo_gym._util.backoff import Backoff
 from nemo_gym.contract.errors import SandboxError, SandboxLostError
 from nemo_gym.sandbox.providers.opensandbox.box import OpenSandboxBox
 from nemo_gym.sandbox.providers.opensandbox.connection import Connection, never_started, sdk_errors, translate
@@ -23,7 +24,7 @@ _QUIET_S = 15.0
 """Longer than the helper's heartbeat: then the server is asked whether the box still runs (earlier, where less silence
 than this is allowed at all)."""
 _QUEUED_FRAMES = 64
-_RETRIES = 4
+_TRIES = 4
 _LONGEST_ARGUMENT = 60_000
 """Of a request in base64; the kernel allows 128 KiB for one argument."""
 _ATTACH_S = 30.0
@@ -132,18 +133,20 @@ class ToolRun:
 
     async def _run(self) -> None:
         try:
-            for attempt in range(_RETRIES):
+            backoff = Backoff(first_s=0.2, factor=3, tries=_TRIES)
+            while True:
                 try:
                     await self._once()
                     return
                 except sdk_errors() as error:
                     self._failure = error
-                    if self._said_anything or not never_started(error) or attempt == _RETRIES - 1:
+                    if self._said_anything or not never_started(error):
                         return
                     info = await self._connection.info(self._box.sandbox_id)
                     if info is None or info.status.state.lower() not in _ALIVE:
                         return
-                    await asyncio.sleep(0.2 * 3**attempt)
+                    if not await backoff.again():
+                        return
         except sdk_errors() as error:
             self._failure = error
         finally:

@@ -13,7 +13,7 @@ import structlog
 from nemo_gym.contract.errors import NemoGymError, SandboxError, SandboxLostError
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecRequest
 from nemo_gym.sandbox.providers.remote.box import RemoteBox
-from nemo_gym.sandbox.providers.remote.connection import BrokerConnection, BrokerUnreachableError, Pauses, refusals
+from nemo_gym.sandbox.providers.remote.connection import BrokerConnection, BrokerUnreachableError, refusals, retries
 from nemo_gym.sandbox.wire import routes
 from nemo_gym.sandbox.wire.execs import ExecEndModel, ExecSubmission, SignalExec
 from nemo_gym.sandbox.wire.frames import PING_INTERVAL_S, FrameError, FrameParser
@@ -106,25 +106,25 @@ class RemoteProcess:
         self._in_background(self._kill_wherever_it_is())
 
     async def _kill_wherever_it_is(self) -> None:
-        pauses = Pauses(_KILL_PATIENCE_S)
+        backoff = retries(_KILL_PATIENCE_S)
         while True:
             try:
                 await self.kill()
                 return
             except NemoGymError as error:
                 arrives_later = error.details.get("problem") == "exec_not_found"
-                if not arrives_later or not await pauses.again():
+                if not arrives_later or not await backoff.again():
                     log.info("remote_exec_not_killed", exec_id=self.exec_id, error=str(error))
                     return
 
     async def _resumed(self) -> AsyncGenerator[ExecOutput, None]:
         """All output, over as many connections as it takes; then `_end` is known, or nobody knows it."""
-        pauses = Pauses(self._connection.patience_s)
+        backoff = retries(self._connection.patience_s)
         while True:
             before = self._offset
             try:
                 if self._response is None:
-                    await self._open(max(pauses.left_s, 0))
+                    await self._open(max(backoff.left_s, 0))
                 async with contextlib.aclosing(self._one_connection()) as output:
                     async for piece in output:
                         yield piece
@@ -142,8 +142,8 @@ class RemoteProcess:
             await self._opened.aclose()
             self._response = None
             if self._offset > before:
-                pauses = Pauses(self._connection.patience_s)
-            if not await pauses.again():
+                backoff = retries(self._connection.patience_s)
+            if not await backoff.again():
                 return
 
     async def _one_connection(self) -> AsyncGenerator[ExecOutput, None]:

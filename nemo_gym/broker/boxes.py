@@ -10,11 +10,12 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import structlog
 
+from nemo_gym._util.tasks import BackgroundTasks
 from nemo_gym.broker.admission import Admission
 from nemo_gym.broker.backend import Backend
 from nemo_gym.broker.box import Box
@@ -41,7 +42,7 @@ class Boxes:
     def __init__(self, store: BoxStore, backend: Backend, admission: Admission, sealer: Sealer) -> None:
         self.store, self.backend, self.admission, self.sealer = store, backend, admission, sealer
         self.live: dict[str, Box] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks(_log_failure)
 
     def get(self, sandbox_id: str) -> Box | None:
         return self.live.get(sandbox_id)
@@ -123,7 +124,7 @@ class Boxes:
         if creating is None or creating.done():
             box.interrupted |= interrupted
             work = self._bring_up(box, body, interrupted)
-            creating = box.creating = self._spawn(work, f"create {box.sandbox_id}")
+            creating = box.creating = self._tasks.start(work, name=f"create {box.sandbox_id}")
         await asyncio.wait({creating})
         if creating.cancelled():
             raise gone(box.sandbox_id, "it was closed before it was ready")
@@ -195,7 +196,7 @@ class Boxes:
         if box.state is BoxState.GONE:
             return
         if box.closing is None or box.closing.done():
-            box.closing = self._spawn(self._destroy(box, reason), f"destroy {box.sandbox_id}")
+            box.closing = self._tasks.start(self._destroy(box, reason), name=f"destroy {box.sandbox_id}")
         closing = box.closing
         await asyncio.wait({closing})
         closing.result()
@@ -257,20 +258,12 @@ class Boxes:
 
     async def aclose(self) -> None:
         """Let what is under way end, for a while; boxes stay until their lease ends."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=10)
+        await self._tasks.join(timeout_s=10)
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            # Whoever waited has it; where nobody did, this is the only word of it.
-            log.info("sandbox_task_failed", task=task.get_name(), error=repr(error)[:500])
+def _log_failure(task: asyncio.Task[Any], error: BaseException) -> None:
+    """Callers that wait get the error; without any, this is its only trace."""
+    log.info("sandbox_task_failed", task=task.get_name(), error=repr(error)[:500])
 
 
 def door_digest(door: DoorModel) -> bytes:

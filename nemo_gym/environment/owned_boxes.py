@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from nemo_gym._util.tasks import finish
 from nemo_gym.contract.errors import ContractError, SandboxError
 from nemo_gym.contract.sandbox import SandboxRole, SandboxSpec
 from nemo_gym.contract.session import (
@@ -108,7 +109,7 @@ class OwnedBoxes:
             ).model_copy(update={"workdir": spec.workdir})
             lent = descriptor.model_copy(update={"sandbox": SandboxClause(ref=ref)})
         except BaseException:
-            await asyncio.shield(self._provider.close(handle))
+            await finish(self._provider.close(handle))
             raise
         self._boxes[AttemptKey.of(rollout)] = _Box(handle, spec, descriptor.harvest)
         self._forget_old()

@@ -11,6 +11,7 @@ import orjson
 import structlog
 
 from nemo_gym._util.suggest import nearest
+from nemo_gym._util.tasks import finish
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.identity import ROLLOUT_INDEX_KEY
 from nemo_gym.contract.model_limits import REQUEST_TIMEOUT_S
@@ -161,12 +162,7 @@ class Attempt:
         by itself."""
         if not self.closers:
             return
-        try:
-            await self._close(timeout_s)
-        except asyncio.CancelledError:
-            # The interrupted release is repeated (releases are idempotent) where nobody interrupts it.
-            await asyncio.shield(asyncio.ensure_future(self._close(timeout_s)))
-            raise
+        await finish(self._close(timeout_s))
 
     async def _close(self, timeout_s: float) -> None:
         try:

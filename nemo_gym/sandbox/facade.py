@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import structlog
 
+from nemo_gym._util.tasks import finish
 from nemo_gym.contract.errors import ConfigError, SandboxError, SandboxLostError
 from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.sandbox.base import (
@@ -191,12 +192,7 @@ class AsyncSandbox:
 
     async def __aexit__(self, *exc_info: object) -> None:
         # A cancelled caller still has its box destroyed; only then does the cancellation go on.
-        stopping = asyncio.ensure_future(self.stop())
-        try:
-            await asyncio.shield(stopping)
-        except asyncio.CancelledError:
-            await asyncio.wait({stopping})
-            raise
+        await finish(self.stop())
 
 
 @contextlib.asynccontextmanager

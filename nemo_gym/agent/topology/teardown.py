@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable
 
 import structlog
+
+from nemo_gym._util.tasks import finish
 
 log = structlog.get_logger(__name__)
 
@@ -14,14 +15,9 @@ CLOSE_TIMEOUT_S = 60.0
 
 async def shielded(teardown: Awaitable[None], timeout_s: float, *, what: str) -> None:
     """Finish a teardown also when the act is cancelled meanwhile; bounded, because the lease ends the box anyway."""
-    task = asyncio.ensure_future(teardown)
     try:
-        await asyncio.shield(asyncio.wait({task}, timeout=timeout_s))
-    except asyncio.CancelledError:
-        await asyncio.wait({task}, timeout=timeout_s)
-        raise
-    if not task.done():
-        task.cancel()
+        await finish(teardown, timeout_s=timeout_s)
+    except TimeoutError:
         log.warning("teardown_timed_out", what=what, timeout_s=timeout_s)
-    elif (error := task.exception()) is not None:
+    except Exception as error:  # noqa: BLE001 - a teardown that fails must not replace the act's own outcome
         log.warning("teardown_failed", what=what, error=str(error))

@@ -7,7 +7,6 @@ it needs neither a set-user-id program nor the site's configuration.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import csv
 import io
@@ -20,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_gym._util.tasks import finish
 from nemo_gym.sandbox import init_program, linux
 from nemo_gym.sandbox.providers.apptainer import finishing
 from nemo_gym.sandbox.providers.apptainer.settings import CONFIGURATION
@@ -115,8 +115,8 @@ async def build(plan: BoxPlan) -> BuiltBox:
             if monitor_fd >= 0:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(monitor_fd, signal.SIGKILL)
-                await asyncio.shield(children.wait_for_exit(monitor, monitor_fd))
-        await asyncio.shield(children.wait_for_exit(maker, maker_fd))
+                await finish(children.wait_for_exit(monitor, monitor_fd))
+        await finish(children.wait_for_exit(maker, maker_fd))
 
 
 async def _said_more(descriptor: int) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from socket import socket
 from typing import Any
 
+from nemo_gym._util.tasks import finish
 from nemo_gym.contract.errors import (
     SandboxCapabilityError,
     SandboxCreateError,
@@ -148,7 +149,7 @@ class LocalProvider(StreamingProvider):
             for door in spec.doors:
                 await self.open_door(handle, door)
         except BaseException:
-            await asyncio.shield(self.close(handle))
+            await finish(self.close(handle))
             raise
         return handle
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from nemo_gym._util.tasks import BackgroundTasks
 from nemo_gym.contract.errors import SandboxCreateError, SandboxError, SandboxLostError
 from nemo_gym.contract.sandbox import DEFAULT_READY_TIMEOUT_S, Door, NetworkPolicy, SandboxResources, SandboxSpec
 from nemo_gym.sandbox.base import ExecRequest, SandboxCapabilities, SandboxHandle, SandboxInfo, SandboxStatus
@@ -61,7 +62,7 @@ class OpenSandboxProvider(StreamingProvider):
     def __init__(self, **options: Any) -> None:
         self.config = OpenSandboxConfig.from_mapping(options)
         self._connection = Connection(self.config)
-        self._background: set[asyncio.Future[None]] = set()
+        self._background = BackgroundTasks()
         self._doors: set[RelayedDoor] = set()
         self._images = EngineImages(self.config)
 
@@ -199,8 +200,7 @@ class OpenSandboxProvider(StreamingProvider):
         here = [door for door in self._doors if door.loop is loop]
         self._doors.clear()
         await asyncio.gather(*(door.aclose(quits=True) for door in here))
-        while mine := {task for task in self._background if task.get_loop() is loop}:
-            await asyncio.wait(mine)
+        await self._background.join()
         await self._connection.aclose()
         self._images.close()
 
@@ -322,9 +322,7 @@ class OpenSandboxProvider(StreamingProvider):
         return info
 
     def _in_background(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(self._told_only(work))
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        self._background.start(self._told_only(work))
 
     @staticmethod
     async def _told_only(work: Awaitable[None]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import signal
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any
 
 import aiohttp
 import structlog
@@ -41,7 +42,7 @@ class RemoteProcess:
         request: ExecRequest,
         *,
         before_end: Callable[[], Awaitable[None]],
-        in_background: Callable[[Awaitable[None]], object],
+        in_background: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         self.exec_id = f"e-{uuid.uuid4().hex}"
         self.truncated: set[str] = set()

@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import uuid
 from builtins import list as List  # noqa: N812 - the contract has a method of the builtin's name
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, cast
 
 import structlog
 from pydantic import ValidationError
 
+from nemo_gym._util.tasks import BackgroundTasks
 from nemo_gym.contract.errors import (
     ConfigError,
     NemoGymError,
@@ -70,7 +71,7 @@ class RemoteProvider(StreamingProvider):
         )
         self._brokers: Brokers | None = None
         self._abilities = Abilities(self._connection)
-        self._background: set[asyncio.Future[None]] = set()
+        self._background = BackgroundTasks()
         self._doors = DoorCounts(self._connection)
 
     @property
@@ -194,8 +195,7 @@ class RemoteProvider(StreamingProvider):
     async def aclose(self) -> None:
         """Close the connections, once what nobody waits for (kills of abandoned commands) is done."""
         await self._doors.aclose()
-        while mine := {task for task in self._background if task.get_loop() is asyncio.get_running_loop()}:
-            await asyncio.wait(mine)
+        await self._background.join()
         await self._connection.aclose()
 
     # ---------------------------------------------------------------------------------------------- commands
@@ -208,7 +208,7 @@ class RemoteProvider(StreamingProvider):
             box,
             request,
             before_end=lambda: self._doors.hear(box),
-            in_background=self._in_background,
+            in_background=self._background.start,
         )
         await process.start()
         return process
@@ -372,7 +372,7 @@ class RemoteProvider(StreamingProvider):
     def _take_back(self, broker: Broker, key: str, spec: SandboxSpec) -> None:
         # A key of the caller's own may have given its box to somebody else already: that one ends with its lease.
         if spec.idempotency_key is None:
-            self._in_background(self._discard(broker, key))
+            self._background.start(self._discard(broker, key))
 
     async def _discard(self, broker: Broker, key: str) -> None:
         """Take back a create that nobody waits for, whether it has arrived at the broker or is still to come."""
@@ -387,11 +387,6 @@ class RemoteProvider(StreamingProvider):
             )
         except NemoGymError as error:
             log.warning("remote_create_not_taken_back", error=str(error))
-
-    def _in_background(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
 
 def _box(url: str, lease: LeaseView) -> RemoteBox:

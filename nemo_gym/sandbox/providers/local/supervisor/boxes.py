@@ -78,7 +78,7 @@ class Box:
         self._expires_at = 0.0
         self._lease: asyncio.TimerHandle | None = None
         self._destroying: asyncio.Task[None] | None = None
-        self._on_expired: Callable[[Box], None] = lambda _: None
+        self._on_expired: Callable[[Box], object] = lambda _: None
         self._gone = asyncio.Event()
         self._watching = asyncio.create_task(self._watch())
 
@@ -87,7 +87,7 @@ class Box:
         """Seconds until the lease ends."""
         return max(0.0, self._expires_at - time.monotonic())
 
-    def renew(self, ttl_s: float, on_expired: Callable[[Box], None] | None = None) -> None:
+    def renew(self, ttl_s: float, on_expired: Callable[[Box], object] | None = None) -> None:
         """Let the lease end ``ttl_s`` seconds from now, by a clock that nobody sets."""
         if on_expired is not None:
             self._on_expired = on_expired

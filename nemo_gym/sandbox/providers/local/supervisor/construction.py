@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import json
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from nemo_gym._util.tasks import finish
 from nemo_gym.sandbox import init_program, linux
 from nemo_gym.sandbox.providers.local.protocol import close_all, memory_file
 from nemo_gym.sandbox.providers.local.supervisor import children, disk, user_ids
@@ -151,7 +151,7 @@ async def build(plan: BoxPlan) -> BuiltBox:
         if not built:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            await asyncio.shield(children.wait_for_exit(pid, pidfd))
+            await finish(children.wait_for_exit(pid, pidfd))
 
 
 def write_maps(pid: int, identity: str) -> None:

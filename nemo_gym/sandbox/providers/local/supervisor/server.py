@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from nemo_gym._util.tasks import BackgroundTasks, finish
 from nemo_gym.sandbox.providers.local import host_image
 from nemo_gym.sandbox.providers.local.cgroups import Cgroups
 from nemo_gym.sandbox.providers.local.images import ImageError, ImageManifest, ImageStore
@@ -47,7 +48,7 @@ class Client:
     def __init__(self) -> None:
         self.connection: Connection | None = None
         self.commands: set[tuple[str, str]] = set()
-        self.tasks: set[asyncio.Task[None]] = set()
+        self.tasks = BackgroundTasks()
 
 
 class Supervisor:
@@ -76,7 +77,7 @@ class Supervisor:
         self._by_key: dict[str, str] = {}
         self._dead: OrderedDict[str, str] = OrderedDict()
         self._clients: set[Client] = set()
-        self._background: set[asyncio.Task[None]] = set()
+        self._background = BackgroundTasks()
         self._skeleton: asyncio.Task[Path] | None = None
         self._linger: asyncio.TimerHandle | None = None
         self._disk: asyncio.Task[str | None] | None = None
@@ -92,9 +93,7 @@ class Supervisor:
         client = Client()
 
         def on_message(message: Message, descriptors: list[int]) -> None:
-            task = asyncio.create_task(self._answer(client, message, descriptors))
-            client.tasks.add(task)
-            task.add_done_callback(client.tasks.discard)
+            client.tasks.start(self._answer(client, message, descriptors))
 
         client.connection = Connection(sock, on_message=on_message, on_close=lambda: self._left(client))
         self._clients.add(client)
@@ -266,7 +265,7 @@ class Supervisor:
             if groups is not None:
                 groups.remove()
             close_all(locks)
-            await asyncio.shield(remove_files(directory))
+            await finish(remove_files(directory))
             if isinstance(error, ImageError | construction.BuildError):
                 raise RequestError("create", str(error)) from error
             if isinstance(error, OSError):
@@ -275,8 +274,8 @@ class Supervisor:
                 raise RequestError("create", said + self._hint(error.errno, store)) from error
             raise
         self._boxes[box_id] = box
-        box.renew(spec["ttl_s"], lambda expired: self._spawn(self._destroy(expired, "its lease ended")))
-        self._spawn(self._bury(box))
+        box.renew(spec["ttl_s"], lambda expired: self._background.start(self._destroy(expired, "its lease ended")))
+        self._background.start(self._bury(box))
         if disk_bytes is not None and not has_disk:
             box.watched_disk_bytes = disk_bytes
             if self._watching is None or self._watching.done():
@@ -306,7 +305,7 @@ class Supervisor:
                 limit = box.watched_disk_bytes or 0
                 if sizes.get(str(box.upper), 0) > limit:
                     said = f"it wrote more than the {limit / 1024**3:g} GiB that its limit disk_gib allows"
-                    self._spawn(self._destroy(box, said))
+                    self._background.start(self._destroy(box, said))
             await asyncio.sleep(max(_DISK_PAUSE_S, _DISK_IDLE_SHARE * (time.monotonic() - began)))
 
     async def _lowers(self, store: ImageStore, manifest: ImageManifest, part: str) -> list[str]:
@@ -480,11 +479,6 @@ class Supervisor:
         if number in (errno.ENOSPC, errno.EDQUOT):
             return f"; free some on the disks of state_dir {self._state_dir} and image_dir {store.root}, or set others"
         return ""
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
     async def close_everything(self) -> None:
         """Destroy every box and end every conversation."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import tarfile
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from nemo_gym.contract.errors import SandboxArchiveError, SandboxError
 from nemo_gym.sandbox.archive import pack
+from nemo_gym.sandbox.archive_filters import single_file
 from nemo_gym.sandbox.base import SandboxHandle
-from nemo_gym.sandbox.tar_stream import ArchiveError, TarParser
+from nemo_gym.sandbox.tar_stream import ArchiveError
 
 
 class MovesArchives(Protocol):
@@ -46,7 +46,7 @@ async def download(provider: MovesArchives, handle: SandboxHandle, source: str, 
     """
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     try:
-        async with contextlib.aclosing(_content(provider.get_archive(handle, source))) as pieces:
+        async with contextlib.aclosing(single_file(provider.get_archive(handle, source))) as pieces:
             await asyncio.to_thread(target.parent.mkdir, parents=True, exist_ok=True)
             with await asyncio.to_thread(partial.open, "wb") as file:
                 async for piece in pieces:
@@ -58,18 +58,6 @@ async def download(provider: MovesArchives, handle: SandboxHandle, source: str, 
         await asyncio.to_thread(partial.unlink, missing_ok=True)
 
 
-async def _content(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    parser, done = TarParser(), False
-    async for chunk in chunks:
-        for event in parser.feed(chunk):
-            if isinstance(event, tarfile.TarInfo) and not done and not event.isreg():
-                raise ArchiveError(f"'{event.name}' is not a regular file")
-            if isinstance(event, bytes) and not done:
-                yield event
-            done = done or event is None
-    parser.close()
-
-
 async def in_thread(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
     """A blocking iterator as an asynchronous one."""
     while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
@@ -77,7 +65,7 @@ async def in_thread(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def absolute(path: str) -> str:
-    """``path`` with single slashes and none at its end. Raises `SandboxError` unless it is an absolute one."""
+    """``path`` with single slashes and none at its end. Raises `SandboxArchiveError` unless it is absolute."""
     if not path.startswith("/") or "\0" in path:
-        raise SandboxError(f"'{path}' must be an absolute path in the box")
+        raise SandboxArchiveError(f"'{path}' must be an absolute path in the box")
     return re.sub(r"/+", "/", path.rstrip("/")) or "/"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tarfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -381,12 +381,18 @@ def test_validated_encodes_headers_anew_when_a_global_header_renames_members() -
     assert names_of(out) == ["safe"]
 
 
-def test_single_file_gives_the_content_and_raises_when_it_is_a_directory() -> None:
-    assert b"".join(single_file([pack_bytes("f", b"content")])) == b"content"
+async def test_single_file_gives_the_content_and_raises_when_it_is_a_directory() -> None:
+    async def content(tar: bytes) -> bytes:
+        async def stream() -> AsyncIterator[bytes]:
+            yield tar
+
+        return b"".join([piece async for piece in single_file(stream())])
+
+    assert await content(pack_bytes("f", b"content")) == b"content"
     with pytest.raises(ArchiveError, match="not a regular file"):
-        list(single_file([build(member("d", tarfile.DIRTYPE))]))
+        await content(build(member("d", tarfile.DIRTYPE)))
     with pytest.raises(ArchiveError, match="early"):
-        list(single_file([pack_bytes("f", b"content")[:600]]))
+        await content(pack_bytes("f", b"content")[:600])
 
 
 def test_filter_raises_when_an_exclude_is_not_understood() -> None:

@@ -21,6 +21,7 @@ from nemo_gym.sandbox.archive import (
 )
 from nemo_gym.sandbox.archive_filters import TarFilter, filtered
 from nemo_gym.sandbox.providers.docker.engine import Engine, sdk_errors, status_of, translate
+from nemo_gym.sandbox.transfer import absolute
 
 _IN_MEMORY_BYTES = 32 * 1024 * 1024
 _CHUNK_BYTES = 4 * 1024 * 1024
@@ -34,7 +35,7 @@ class Upload:
     """
 
     def __init__(self, path: str) -> None:
-        self.path = absolute(path)
+        self.path = posixpath.normpath(absolute(path))
         self._filter = TarFilter()
         # Closed by `close`; it outlives this function.
         self._spool: IO[bytes] = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES)  # noqa: SIM115
@@ -102,12 +103,6 @@ class Upload:
         self._spool.close()
 
 
-def absolute(path: str) -> str:
-    if not path.startswith("/") or "\0" in path:
-        raise SandboxArchiveError(f"a path in a box must be absolute, not '{path}'")
-    return posixpath.normpath(path).replace("//", "/")
-
-
 def stat(engine: Engine, container_id: str, path: str) -> dict[str, Any] | None:
     """What the engine knows of a path in a box (the path's own entry, links not followed); ``None`` when absent."""
     client = engine.client
@@ -144,7 +139,7 @@ def files_archive(files: Mapping[str, str]) -> bytes:
     data = b""
     for path, text in files.items():
         content = text.encode("utf-8", "surrogateescape")
-        member = tarfile.TarInfo(absolute(path).lstrip("/"))
+        member = tarfile.TarInfo(posixpath.normpath(absolute(path)).lstrip("/"))
         member.size, member.mode = len(content), 0o644
         data += encode_header(member) + content + bytes(-len(content) % tarfile.BLOCKSIZE)
     return data + END_OF_ARCHIVE
@@ -162,7 +157,7 @@ def download(
         SandboxArchiveError: there is nothing at ``path``, or the stream passes ``max_bytes``.
         SandboxLostError: the box is gone.
     """
-    path = absolute(path)
+    path = posixpath.normpath(absolute(path))
     # The engine names members of "/" with a leading slash, and those of "/." without.
     source = path if path != "/" else "/."
     with tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES) as spool:

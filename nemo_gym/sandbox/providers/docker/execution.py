@@ -7,11 +7,12 @@ import contextlib
 import signal as signals
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_gym._util.backoff import Backoff
+from nemo_gym._util.tasks import finish
 from nemo_gym.contract.errors import SandboxError
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecRequest, SandboxHandle
 from nemo_gym.sandbox.doors import DoorServer
@@ -151,6 +152,8 @@ class DockerExec:
                 raise SandboxError(f"docker: the engine refused to run a command: {error}") from error
             self._lost = True
         except BaseException:
+            # Cancelled, it may have started all the same.
+            await finish(self.kill())
             self._close()
             raise
         if self._lost or self._attachment is None:
@@ -173,12 +176,13 @@ class DockerExec:
 
     # ------------------------------------------------------------------------------------------------ streaming
 
-    async def events(self) -> AsyncIterator[ExecOutput | ExecEnd]:
-        """Output in order, and then exactly one `ExecEnd`. Can be iterated once."""
+    async def events(self) -> AsyncGenerator[ExecOutput | ExecEnd, None]:
+        """Output in order, and then exactly one `ExecEnd`; once. Whoever stops listening early kills the command."""
         if self._consumed:
             raise SandboxError("the events of an exec can be read once")
         self._consumed = True
         kept = {"stdout": 0, "stderr": 0}
+        ended = False
         try:
             if self._attachment is not None:
                 async for output in self._attachment.frames():
@@ -189,8 +193,12 @@ class DockerExec:
                     if data:
                         kept[output.stream] += len(data)
                         yield ExecOutput(output.stream, data)
-            yield await self._end()
+            end = await self._end()
+            ended = True
+            yield end
         finally:
+            if not ended:
+                await finish(self.kill())
             self._close()
 
     def _close(self) -> None:

@@ -1,34 +1,62 @@
-"""`Boxes`: every live box of this broker, and what may happen to one.
-
-Whatever the backend is asked for is written down before, and confirmed after. A box whose write or whose backend call
-is interrupted is found in one of the states between, and `Reconciler` ends what was begun.
-"""
+"""Boxes of the broker: made, renewed, destroyed; their requests are sealed in the registry."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import time
 import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import structlog
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from nemo_gym._util.tasks import BackgroundTasks
 from nemo_gym.broker.admission import Admission
 from nemo_gym.broker.backend import Backend
 from nemo_gym.broker.box import Box
-from nemo_gym.broker.registry.records import BoxRecord, BoxState, LeaseRecord
 from nemo_gym.broker.registry.store import BoxStore
-from nemo_gym.broker.sealing import Sealer
+from nemo_gym.broker.registry.tables import BoxRecord, BoxState, LeaseRecord
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import NemoGymError, SandboxCreateError, SandboxError, SandboxLostError
 from nemo_gym.contract.session import LeaseScope
 from nemo_gym.sandbox.base import SandboxHandle
-from nemo_gym.sandbox.wire.boxes import CreateSandbox
-from nemo_gym.sandbox.wire.doors import DoorModel
+from nemo_gym.sandbox.wire.models import CreateSandbox, DoorModel
 from nemo_gym.sandbox.wire.problems import BrokerError
+
+# -- Sealing -------------------------------------------------------------------------------------------------------
+
+_NONCE_BYTES = 12
+
+
+class SealError(SandboxError):
+    """Sealed data that this broker's key does not open: it was sealed by another stack, or changed."""
+
+    code = "sealed"
+
+
+class Sealer:
+    """Authenticated encryption with one key of 32 bytes. ``context`` (the row's id) binds data to its place."""
+
+    def __init__(self, key: bytes) -> None:
+        self._cipher = AESGCM(key)
+
+    def seal(self, data: bytes, context: str) -> bytes:
+        nonce = os.urandom(_NONCE_BYTES)
+        return nonce + self._cipher.encrypt(nonce, data, context.encode())
+
+    def open(self, sealed: bytes, context: str) -> bytes:
+        """Raises `SealError`."""
+        try:
+            return self._cipher.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], context.encode())
+        except (InvalidTag, ValueError) as error:
+            raise SealError("what was stored of this box was sealed with another key") from error
+
+
+# -- Boxes ---------------------------------------------------------------------------------------------------------
 
 log = structlog.get_logger(__name__)
 

@@ -16,10 +16,10 @@ from weakref import WeakValueDictionary
 
 import structlog
 
+from nemo_gym.broker.access import is_trusted
 from nemo_gym.broker.backend import Backend
-from nemo_gym.broker.permissions import is_trusted
-from nemo_gym.broker.registry.records import ImageRecord
 from nemo_gym.broker.registry.store import ImageStore
+from nemo_gym.broker.registry.tables import ImageRecord
 from nemo_gym.contract.credentials import Caller, Role
 from nemo_gym.contract.errors import SandboxError
 from nemo_gym.sandbox.base import SandboxHandle

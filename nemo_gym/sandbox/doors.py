@@ -26,8 +26,7 @@ from yarl import URL
 from nemo_gym._util.tasks import finish
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.sandbox import Door
-from nemo_gym.sandbox.door_limit import AnswerLimit
-from nemo_gym.sandbox.door_statistics import DoorStatistics, Exchange
+from nemo_gym.sandbox.door_statistics import AnswerLimit, DoorStatistics, Exchange
 from nemo_gym.sandbox.egress import EgressProxy
 
 GENERATION_ROUTES: tuple[str, ...] = ("POST /v1/responses", "POST /v1/chat/completions", "POST /v1/messages")

@@ -14,11 +14,21 @@ from pydantic import ValidationError
 from nemo_gym.contract.sandbox import Door, Mount, NetworkPolicy, SandboxResources, SandboxSpec
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest, SandboxCapabilities, SandboxStatus
 from nemo_gym.sandbox.door_statistics import DoorStatistics
-from nemo_gym.sandbox.wire.boxes import BoxSpec, CreateSandbox, MintLease, RenewLease, SandboxView
-from nemo_gym.sandbox.wire.capabilities import BrokerLimits, CapabilitiesView
-from nemo_gym.sandbox.wire.doors import DoorModel, DoorStatisticsModel
-from nemo_gym.sandbox.wire.execs import ExecEndModel, ExecSubmission, ExecView
-from nemo_gym.sandbox.wire.fields import MAX_TTL_S
+from nemo_gym.sandbox.wire.models import (
+    MAX_TTL_S,
+    BoxSpec,
+    BrokerLimits,
+    CapabilitiesView,
+    CreateSandbox,
+    DoorModel,
+    DoorStatisticsModel,
+    ExecEndModel,
+    ExecSubmission,
+    ExecView,
+    MintLease,
+    RenewLease,
+    SandboxView,
+)
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)

@@ -24,7 +24,7 @@ from nemo_gym.sandbox import init_program, linux
 from nemo_gym.sandbox.providers.apptainer import finishing
 from nemo_gym.sandbox.providers.apptainer.settings import CONFIGURATION
 from nemo_gym.sandbox.providers.local.protocol import close_all
-from nemo_gym.sandbox.providers.local.supervisor import children, disk, user_ids
+from nemo_gym.sandbox.providers.local.supervisor import children, files, user_ids
 from nemo_gym.sandbox.providers.local.supervisor.construction import (
     BoxPlan,
     BuildError,
@@ -178,7 +178,7 @@ def _become_apptainer(
         linux.unshare(linux.CLONE_NEWNS)
         if plan.disk_bytes is not None:
             step = "disk"
-            disk.make_and_mount(plan.directory / "disk.img", plan.writable, plan.disk_bytes)
+            files.make_and_mount(plan.directory / "disk.img", plan.writable, plan.disk_bytes)
         for overlay in plan.overlays:
             step = f"overlay {overlay.part}"
             # Side by side, and not one in another: only a mount without others in it can become Apptainer's root.

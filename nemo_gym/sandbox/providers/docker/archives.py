@@ -21,7 +21,7 @@ from nemo_gym.sandbox.archive import (
 )
 from nemo_gym.sandbox.archive_filters import TarFilter, filtered
 from nemo_gym.sandbox.providers.docker.engine import Engine, sdk_errors, status_of, translate
-from nemo_gym.sandbox.transfer import absolute
+from nemo_gym.sandbox.streaming_provider import absolute
 
 _IN_MEMORY_BYTES = 32 * 1024 * 1024
 _CHUNK_BYTES = 4 * 1024 * 1024

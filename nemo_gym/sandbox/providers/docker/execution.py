@@ -17,8 +17,7 @@ from nemo_gym.contract.errors import SandboxError
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecRequest, SandboxHandle
 from nemo_gym.sandbox.doors import DoorServer
 from nemo_gym.sandbox.egress import EgressProxy
-from nemo_gym.sandbox.providers.docker.attach import Attachment, AttachRefused, attach
-from nemo_gym.sandbox.providers.docker.engine import Engine, sdk_errors, status_of
+from nemo_gym.sandbox.providers.docker.engine import Attachment, AttachRefused, Engine, attach, sdk_errors, status_of
 from nemo_gym.sandbox.providers.docker.names import EXEC_MARK, spec_env
 from nemo_gym.sandbox.providers.docker.processes import BoxControl, kill_exec, now_ticks, signal_exec
 

@@ -25,12 +25,11 @@ from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.labels import MANAGED
 from nemo_gym.sandbox.providers.docker import archives
 from nemo_gym.sandbox.providers.docker.config import DockerConfig
-from nemo_gym.sandbox.providers.docker.creation import Creation
+from nemo_gym.sandbox.providers.docker.creation import Creation, ensure_watchdog
 from nemo_gym.sandbox.providers.docker.engine import Engine, sdk_errors, status_of, translate
 from nemo_gym.sandbox.providers.docker.execution import DockerBox, DockerExec, box_of
 from nemo_gym.sandbox.providers.docker.images import Images
 from nemo_gym.sandbox.providers.docker.names import lease_end, public_labels, renewed_name
-from nemo_gym.sandbox.providers.docker.watching import ensure_watchdog
 from nemo_gym.sandbox.streaming_provider import StreamingProvider
 
 _STATES = {

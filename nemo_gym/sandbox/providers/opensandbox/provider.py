@@ -19,15 +19,20 @@ from nemo_gym.contract.sandbox import DEFAULT_READY_TIMEOUT_S, Door, NetworkPoli
 from nemo_gym.sandbox.base import ExecRequest, SandboxCapabilities, SandboxHandle, SandboxInfo, SandboxStatus
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.labels import MANAGED
-from nemo_gym.sandbox.providers.opensandbox import archives
-from nemo_gym.sandbox.providers.opensandbox.box import OpenSandboxBox, box_of
+from nemo_gym.sandbox.providers.opensandbox import tool
 from nemo_gym.sandbox.providers.opensandbox.config import OpenSandboxConfig
-from nemo_gym.sandbox.providers.opensandbox.connection import Connection, sdk_errors, told
-from nemo_gym.sandbox.providers.opensandbox.creation import Creation
+from nemo_gym.sandbox.providers.opensandbox.connection import (
+    Connection,
+    OpenSandboxBox,
+    box_of,
+    decode,
+    sdk_errors,
+    select,
+    told,
+)
+from nemo_gym.sandbox.providers.opensandbox.creation import NO_ENGINE, Creation, EngineImages
 from nemo_gym.sandbox.providers.opensandbox.doors import RelayedDoor
 from nemo_gym.sandbox.providers.opensandbox.execution import OpenSandboxExec
-from nemo_gym.sandbox.providers.opensandbox.images import NO_ENGINE, EngineImages
-from nemo_gym.sandbox.providers.opensandbox.labels import decode, select
 from nemo_gym.sandbox.providers.opensandbox.tool import sdk_of
 from nemo_gym.sandbox.streaming_provider import StreamingProvider
 
@@ -214,12 +219,12 @@ class OpenSandboxProvider(StreamingProvider):
     # --------------------------------------------------------------------------------------------------- files
 
     async def put_archive(self, handle: SandboxHandle, path: str, tar: AsyncIterator[bytes]) -> None:
-        await archives.put(self._connection, box_of(handle), path, tar)
+        await tool.put(self._connection, box_of(handle), path, tar)
 
     def get_archive(
         self, handle: SandboxHandle, path: str, *, exclude: Sequence[str] = (), max_bytes: int | None = None
     ) -> AsyncIterator[bytes]:
-        return archives.get(self._connection, box_of(handle), path, exclude=exclude, max_bytes=max_bytes)
+        return tool.get(self._connection, box_of(handle), path, exclude=exclude, max_bytes=max_bytes)
 
     # --------------------------------------------------------------------------------------------------- images
 

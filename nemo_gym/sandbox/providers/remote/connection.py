@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -20,9 +21,57 @@ from yarl import URL
 
 from nemo_gym._util.backoff import NETWORK_JITTER, Backoff, retry_after_s
 from nemo_gym.contract.errors import InvalidBodyError, SandboxError
+from nemo_gym.contract.session import LeaseScope
 from nemo_gym.http.watched_socket import watched_socket
+from nemo_gym.sandbox.base import SandboxHandle
+from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.wire import routes
+from nemo_gym.sandbox.wire.models import DoorsView
 from nemo_gym.sandbox.wire.problems import Problem, error_of, parse_problem
+
+# -- Handle --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RemoteBox:
+    """``raw`` of a handle of the remote provider."""
+
+    broker_url: str
+    sandbox_id: str
+    token: str = field(repr=False)
+    scope: LeaseScope
+    expires_at: float
+    """Of the lease, by the broker's clock, as last heard."""
+    lent: set[str] = field(default_factory=set)
+    """Ids of leases that were minted by this handle."""
+    doors: dict[str, DoorStatistics] = field(default_factory=dict)
+    """Doors that this side knows to be open, and what was last heard of them."""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return {"Authorization": f"Bearer {self.token}"}
+
+    def url(self, path: str) -> str:
+        return self.broker_url + path
+
+    def heard(self, view: DoorsView) -> None:
+        """Take over the broker's counts, in the objects that others already hold."""
+        for name, model in view.doors.items():
+            if model is None:
+                self.doors.pop(name, None)
+            else:
+                known = self.doors.setdefault(name, DoorStatistics())
+                known.__dict__.update(model.to_statistics().__dict__)
+
+
+def box_of(handle: SandboxHandle) -> RemoteBox:
+    """Raises `SandboxError` for another provider's handle."""
+    if not isinstance(handle.raw, RemoteBox):
+        raise SandboxError(f"sandbox {handle.sandbox_id} is not a handle of the remote provider")
+    return handle.raw
+
+
+# -- Connection ----------------------------------------------------------------------------------------------------
 
 CONNECT_TIMEOUT_S = 10.0
 KEEPALIVE_S = 3.0

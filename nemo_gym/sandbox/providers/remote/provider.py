@@ -24,20 +24,24 @@ from nemo_gym.contract.sandbox import DEFAULT_READY_TIMEOUT_S, Door, SandboxSpec
 from nemo_gym.contract.session import LeaseScope, SandboxRef
 from nemo_gym.sandbox.base import ExecRequest, SandboxCapabilities, SandboxHandle, SandboxInfo, SandboxStatus
 from nemo_gym.sandbox.door_statistics import DoorStatistics
-from nemo_gym.sandbox.providers.remote import archives
-from nemo_gym.sandbox.providers.remote.abilities import Abilities
-from nemo_gym.sandbox.providers.remote.box import RemoteBox, box_of
-from nemo_gym.sandbox.providers.remote.brokers import Brokers, find_brokers
-from nemo_gym.sandbox.providers.remote.connection import BrokerConnection, BrokerUnreachableError, refusals
+from nemo_gym.sandbox.providers.remote import process
+from nemo_gym.sandbox.providers.remote.connection import (
+    BrokerConnection,
+    BrokerUnreachableError,
+    RemoteBox,
+    box_of,
+    refusals,
+)
 from nemo_gym.sandbox.providers.remote.doors import DoorCounts
-from nemo_gym.sandbox.providers.remote.options import Broker, RemoteOptions
+from nemo_gym.sandbox.providers.remote.options import Abilities, Broker, Brokers, RemoteOptions, find_brokers
 from nemo_gym.sandbox.providers.remote.process import RemoteProcess
 from nemo_gym.sandbox.streaming_provider import StreamingProvider
 from nemo_gym.sandbox.wire import routes
-from nemo_gym.sandbox.wire.boxes import (
+from nemo_gym.sandbox.wire.models import (
     CommitImage,
     CreatedSandbox,
     CreateSandbox,
+    DoorModel,
     ImageView,
     LeaseView,
     MintLease,
@@ -46,7 +50,6 @@ from nemo_gym.sandbox.wire.boxes import (
     SandboxPage,
     SandboxView,
 )
-from nemo_gym.sandbox.wire.doors import DoorModel
 
 log = structlog.get_logger(__name__)
 
@@ -216,12 +219,12 @@ class RemoteProvider(StreamingProvider):
     # ------------------------------------------------------------------------------------------------- files
 
     async def put_archive(self, handle: SandboxHandle, path: str, tar: AsyncIterator[bytes]) -> None:
-        await archives.put(self._connection, box_of(handle), path, tar)
+        await process.put(self._connection, box_of(handle), path, tar)
 
     def get_archive(
         self, handle: SandboxHandle, path: str, *, exclude: Sequence[str] = (), max_bytes: int | None = None
     ) -> AsyncIterator[bytes]:
-        return archives.get(self._connection, box_of(handle), path, exclude=exclude, max_bytes=max_bytes)
+        return process.get(self._connection, box_of(handle), path, exclude=exclude, max_bytes=max_bytes)
 
     # ------------------------------------------------------------------------------------------------- doors
 

@@ -16,7 +16,7 @@ from typing import Any
 from nemo_gym._util.tasks import finish
 from nemo_gym.sandbox import init_program, linux
 from nemo_gym.sandbox.providers.local.protocol import close_all, memory_file
-from nemo_gym.sandbox.providers.local.supervisor import children, disk, user_ids
+from nemo_gym.sandbox.providers.local.supervisor import children, files, user_ids
 
 MOVES_IDS = True
 """Boxes can have user ids of their own; see `user_ids`."""
@@ -177,7 +177,7 @@ def _become_bwrap(
         linux.unshare(linux.CLONE_NEWNS)
         if plan.disk_bytes is not None:
             step = "disk"
-            disk.make_and_mount(plan.directory / "disk.img", plan.writable, plan.disk_bytes)
+            files.make_and_mount(plan.directory / "disk.img", plan.writable, plan.disk_bytes)
         program = os.open(plan.program, os.O_RDONLY | os.O_CLOEXEC)
         namespace = None
         if plan.first_id is not None:

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from nemo_gym._util.tasks import BackgroundTasks, finish
-from nemo_gym.sandbox.providers.local import host_image
+from nemo_gym.sandbox.providers.local import images
 from nemo_gym.sandbox.providers.local.cgroups import Cgroups
 from nemo_gym.sandbox.providers.local.images import ImageError, ImageManifest, ImageStore
 from nemo_gym.sandbox.providers.local.protocol import PROTOCOL_VERSION, Connection, Message, close_all
-from nemo_gym.sandbox.providers.local.supervisor import children, construction, disk, files, user_ids
-from nemo_gym.sandbox.providers.local.supervisor.boxes import Box, remove_files
-from nemo_gym.sandbox.providers.local.supervisor.execs import StartError
+from nemo_gym.sandbox.providers.local.supervisor import children, construction, files, user_ids
+from nemo_gym.sandbox.providers.local.supervisor.boxes import Box, StartError, remove_files
 
 Builder = Callable[[construction.BoxPlan], Awaitable[construction.BuiltBox]]
 
@@ -214,7 +213,7 @@ class Supervisor:
                 locks = store.hold_layers(manifest)
             overlays = [construction.Overlay("root", await self._lowers(store, manifest, "root"))]
             if manifest.host_base:
-                for part in host_image.system_directories():
+                for part in images.system_directories():
                     overlays.append(construction.Overlay(part, await self._lowers(store, manifest, part)))
             directory.mkdir(mode=0o700)
             limits: Message = spec["limits"]
@@ -293,14 +292,14 @@ class Supervisor:
     async def _makes_disks(self) -> bool:
         """Whether boxes can have disks of a size, found out by making one when it is first wanted."""
         if self._disk is None:
-            self._disk = asyncio.create_task(disk.why_not(self._boxes_dir))
+            self._disk = asyncio.create_task(files.why_not(self._boxes_dir))
         return await asyncio.shield(self._disk) is None
 
     async def _watch_disks(self) -> None:
         """Measure what boxes without such disks have written, again and again, and end those with too much."""
         while watched := [box for box in self._boxes.values() if box.watched_disk_bytes is not None]:
             began = time.monotonic()
-            sizes = await disk.measure([str(box.upper) for box in watched])
+            sizes = await files.measure([str(box.upper) for box in watched])
             for box in watched:
                 limit = box.watched_disk_bytes or 0
                 if sizes.get(str(box.upper), 0) > limit:
@@ -329,7 +328,7 @@ class Supervisor:
 
         def job(report_fd: int) -> None:
             try:
-                host_image.build_skeleton(path)
+                images.build_skeleton(path)
             except OSError as error:
                 children.report_error(report_fd, "building the host image", error)
 

@@ -29,8 +29,7 @@ from nemo_gym.contract.session import (
 )
 from nemo_gym.environment.attempts import AttemptKey
 from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider
-from nemo_gym.sandbox.capabilities import Connectable, SupportsFencing, require
+from nemo_gym.sandbox.base import Connectable, SandboxHandle, SandboxProvider, SupportsFencing, require
 from nemo_gym.sandbox.facade import keep_renewed
 from nemo_gym.sandbox.harvest import harvest_all
 from nemo_gym.sandbox.merge import HarnessNeeds, world_spec

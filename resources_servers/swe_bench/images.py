@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from nemo_gym.contract.errors import RowError, SandboxImageMissingError
-from nemo_gym.sandbox.base import SandboxProvider
-from nemo_gym.sandbox.capabilities import SupportsSnapshot, require
+from nemo_gym.sandbox.base import SandboxProvider, SupportsSnapshot, require
 
 PREFIX = "ng-swe-bench"
 CONTENT_LABEL = "nemo_gym.swe_bench.content"

@@ -10,8 +10,7 @@ from nemo_gym.agent.topology.teardown import CLOSE_TIMEOUT_S, shielded
 from nemo_gym.contract.errors import FencedError, SandboxLostError
 from nemo_gym.contract.sandbox import Door
 from nemo_gym.contract.session import SandboxRef
-from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider
-from nemo_gym.sandbox.capabilities import Connectable, SupportsLoopbackDoor, require
+from nemo_gym.sandbox.base import Connectable, SandboxHandle, SandboxProvider, SupportsLoopbackDoor, require
 from nemo_gym.sandbox.registry import create_provider
 
 BROKER_CLIENT = "remote"

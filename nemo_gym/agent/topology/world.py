@@ -40,8 +40,8 @@ from nemo_gym.sandbox.base import (
     SandboxExecResult,
     SandboxHandle,
     SandboxProvider,
+    SupportsDoorStatistics,
 )
-from nemo_gym.sandbox.capabilities import SupportsDoorStatistics
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.facade import keep_renewed
 from nemo_gym.sandbox.harvest import harvest_all

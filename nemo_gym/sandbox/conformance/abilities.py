@@ -15,8 +15,7 @@ from aiohttp import web
 
 from nemo_gym.contract.errors import SandboxCapabilityError, SandboxCreateError
 from nemo_gym.contract.sandbox import SandboxSpec
-from nemo_gym.sandbox.base import SandboxCapabilities, SandboxProvider
-from nemo_gym.sandbox.capabilities import CAPABILITY_PROTOCOLS, SupportsSnapshot
+from nemo_gym.sandbox.base import CAPABILITY_PROTOCOLS, SandboxCapabilities, SandboxProvider, SupportsSnapshot
 from nemo_gym.sandbox.conformance.base import Checks, StartBox, eventually, python, sh
 from nemo_gym.sandbox.facade import AsyncSandbox
 

@@ -23,14 +23,13 @@ from nemo_gym.contract.errors import (
     reject_unknown_keys,
 )
 from nemo_gym.contract.sandbox import DEFAULT_TTL_S, NetworkPolicy, SandboxSpec
-from nemo_gym.sandbox.init_program import elf_image
+from nemo_gym.sandbox.linux import SOCKET_FAMILIES, elf_image
 from nemo_gym.sandbox.providers.docker import watchdog
 from nemo_gym.sandbox.providers.docker.archives import files_archive
 from nemo_gym.sandbox.providers.docker.config import DockerConfig
 from nemo_gym.sandbox.providers.docker.engine import Engine, explain, sdk_errors, status_of, translate
 from nemo_gym.sandbox.providers.docker.images import Images
 from nemo_gym.sandbox.providers.docker.names import SPEC_KEY, container_labels, container_name, key_digest
-from nemo_gym.sandbox.syscall_filter import SOCKET_FAMILIES
 
 # -- System call filter --------------------------------------------------------------------------------------------
 

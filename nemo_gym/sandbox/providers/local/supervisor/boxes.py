@@ -18,9 +18,9 @@ from nemo_gym.sandbox import linux
 from nemo_gym.sandbox.providers.local.cgroups import BoxGroups, CommandGroups
 from nemo_gym.sandbox.providers.local.images import ImageManifest, remove_directory
 from nemo_gym.sandbox.providers.local.protocol import close_all
-from nemo_gym.sandbox.providers.local.supervisor import children
+from nemo_gym.sandbox.providers.local.supervisor import processes
 from nemo_gym.sandbox.providers.local.supervisor.construction import BuiltBox
-from nemo_gym.sandbox.providers.local.supervisor.enter import Command, enter_and_execute
+from nemo_gym.sandbox.providers.local.supervisor.processes import Command, enter_and_execute
 
 # -- Commands ------------------------------------------------------------------------------------------------------
 
@@ -65,13 +65,13 @@ class RunningCommand:
         status_read, status_write = os.pipe()
         keep = [init_fd, *joins, report_write, status_write, command.stdin, command.stdout, command.stderr]
         try:
-            helper = children.fork(
+            helper = processes.fork(
                 lambda: enter_and_execute(command, init_fd, joins, report_write, status_write), keep=keep
             )
         finally:
             close_all([*joins, report_write, status_write])
-        said = await children.read_all(report_read)
-        children.reap(helper)
+        said = await processes.read_all(report_read)
+        processes.reap(helper)
         first, _, rest = said.partition(b"\n")
         started: dict[str, Any] = json.loads(first) if first else {}
         self._pid = int(started.get("pid", 0))
@@ -82,7 +82,7 @@ class RunningCommand:
         self._status_fd = status_read
         if rest:
             problem = json.loads(rest)
-            await children.wait_for_exit(self._pid, self._pidfd)
+            await processes.wait_for_exit(self._pid, self._pidfd)
             os.close(status_read)
             kind = "user" if problem["step"] == "user" else "lost"
             raise StartError(
@@ -167,9 +167,9 @@ class RunningCommand:
     async def _await_end(self, watched: bool) -> int:
         if not watched:
             os.close(self._status_fd)
-            return await children.wait_for_exit(self._pid, self._pidfd)
-        said = await children.read_all(self._status_fd)
-        status = await children.wait_for_exit(self._pid, self._pidfd)
+            return await processes.wait_for_exit(self._pid, self._pidfd)
+        said = await processes.read_all(self._status_fd)
+        status = await processes.wait_for_exit(self._pid, self._pidfd)
         if len(said) == 4:
             return int(struct.unpack("i", said)[0])
         self._killed = True
@@ -361,7 +361,7 @@ class Box:
         await self._gone.wait()
 
     async def _watch(self) -> None:
-        await children.readable(self.monitor_fd)
+        await processes.readable(self.monitor_fd)
         self._gone.set()
 
     async def destroy(self, reason: str) -> None:
@@ -383,9 +383,9 @@ class Box:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(10.0):
                     await command.ended.wait()
-        await children.readable(self.init_fd)
+        await processes.readable(self.init_fd)
         await self._gone.wait()
-        children.reap(self._built.monitor_pid)
+        processes.reap(self._built.monitor_pid)
         os.close(self.monitor_fd)
         os.close(self.init_fd)
         os.close(self._built.network_fd)
@@ -411,4 +411,4 @@ async def remove_files(directory: Path) -> None:
     doomed = directory.with_name(f".{directory.name}.removed")
     with contextlib.suppress(FileNotFoundError):
         directory.rename(doomed)
-        await children.run(lambda _: remove_directory(doomed))
+        await processes.run(lambda _: remove_directory(doomed))

@@ -19,7 +19,7 @@ from typing import Any
 from nemo_gym._util.files import write_all
 from nemo_gym.sandbox import archive, linux
 from nemo_gym.sandbox.providers.local.images import copy_layer, remove_directory
-from nemo_gym.sandbox.providers.local.supervisor import children, user_ids
+from nemo_gym.sandbox.providers.local.supervisor import processes
 
 _ENTER = linux.CLONE_NEWUSER | linux.CLONE_NEWNS
 
@@ -34,7 +34,7 @@ async def put_archive(init_fd: int, path: str, stream: int) -> dict[str, Any] | 
             os.makedirs(path, exist_ok=True)  # noqa: PTH103 - plain strings throughout
             archive.extract(functools.partial(os.read, stream), path)
 
-    return await children.run(job, keep=[init_fd, stream])
+    return await processes.run(job, keep=[init_fd, stream])
 
 
 async def get_archive(
@@ -52,7 +52,7 @@ async def get_archive(
                 # What is at the path is the box's contents: no failure of ours.
                 raise archive.ArchiveError(f"there is nothing to pack at '{path}': {error.strerror}") from error
 
-    return await children.run(job, keep=[init_fd, stream])
+    return await processes.run(job, keep=[init_fd, stream])
 
 
 async def write_files(init_fd: int, files: Mapping[str, str], directory: str | None) -> dict[str, Any] | None:
@@ -70,7 +70,7 @@ async def write_files(init_fd: int, files: Mapping[str, str], directory: str | N
                 with open(name, "wb") as file:  # noqa: PTH123
                     file.write(text.encode("utf-8", "surrogateescape"))
 
-    return await children.run(job, keep=[init_fd])
+    return await processes.run(job, keep=[init_fd])
 
 
 async def copy_upper(monitor_fd: int, upper: Path, parts: Sequence[str], staged: Path) -> dict[str, Any] | None:
@@ -87,13 +87,13 @@ async def copy_upper(monitor_fd: int, upper: Path, parts: Sequence[str], staged:
                         _empty(staged / part / name)
             os.sync()
 
-    return await children.run(job, keep=[monitor_fd])
+    return await processes.run(job, keep=[monitor_fd])
 
 
 def _enter(init_fd: int) -> None:
     """Enter a box's mounts, as its user 0."""
     linux.setns(init_fd, _ENTER)
-    user_ids.become_root()
+    processes.become_root()
 
 
 def _empty(directory: Path) -> None:
@@ -113,10 +113,10 @@ class _reporting(contextlib.AbstractContextManager["_reporting"]):  # noqa: N801
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, archive.ArchiveError):
-            children.report(self._descriptor, {"step": self._step, "archive": True, "message": str(error)})
+            processes.report(self._descriptor, {"step": self._step, "archive": True, "message": str(error)})
             os._exit(1)
         if isinstance(error, OSError):
-            children.report_error(self._descriptor, self._step, error)
+            processes.report_error(self._descriptor, self._step, error)
 
 
 # -- Disk limits ---------------------------------------------------------------------------------------------------
@@ -220,10 +220,12 @@ async def why_not(directory: Path) -> str | None:
             make_and_mount(file / "disk.img", file / "disk", _PROBE_BYTES)
             linux.umount(str(file / "disk"))
         except OSError as error:
-            children.report(report_fd, {"step": "disk", "errno": error.errno, "message": error.strerror or str(error)})
+            processes.report(
+                report_fd, {"step": "disk", "errno": error.errno, "message": error.strerror or str(error)}
+            )
         finally:
             with contextlib.suppress(OSError):
                 shutil.rmtree(file)
 
-    problem = await children.run(job)
+    problem = await processes.run(job)
     return None if problem is None else str(problem["message"])

@@ -21,7 +21,7 @@ from nemo_gym.sandbox.providers.local import images
 from nemo_gym.sandbox.providers.local.cgroups import Cgroups
 from nemo_gym.sandbox.providers.local.images import ImageError, ImageManifest, ImageStore
 from nemo_gym.sandbox.providers.local.protocol import PROTOCOL_VERSION, Connection, Message, close_all
-from nemo_gym.sandbox.providers.local.supervisor import children, construction, files, user_ids
+from nemo_gym.sandbox.providers.local.supervisor import construction, files, processes
 from nemo_gym.sandbox.providers.local.supervisor.boxes import Box, StartError, remove_files
 
 Builder = Callable[[construction.BoxPlan], Awaitable[construction.BuiltBox]]
@@ -81,7 +81,7 @@ class Supervisor:
         self._linger: asyncio.TimerHandle | None = None
         self._disk: asyncio.Task[str | None] | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._ids = user_ids.IdRanges()
+        self._ids = processes.IdRanges()
         self.finished = asyncio.Event()
         self._max_uid = _highest_id()
 
@@ -226,7 +226,7 @@ class Supervisor:
             lowers = [lower for overlay in overlays for lower in overlay.lowers if lower.startswith("/")]
             if self._moves_ids and await self._ids.can_move([str(self._boxes_dir), str(store.layers), *lowers]):
                 first_id = self._ids.take()
-            max_uid = self._max_uid if first_id is None else user_ids.COUNT - 1
+            max_uid = self._max_uid if first_id is None else processes.COUNT - 1
             plan = construction.BoxPlan(
                 directory=directory,
                 layers=store.layers,
@@ -241,7 +241,7 @@ class Supervisor:
                 user_overlays=self._user_overlays,
                 identity=f"0 0 {self._max_uid + 1}",
                 first_id=first_id,
-                stage=user_ids.stage_for(directory),
+                stage=processes.stage_for(directory),
                 network_files=_network_files() if spec["open_network"] else {},
             )
             built = await self._make(plan)
@@ -330,9 +330,9 @@ class Supervisor:
             try:
                 images.build_skeleton(path)
             except OSError as error:
-                children.report_error(report_fd, "building the host image", error)
+                processes.report_error(report_fd, "building the host image", error)
 
-        problem = await children.run(job)
+        problem = await processes.run(job)
         if problem is not None:
             shutil.rmtree(path, ignore_errors=True)
             raise RequestError("create", f"{problem['step']} failed: {problem['message']}")

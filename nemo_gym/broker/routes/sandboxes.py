@@ -26,7 +26,6 @@ from nemo_gym.sandbox.wire.models import (
     CreatedSandbox,
     CreateSandbox,
     DoorModel,
-    DoorStatisticsModel,
     DoorsView,
     LeaseView,
     MintLease,
@@ -342,7 +341,6 @@ def door_routes(broker: BrokerService) -> APIRouter:
         grant = await broker.access.box(request, sandbox_id, LeaseScope.READ)
         box = live(grant)
         counted = broker.backend.door_statistics(broker.boxes.ready(box))
-        doors = {name: DoorStatisticsModel.of(counted[name]) if name in counted else None for name in box.doors}
-        return reply(DoorsView(doors=doors))
+        return reply(DoorsView(doors={name: counted.get(name) for name in box.doors}))
 
     return router

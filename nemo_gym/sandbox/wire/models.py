@@ -73,37 +73,10 @@ class DoorModel(WireModel):
         return Door(**{**self.__dict__, "headers": dict(self.headers)})
 
 
-class DoorStatisticsModel(WireModel):
-    """The wire form of `DoorStatistics`."""
-
-    requests: int = 0
-    answered: int = 0
-    refused: int = 0
-    failed: int = 0
-    unreachable: int = 0
-    broken: int = 0
-    abandoned: int = 0
-    forbidden: int = 0
-    turns: int = 0
-    over_limit: int = 0
-    failures_since_answer: int = 0
-    statuses: dict[int, int] = Field(default_factory=dict)
-    last_error: str | None = None
-    seconds: float = 0.0
-    open: int = 0
-
-    @classmethod
-    def of(cls, statistics: DoorStatistics) -> Self:
-        return cls(**fields_of(statistics))
-
-    def to_statistics(self) -> DoorStatistics:
-        return DoorStatistics(**{**self.__dict__, "statuses": dict(self.statuses)})
-
-
 class DoorsView(WireModel):
     """What went through each open door of a box; ``None`` where the backend does not count."""
 
-    doors: dict[str, DoorStatisticsModel | None]
+    doors: dict[str, DoorStatistics | None]
 
 
 # -- Boxes ---------------------------------------------------------------------------------------------------------

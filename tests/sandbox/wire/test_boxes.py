@@ -21,7 +21,7 @@ from nemo_gym.sandbox.wire.models import (
     CapabilitiesView,
     CreateSandbox,
     DoorModel,
-    DoorStatisticsModel,
+    DoorsView,
     ExecEndModel,
     ExecSubmission,
     ExecView,
@@ -90,8 +90,7 @@ def test_every_field_of_a_spec_is_carried() -> None:
     carried = {*BoxSpec.model_fields, *CreateSandbox.model_fields} - {"spec", "labels"}
     names = {field.name for field in dataclasses.fields(SandboxSpec)}
     assert names == carried | {"metadata", "idempotency_key"}
-    for model, kind in ((DoorModel, Door), (DoorStatisticsModel, DoorStatistics)):
-        assert set(model.model_fields) == {field.name for field in dataclasses.fields(kind)}
+    assert set(DoorModel.model_fields) == {field.name for field in dataclasses.fields(Door)}
 
 
 @given(
@@ -147,8 +146,8 @@ def test_exec_has_an_end_exactly_when_it_is_over() -> None:
 
 def test_door_statistics_survive_the_wire() -> None:
     statistics = DoorStatistics(requests=3, failed=1, statuses={200: 2, 503: 1}, last_error="503: busy", seconds=1.5)
-    body = DoorStatisticsModel.of(statistics).model_dump_json()
-    assert DoorStatisticsModel.model_validate_json(body).to_statistics() == statistics
+    body = DoorsView(doors={"model": statistics, "mcp": None}).model_dump_json()
+    assert DoorsView.model_validate_json(body).doors == {"model": statistics, "mcp": None}
 
 
 def test_credentials_of_doors_are_not_in_what_is_logged() -> None:

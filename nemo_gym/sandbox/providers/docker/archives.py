@@ -106,9 +106,7 @@ class Upload:
 def stat(engine: Engine, container_id: str, path: str) -> dict[str, Any] | None:
     """What the engine knows of a path in a box (the path's own entry, links not followed); ``None`` when absent."""
     client = engine.client
-    response = client.head(
-        client._url("/containers/{0}/archive", container_id), params={"path": path}, timeout=client.timeout
-    )
+    response = client.head(_archive_url(client, container_id), params={"path": path}, timeout=client.timeout)
     if response.status_code == 404:
         # A HEAD has no body to tell a missing path from a missing box.
         client.inspect_container(container_id)
@@ -190,17 +188,32 @@ def _reading(engine: Engine, container_id: str, path: str) -> Iterator[tuple[Ite
     """
     client = engine.client
     response = client.get(
-        client._url("/containers/{0}/archive", container_id),
+        _archive_url(client, container_id),
         params={"path": path},
         headers={"Accept-Encoding": "identity"},
         stream=True,
         timeout=client.timeout,
     )
     try:
-        client._raise_for_status(response)
+        _raise_for_status(response)
         yield response.iter_content(_CHUNK_BYTES), str(_decoded_stat(response).get("linkTarget") or "")
     finally:
         response.close()
+
+
+def _archive_url(client: Any, container_id: str) -> str:
+    return f"{client.base_url}/v{client.api_version}/containers/{container_id}/archive"
+
+
+def _raise_for_status(response: Any) -> None:
+    """Raise the SDK's error for an answer that says one, in the engine's words."""
+    from docker.errors import create_api_error_from_http_exception
+    from requests import HTTPError
+
+    try:
+        response.raise_for_status()
+    except HTTPError as error:
+        create_api_error_from_http_exception(error)
 
 
 def _decoded_stat(response: Any) -> dict[str, Any]:

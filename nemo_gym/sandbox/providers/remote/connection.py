@@ -56,12 +56,12 @@ class RemoteBox:
 
     def heard(self, view: DoorsView) -> None:
         """Take over the broker's counts, in the objects that others already hold."""
-        for name, model in view.doors.items():
-            if model is None:
+        for name, counted in view.doors.items():
+            if counted is None:
                 self.doors.pop(name, None)
             else:
                 known = self.doors.setdefault(name, DoorStatistics())
-                known.__dict__.update(model.to_statistics().__dict__)
+                known.__dict__.update(counted.__dict__)
 
 
 def box_of(handle: SandboxHandle) -> RemoteBox:

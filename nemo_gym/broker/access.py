@@ -33,6 +33,9 @@ from nemo_gym.sandbox.wire.models import CreateSandbox, DoorModel
 from nemo_gym.sandbox.wire.problems import BrokerError
 
 # -- Lease tokens --------------------------------------------------------------------------------------------------
+# Lease tokens: signed, so that a forged one costs no look-up, and looked up, so that one can be taken back.
+#
+# ``ngl1.<box>.<lease>.<scope>.<mac>``. A token names no expiry: its lease does, and is renewed without a new token.
 
 PREFIX = "ngl1"
 
@@ -72,6 +75,10 @@ class TokenSigner:
 
 
 # -- Callers -------------------------------------------------------------------------------------------------------
+# Who may do what: the caller or the lease behind a request.
+#
+# A caller credential (of the stack) says who asks for boxes; a lease token says what its holder may do with one box.
+# Boxes of others are not found, whether they exist or not.
 
 ANONYMOUS = Caller(Role.OPERATOR, "anonymous")
 """Everybody, on a broker that was started without credentials (on loopback, by hand)."""
@@ -238,6 +245,11 @@ def _not_found(sandbox_id: str) -> BrokerError:
 
 
 # -- Permissions ---------------------------------------------------------------------------------------------------
+# What a caller may ask of its boxes.
+#
+# Agent servers run what others wrote, and callers from outside are no servers of the stack: both get boxes that see
+# nothing of the broker's host or network but what the configuration names. Environments, the pipeline and operators
+# prepare images and grade, and are held to ``mount_roots`` alone.
 
 OWNER_LABEL = "nemo_gym.owner"
 """Label by which a caller says whose quota its box counts against; default: its own."""

@@ -57,6 +57,10 @@ class Sealer:
 
 
 # -- Boxes ---------------------------------------------------------------------------------------------------------
+# `Boxes`: every live box of this broker, and what may happen to one.
+#
+# Whatever the backend is asked for is written down before, and confirmed after. A box whose write or whose backend
+# call is interrupted is found in one of the states between, and `Reconciler` ends what was begun.
 
 log = structlog.get_logger(__name__)
 

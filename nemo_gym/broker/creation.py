@@ -21,6 +21,10 @@ from nemo_gym.sandbox.wire.models import BoxSpec, CreateSandbox
 from nemo_gym.sandbox.wire.problems import BrokerError
 
 # -- Warm pools ----------------------------------------------------------------------------------------------------
+# Boxes that wait for a create that asks for just them, and images that are fetched before anybody asks.
+#
+# A warm box is a box like any other, with a record and a lease that the pool renews. Handing it out gives it another
+# owner in one transaction, after a look at whether it lives. It gives way when the place it holds is wanted.
 
 log = structlog.get_logger(__name__)
 

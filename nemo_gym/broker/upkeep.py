@@ -19,6 +19,11 @@ from nemo_gym.sandbox.base import SandboxInfo, SandboxStatus
 from nemo_gym.sandbox.wire.models import DoorModel
 
 # -- Reconciliation ------------------------------------------------------------------------------------------------
+# What the registry says and what the backend has, made one again.
+#
+# At the start of the broker and on a timer: interrupted creates are finished, interrupted deletes are done, boxes
+# whose lease ended meanwhile are destroyed, boxes that vanished are written off, and boxes of ours that nobody has a
+# record of are reaped. The backend's inventory is the judge, never the registry.
 
 log = structlog.get_logger(__name__)
 

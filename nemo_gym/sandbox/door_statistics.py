@@ -1,4 +1,9 @@
-"""What went through a door, and how many answers still may."""
+"""What went through one door, counted on the host's side, where nothing in the box can change it.
+
+A harness's exit status and events are what a process in the box says. These counts are evidence from outside: whether
+the model (or an MCP server) was asked at all, answered, or failed. What a box can provoke by itself (a malformed
+request that gets a 400) is counted, and is never a failure of the target.
+"""
 
 from __future__ import annotations
 

@@ -273,6 +273,11 @@ def process_start_time(pid: int) -> int | None:
 
 
 # -- System call filter of boxes -----------------------------------------------------------------------------------
+# Which system calls no process of a box may make; standard library only.
+#
+# Namespaces do not cover everything: VM sockets lead to the machine's hypervisor and to its neighbours whatever the
+# network namespace, kernel keyrings are the host's session's, and io_uring makes sockets past any filter of
+# ``socket``.
 
 SOCKET_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK, socket.AF_PACKET)
 """The families that a network namespace confines (unix sockets: the box's own file system and abstract names)."""
@@ -371,6 +376,11 @@ def install() -> None:
 
 
 # -- First process of a box ----------------------------------------------------------------------------------------
+# The first process of boxes on this machine: about a hundred bytes of program; standard library only.
+#
+# It must be none of the box's own programs (any image works, and nothing in the box can replace it), must not be
+# killable from inside (only process 1 of a pid namespace is not), and must take in orphans. It says one byte when the
+# box is ready, and then sleeps until it is killed from outside.
 
 READY = b"R"
 _BASE = 0x400000

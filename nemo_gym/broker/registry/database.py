@@ -152,6 +152,14 @@ def unreachable(error: SQLAlchemyError) -> RegistryError:
 
 
 # -- Writer --------------------------------------------------------------------------------------------------------
+# The writer of the registry: one thread, one connection, one transaction for all who wait.
+#
+# A transaction is as durable as the most demanding of its operations wants. When it fails, its operations are tried
+# again one by one, so that nobody fails for another's sake; a database that is gone fails those who wait, and is
+# connected to again for the next.
+#
+# What waits for no disk is committed at once, on the loop's own thread, where nobody waits and the database is a file:
+# two changes of threads take longer than such a commit.
 
 T = TypeVar("T")
 Operation = Callable[[Connection], T]

@@ -16,6 +16,10 @@ from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.session import LeaseScope
 
 # -- Tables --------------------------------------------------------------------------------------------------------
+# The tables, in SQL that SQLite and PostgreSQL both read.
+#
+# A row of ``boxes`` is written before the backend is asked to create, and stays for a while after the box is gone: it
+# remembers the idempotency key. ``identity`` is the broker that the row belongs to; several may share a database.
 
 SCHEMA_VERSION = 2
 
@@ -178,6 +182,9 @@ class ExecRecord:
 
 
 # -- Prepared statements -------------------------------------------------------------------------------------------
+# Statements that every command needs, on a short way to the driver.
+#
+# SQLAlchemy words them, for either database; what it does around each execution takes longer than SQLite needs for it.
 
 
 class Prepared:

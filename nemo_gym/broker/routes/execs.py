@@ -285,6 +285,10 @@ def wanted_offset(request: Request, offset: int | None) -> int:
 
 
 # -- Submissions that skip the framework ---------------------------------------------------------------------------
+# The shortest way to the one route that every command takes.
+#
+# The framework's way to a route tries each in turn and solves its dependencies, which takes longer than the broker's
+# own work for a short command. What is not plainly a submission goes the framework's way, to the same function.
 
 _PATH = re.compile(rf"{re.escape(SANDBOXES)}/([^/]+)/execs/([^/]+)")
 _QUERY = re.compile(rb"(?:offset=([0-9]{1,18}))?")

@@ -51,6 +51,9 @@ def fields_of(value: Any) -> dict[str, Any]:
 
 
 # -- Doors ---------------------------------------------------------------------------------------------------------
+# Doors on the wire, and what went through them.
+#
+# Headers hold credentials: they are hidden in ``repr`` and answered by no route.
 
 
 class DoorModel(WireModel):

@@ -38,6 +38,9 @@ from nemo_gym.sandbox.providers.local.supervisor.construction import (
 )
 
 # -- Finishing -----------------------------------------------------------------------------------------------------
+# What is done to a box around Apptainer's own work: places for mounts before it, the last mounts after it.
+#
+# Standard library only: it runs in children of the supervisor.
 
 _MS_NOEXEC = 0x8
 _MS_REMOUNT = 0x20

@@ -32,6 +32,11 @@ from nemo_gym.sandbox.providers.docker.images import Images
 from nemo_gym.sandbox.providers.docker.names import SPEC_KEY, container_labels, container_name, key_digest
 
 # -- System call filter --------------------------------------------------------------------------------------------
+# The system call profile of boxes: what neither dropped capabilities nor namespaces keep from a process.
+#
+# The engine's own profile differs by release; before release 23 it lets VM sockets through, which lead to the
+# machine's hypervisor whatever the network namespace. This one says the same on every engine. Calls that need a
+# capability are refused by the kernel, for boxes have none.
 
 OLDEST_ENGINE = (20, 10, 10)
 """Earlier ones cannot answer a call with an error of the profile's choice, which new C libraries rely on."""
@@ -89,6 +94,11 @@ def _masked(index: int, bits: int) -> dict[str, Any]:
 
 
 # -- First process -------------------------------------------------------------------------------------------------
+# The first process of a local engine's boxes: the program of the local provider's, as a file for them to mount.
+#
+# A box lives as long as its first process. An idle command of the image's is a process among others there: `kill -9
+# -1` would end the box, which then looks lost through no fault of its contents, and a lost box is tried again. Only
+# process 1 itself is safe from signals of its own box, and only an unreadable program from being traced there.
 
 
 def program_path() -> Path | None:

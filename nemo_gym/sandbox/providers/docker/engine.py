@@ -181,6 +181,10 @@ def sdk_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
 
 
 # -- An exec's attached streams ------------------------------------------------------------------------------------
+# The attached streams of one exec: the engine's upgraded HTTP connection, read on the event loop.
+#
+# Not the SDK's, which blocks a thread for as long as the command runs and drops bytes that arrive together with the
+# response's header; nor aiodocker's, which cannot close standard input without losing the output (measured with 0.27).
 
 _READ_LIMIT = 1024 * 1024
 _STREAMS: dict[int, Literal["stdout", "stderr"]] = {1: "stdout", 2: "stderr"}

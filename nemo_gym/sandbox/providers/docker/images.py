@@ -136,6 +136,11 @@ def _split(reference: str) -> tuple[str, str]:
 
 
 # -- The image of this host ----------------------------------------------------------------------------------------
+# The image ``host``: a root filesystem of this machine's own Debian packages, made without any registry.
+#
+# It holds the files of the packages below and of all they depend on, and what their installation generated (the
+# certificate store, alternatives, user tables). Nothing that did not come with a package is in it: no homes, no
+# configuration of this machine's services, no Python of another origin, not this suite.
 
 HOST_IMAGE = "host"
 REPOSITORY = "nemo-gym/host"

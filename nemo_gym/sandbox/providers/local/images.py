@@ -19,6 +19,11 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 # -- The image of this host ----------------------------------------------------------------------------------------
+# The lowest layer of the built-in ``host`` image: everything that is not a system directory; standard library only.
+#
+# The host's system directories (``/usr`` and what belongs to it) are used in place, read-only. This layer holds the
+# rest of the root: links such as ``/bin``, empty directories, and of ``/etc`` only what programs need to run.
+# Everything else of the host, homes and configuration above all, is not hidden but absent.
 
 _CANDIDATES = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "libo32")
 _EMPTY = ("boot", "home", "media", "mnt", "opt", "srv", "sys", "proc", "dev", "run", "etc", "var")
@@ -118,6 +123,13 @@ def _accounts(source: Path, fallback: str) -> str:
 
 
 # -- Store ---------------------------------------------------------------------------------------------------------
+# Images of the local provider: named stacks of read-only layers in a directory; standard library only.
+#
+#     <image_dir>/images/<quoted name>.json   manifest: base, layers from the bottom up, labels
+#     <image_dir>/layers/<id>/<part>/         what a box wrote, in overlayfs form; part ``root`` is ``/``
+#     <image_dir>/staging/                    what is not complete yet
+#
+# A manifest is written last and renamed into place, so a name has all of its layers or does not exist.
 
 HOST_IMAGE = "host"
 _MANIFEST_VERSION = 1

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 
 # -- Labels as the server's metadata -------------------------------------------------------------------------------
+# A box's labels as the backend's metadata, which takes only what Kubernetes takes: short words of few characters.
+#
+# So all labels travel together, encoded, in as many numbered entries as they need; beside them each one has an entry
+# of its own, named by its digest, that the server can select by.
 
 PREFIX = "nemo-gym"
 KEY = f"{PREFIX}.key"

@@ -97,6 +97,10 @@ class EngineImages:
 
 
 # -- Creation ------------------------------------------------------------------------------------------------------
+# From a spec to a box that runs commands, on a backend whose create may not be repeated and cannot be taken back.
+#
+# Every create is marked in the box's metadata with its key: the spec's, or one of its own. By that mark a box is found
+# again whose making nobody heard of: to be adopted when the spec has an idempotency key, to be destroyed otherwise.
 
 _SHORTEST_TIMEOUT_S = 60
 """What a create may ask for at least; a renewal may set less."""

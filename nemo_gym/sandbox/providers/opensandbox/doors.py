@@ -24,6 +24,11 @@ from nemo_gym.sandbox.providers.opensandbox.connection import Connection, OpenSa
 from nemo_gym.sandbox.providers.opensandbox.tool import END, STARTED, STDOUT, ToolRun, ending, put_file
 
 # -- Relay ---------------------------------------------------------------------------------------------------------
+# The outside end of a relay: messages to and from the helper program that listens on a port in a box.
+#
+# What the box's clients send comes as output of the helper; what is for them goes into the box as numbered files, each
+# with all messages that came together while the one before was on its way. A file may be sent again: the helper takes
+# each number once. See ``boxtool/relay.go``.
 
 OPEN, DATA, FINISH, RESET, CREDIT, QUIT, _DONE = b"c", b"d", b"f", b"r", b"w", b"q", b"z"
 WINDOW_BYTES = 1024 * 1024
@@ -155,6 +160,10 @@ class Relay:
 
 
 # -- Doors ---------------------------------------------------------------------------------------------------------
+# Doors of boxes that nothing outside can be put beside: a relay in the box, and the door's server here.
+#
+# The server is the one of every other provider, on a socket that only this process can reach. It is given the
+# connections that processes of the box make to the relay, byte for byte.
 
 log = structlog.get_logger(__name__)
 

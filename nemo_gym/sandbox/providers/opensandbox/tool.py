@@ -273,6 +273,10 @@ async def request_argument(connection: Connection, box: OpenSandboxBox, request:
 
 
 # -- Archives ------------------------------------------------------------------------------------------------------
+# Trees in and out of a box as tar streams.
+#
+# Packing and unpacking are the helper program's, so no program of the box is needed. What goes in is judged here
+# first, whole: a member that would leave its target is refused before anything of the archive is in the box.
 
 _IN_MEMORY_BYTES = 32 * 1024 * 1024
 

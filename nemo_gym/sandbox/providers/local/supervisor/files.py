@@ -1,4 +1,8 @@
-"""Files of a box: trees in and out as tar streams, and how much disk they may use."""
+"""Work on a box's files in short-lived children of ours: archives, files of the spec, layers; and limits of disks.
+
+A child enters the box's mount namespace and not its pid namespace: it sees the box's files as the box does, runs none
+of its programs, and nothing in the box sees it.
+"""
 
 from __future__ import annotations
 
@@ -120,6 +124,10 @@ class _reporting(contextlib.AbstractContextManager["_reporting"]):  # noqa: N801
 
 
 # -- Disk limits ---------------------------------------------------------------------------------------------------
+# A disk of limited size for what a box writes: a file system in a sparse file, mounted through a loop device.
+#
+# Only root can mount one. It exists in the mount namespace of its box alone, and goes with it. Elsewhere boxes share
+# the disk of the state directory, and what they write is measured.
 
 _LOOP_CTL_GET_FREE = 0x4C82
 _LOOP_CONFIGURE = 0x4C0A

@@ -135,6 +135,15 @@ async def run(function: Callable[[int], None], *, keep: Sequence[int] = ()) -> d
 
 
 # -- User ids ------------------------------------------------------------------------------------------------------
+# User ids of a box's own: a range of the host's for each, which no file has.
+#
+# The kernel counts inotify instances, queued signals, epoll watches, pipe buffers and more per user. With user 0 of a
+# box being the host's by number, one box that holds all of them leaves none to the host's root and to every other box.
+# So a box has a range of ids for itself, and its user namespace is made by the first of them, to whom the kernel then
+# charges what the box holds. Files keep the owners that they have: the file systems of a box are mounted with their
+# ids moved by as much (idmapped mounts, Linux 5.19 below overlayfs).
+#
+# Where that cannot be had, boxes have the host's ids, and a share of what one user may hold.
 
 COUNT = 65536
 _FIRST = 0x7000_0000

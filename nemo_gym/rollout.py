@@ -19,6 +19,7 @@ from typing import Any
 import orjson
 import structlog
 
+from nemo_gym._util.tasks import finish
 from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.contract.model_limits import REQUEST_TIMEOUT_S
 from nemo_gym.contract.rows import NO_PROMPT, PARAMS_KEY, RESPONSE_KEY, SESSION_KEY, has_prompt, public_params
@@ -150,12 +151,7 @@ class Attempt:
         by itself."""
         if not self.closers:
             return
-        try:
-            await self._close(timeout_s)
-        except asyncio.CancelledError:
-            # The interrupted release is repeated (releases are idempotent) where nobody interrupts it.
-            await asyncio.shield(asyncio.ensure_future(self._close(timeout_s)))
-            raise
+        await finish(self._close(timeout_s))
 
     async def _close(self, timeout_s: float) -> None:
         rollout_id = self.rollout["rollout_id"]

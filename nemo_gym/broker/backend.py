@@ -16,8 +16,17 @@ import structlog
 
 from nemo_gym.contract.errors import NemoGymError, SandboxError, SandboxLostError
 from nemo_gym.contract.sandbox import Door, SandboxSpec
-from nemo_gym.sandbox.base import SandboxCapabilities, SandboxHandle, SandboxInfo, SandboxProvider, SandboxStatus
-from nemo_gym.sandbox.capabilities import Connectable, SupportsDoorStatistics, SupportsLoopbackDoor, require
+from nemo_gym.sandbox.base import (
+    Connectable,
+    SandboxCapabilities,
+    SandboxHandle,
+    SandboxInfo,
+    SandboxProvider,
+    SandboxStatus,
+    SupportsDoorStatistics,
+    SupportsLoopbackDoor,
+    require,
+)
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.labels import MANAGED
 from nemo_gym.sandbox.wire.problems import BrokerError

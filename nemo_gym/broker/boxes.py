@@ -1,33 +1,66 @@
-"""`Boxes`: every live box of this broker, and what may happen to one.
-
-Whatever the backend is asked for is written down before, and confirmed after. A box whose write or whose backend call
-is interrupted is found in one of the states between, and `Reconciler` ends what was begun.
-"""
+"""Boxes of the broker: made, renewed, destroyed; their requests are sealed in the registry."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import time
 import uuid
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import structlog
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from nemo_gym._util.tasks import BackgroundTasks
 from nemo_gym.broker.admission import Admission
 from nemo_gym.broker.backend import Backend
 from nemo_gym.broker.box import Box
-from nemo_gym.broker.registry.records import BoxRecord, BoxState, LeaseRecord
 from nemo_gym.broker.registry.store import BoxStore
-from nemo_gym.broker.sealing import Sealer
+from nemo_gym.broker.registry.tables import BoxRecord, BoxState, LeaseRecord
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import NemoGymError, SandboxCreateError, SandboxError, SandboxLostError
 from nemo_gym.contract.session import LeaseScope
 from nemo_gym.sandbox.base import SandboxHandle
-from nemo_gym.sandbox.wire.boxes import CreateSandbox
-from nemo_gym.sandbox.wire.doors import DoorModel
+from nemo_gym.sandbox.wire.models import CreateSandbox, DoorModel
 from nemo_gym.sandbox.wire.problems import BrokerError
+
+# -- Sealing -------------------------------------------------------------------------------------------------------
+
+_NONCE_BYTES = 12
+
+
+class SealError(SandboxError):
+    """Sealed data that this broker's key does not open: it was sealed by another stack, or changed."""
+
+    code = "sealed"
+
+
+class Sealer:
+    """Authenticated encryption with one key of 32 bytes. ``context`` (the row's id) binds data to its place."""
+
+    def __init__(self, key: bytes) -> None:
+        self._cipher = AESGCM(key)
+
+    def seal(self, data: bytes, context: str) -> bytes:
+        nonce = os.urandom(_NONCE_BYTES)
+        return nonce + self._cipher.encrypt(nonce, data, context.encode())
+
+    def open(self, sealed: bytes, context: str) -> bytes:
+        """Raises `SealError`."""
+        try:
+            return self._cipher.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], context.encode())
+        except (InvalidTag, ValueError) as error:
+            raise SealError("what was stored of this box was sealed with another key") from error
+
+
+# -- Boxes ---------------------------------------------------------------------------------------------------------
+# `Boxes`: every live box of this broker, and what may happen to one.
+#
+# Whatever the backend is asked for is written down before, and confirmed after. A box whose write or whose backend
+# call is interrupted is found in one of the states between, and `Reconciler` ends what was begun.
 
 log = structlog.get_logger(__name__)
 
@@ -41,7 +74,7 @@ class Boxes:
     def __init__(self, store: BoxStore, backend: Backend, admission: Admission, sealer: Sealer) -> None:
         self.store, self.backend, self.admission, self.sealer = store, backend, admission, sealer
         self.live: dict[str, Box] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks(_log_failure)
 
     def get(self, sandbox_id: str) -> Box | None:
         return self.live.get(sandbox_id)
@@ -123,7 +156,7 @@ class Boxes:
         if creating is None or creating.done():
             box.interrupted |= interrupted
             work = self._bring_up(box, body, interrupted)
-            creating = box.creating = self._spawn(work, f"create {box.sandbox_id}")
+            creating = box.creating = self._tasks.start(work, name=f"create {box.sandbox_id}")
         await asyncio.wait({creating})
         if creating.cancelled():
             raise gone(box.sandbox_id, "it was closed before it was ready")
@@ -195,7 +228,7 @@ class Boxes:
         if box.state is BoxState.GONE:
             return
         if box.closing is None or box.closing.done():
-            box.closing = self._spawn(self._destroy(box, reason), f"destroy {box.sandbox_id}")
+            box.closing = self._tasks.start(self._destroy(box, reason), name=f"destroy {box.sandbox_id}")
         closing = box.closing
         await asyncio.wait({closing})
         closing.result()
@@ -257,20 +290,12 @@ class Boxes:
 
     async def aclose(self) -> None:
         """Let what is under way end, for a while; boxes stay until their lease ends."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=10)
+        await self._tasks.join(timeout_s=10)
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            # Whoever waited has it; where nobody did, this is the only word of it.
-            log.info("sandbox_task_failed", task=task.get_name(), error=repr(error)[:500])
+def _log_failure(task: asyncio.Task[Any], error: BaseException) -> None:
+    """Callers that wait get the error; without any, this is its only trace."""
+    log.info("sandbox_task_failed", task=task.get_name(), error=repr(error)[:500])
 
 
 def door_digest(door: DoorModel) -> bytes:

@@ -9,8 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_vali
 from nemo_gym.config_types import BaseRunServerInstanceConfig, CommandPath
 from nemo_gym.contract.sandbox import DEFAULT_TTL_S
 from nemo_gym.contract.session import IDENTIFIER
-from nemo_gym.sandbox.wire.boxes import BoxSpec
-from nemo_gym.sandbox.wire.fields import MAX_STDIN_BYTES, MAX_TTL_S
+from nemo_gym.sandbox.wire.models import MAX_STDIN_BYTES, MAX_TTL_S, BoxSpec
 
 MIB = 1024 * 1024
 GIB = 1024 * MIB

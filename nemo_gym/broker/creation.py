@@ -1,16 +1,188 @@
-"""Creates as they are asked for: each idempotency key once, after waiting for a place."""
+"""Creates, each idempotency key once; and boxes that are made before anybody asks for them."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+import uuid
 from dataclasses import dataclass
 
-from nemo_gym.broker.box import Box
-from nemo_gym.broker.boxes import Boxes, gone
-from nemo_gym.broker.order import CreateOrder
-from nemo_gym.broker.registry.records import BoxState
-from nemo_gym.broker.warm import WarmPools
+import structlog
+
+from nemo_gym.broker.box import Box, CreateOrder
+from nemo_gym.broker.boxes import Boxes, door_digest, gone
+from nemo_gym.broker.config import WarmPool
+from nemo_gym.broker.registry.tables import BoxState, LeaseRecord
+from nemo_gym.contract.credentials import Role
+from nemo_gym.contract.errors import NemoGymError, SandboxError
+from nemo_gym.contract.session import LeaseScope
+from nemo_gym.sandbox.base import ExecOutcome
+from nemo_gym.sandbox.wire.models import BoxSpec, CreateSandbox
 from nemo_gym.sandbox.wire.problems import BrokerError
+
+# -- Warm pools ----------------------------------------------------------------------------------------------------
+# Boxes that wait for a create that asks for just them, and images that are fetched before anybody asks.
+#
+# A warm box is a box like any other, with a record and a lease that the pool renews. Handing it out gives it another
+# owner in one transaction, after a look at whether it lives. It gives way when the place it holds is wanted.
+
+log = structlog.get_logger(__name__)
+
+OWNER = "(warm pool)"
+"""As which warm boxes stand in the registry. No caller has this name: it has characters that names escape."""
+_LEASE_S = 120.0
+_TICK_S = 0.5
+_RETRY_S = 10.0
+_LOOK_TIMEOUT_S = 10.0
+
+
+class WarmPools:
+    """The pools of one broker."""
+
+    def __init__(self, boxes: Boxes, pools: list[WarmPool], prefetch: list[str]) -> None:
+        self._boxes, self._prefetch = boxes, prefetch
+        self._pools = [(_bare(pool.spec), pool.size) for pool in pools]
+        self._idle: list[list[Box]] = [[] for _ in pools]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def idle(self) -> int:
+        """Boxes that wait."""
+        return sum(map(len, self._idle))
+
+    async def start(self) -> None:
+        """Let go of what an earlier process kept warm, and fill the pools from now on."""
+        for box in [box for box in self._boxes.live.values() if box.creator == OWNER]:
+            await self._boxes.destroy(box, "closed")
+        if self._pools:
+            self._tasks.append(asyncio.create_task(self._keep_filled(), name="broker warm pools"))
+        if self._prefetch:
+            self._tasks.append(asyncio.create_task(self._fetch(), name="broker prefetch"))
+
+    async def aclose(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def take(self, order: CreateOrder) -> Box | None:
+        """A warm box that is what is asked for, alive and the asker's own; ``None`` where there is none."""
+        wanted = _bare(order.body.spec)
+        for (spec, _), idle in zip(self._pools, self._idle, strict=True):
+            if spec != wanted:
+                continue
+            while idle and self._boxes.admission.may_have_more(order.owner):
+                box = idle.pop(0)
+                if await self._lives(box) and await self._hand_over(box, order):
+                    return box
+                await self._drop(box)
+        return None
+
+    async def give_way(self) -> None:
+        """Free one place, if a warm box holds one."""
+        for idle in self._idle:
+            if idle:
+                await self._drop(idle.pop())
+                return
+
+    async def _lives(self, box: Box) -> bool:
+        if not box.ready or box.handle is None:
+            return False
+        try:
+            result = await self._boxes.backend.provider.exec(box.handle, ["true"], timeout_s=_LOOK_TIMEOUT_S)
+        except SandboxError:
+            return False
+        return result.outcome is ExecOutcome.EXITED  # with any code: an image may have no such program
+
+    async def _hand_over(self, box: Box, order: CreateOrder) -> bool:
+        boxes, body = self._boxes, order.body
+        assert box.handle is not None
+        lease = LeaseRecord(f"le-{uuid.uuid4().hex}", box.sandbox_id, LeaseScope.OWNER, box.epoch)
+        seal = boxes.sealer.seal
+        await boxes.store.hand_over(
+            box.sandbox_id,
+            lease,
+            {door.name: seal(door.model_dump_json().encode(), box.sandbox_id) for door in body.spec.doors},
+            creator=order.creator,
+            creator_role=order.creator_role.value,
+            owner=order.owner,
+            idempotency_key=order.key,
+            body_digest=order.digest,
+            labels=dict(body.labels),
+            ttl_s=order.ttl_s,
+            expires_at=time.time() + order.ttl_s,
+            request=seal(body.model_dump_json().encode(), box.sandbox_id),
+        )
+        boxes.admission.swap(box.owner, order.owner)
+        box.creator, box.owner, box.idempotency_key = order.creator, order.owner, order.key
+        box.creator_role = order.creator_role
+        box.body_digest, box.labels, box.leases = order.digest, body.labels, {lease.lease_id: lease}
+        box.ttl_s, box.deadline = order.ttl_s, time.monotonic() + order.ttl_s
+        try:
+            await boxes.backend.provider.renew(box.handle, order.ttl_s)
+            for door in body.spec.doors:
+                await boxes.backend.open_door(box.handle, door.to_door())
+                box.doors[door.name] = door_digest(door)
+        except SandboxError as error:
+            log.info("warm_box_not_handed_over", sandbox_id=box.sandbox_id, error=str(error)[:300])
+            await boxes.store.forget_key(box.sandbox_id)
+            return False
+        return True
+
+    async def _drop(self, box: Box) -> None:
+        try:
+            await self._boxes.destroy(box, "closed")
+        except NemoGymError as error:
+            log.warning("sandbox_destroy_failed", sandbox_id=box.sandbox_id, error=str(error)[:300])
+
+    async def _keep_filled(self) -> None:
+        while True:
+            pause_s = _TICK_S
+            for (spec, size), idle in zip(self._pools, self._idle, strict=True):
+                idle[:] = [box for box in idle if box.state is BoxState.RUNNING]
+                try:
+                    for box in idle:
+                        if box.left_s < _LEASE_S / 2:
+                            await self._boxes.renew(box, _LEASE_S)
+                    if len(idle) < size and self._has_place():
+                        idle.append(await self._make(spec))
+                except NemoGymError as error:
+                    log.warning("warm_pool_not_filled", image=spec.image, error=str(error)[:300])
+                    pause_s = _RETRY_S
+            await asyncio.sleep(pause_s)
+
+    def _has_place(self) -> bool:
+        """Whether a warm box takes the place of nobody."""
+        return not self._boxes.admission.waiting and self._boxes.admission.has_place
+
+    async def _make(self, spec: BoxSpec) -> Box:
+        self._boxes.admission.occupy(OWNER)
+        body = CreateSandbox(spec=spec, ttl_s=_LEASE_S, labels={"nemo_gym.role": "warm"})
+        key = uuid.uuid4().hex
+        return await self._boxes.create(
+            body,
+            creator=OWNER,
+            creator_role=Role.OPERATOR,
+            owner=OWNER,
+            key=key,
+            digest=b"warm",
+            ttl_s=_LEASE_S,
+        )
+
+    async def _fetch(self) -> None:
+        for image in self._prefetch:
+            try:
+                await self._drop(await self._make(BoxSpec(image=image)))
+            except NemoGymError as error:
+                log.warning("image_not_fetched", image=image, error=str(error)[:300])
+
+
+def _bare(spec: BoxSpec) -> BoxSpec:
+    """What a box is, without what can be had later: its doors; and how long somebody would wait for it."""
+    return spec.model_copy(update={"doors": (), "ready_timeout_s": None})
+
+
+# -- Creation ------------------------------------------------------------------------------------------------------
 
 IN_PROGRESS_WAIT_S = 20.0
 """How long a repeated request waits for the first one's box."""

@@ -16,14 +16,13 @@ from weakref import WeakValueDictionary
 
 import structlog
 
+from nemo_gym.broker.access import is_trusted
 from nemo_gym.broker.backend import Backend
-from nemo_gym.broker.permissions import is_trusted
-from nemo_gym.broker.registry.records import ImageRecord
 from nemo_gym.broker.registry.store import ImageStore
+from nemo_gym.broker.registry.tables import ImageRecord
 from nemo_gym.contract.credentials import Caller, Role
 from nemo_gym.contract.errors import SandboxError
-from nemo_gym.sandbox.base import SandboxHandle
-from nemo_gym.sandbox.capabilities import SupportsSnapshot, require
+from nemo_gym.sandbox.base import SandboxHandle, SupportsSnapshot, require
 from nemo_gym.sandbox.wire.problems import BrokerError
 
 log = structlog.get_logger(__name__)

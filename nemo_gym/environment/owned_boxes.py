@@ -17,6 +17,7 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
+from nemo_gym._util.tasks import finish
 from nemo_gym.contract.errors import ContractError, FencedError, SandboxError
 from nemo_gym.contract.sandbox import SandboxRole, SandboxSpec
 from nemo_gym.contract.session import (
@@ -33,8 +34,7 @@ from nemo_gym.contract.session import (
 from nemo_gym.environment.attempts import AttemptKey, AttemptStore
 from nemo_gym.http.problems import JsonResponse
 from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider
-from nemo_gym.sandbox.capabilities import Connectable, SupportsFencing, require
+from nemo_gym.sandbox.base import Connectable, SandboxHandle, SandboxProvider, SupportsFencing, require
 from nemo_gym.sandbox.facade import keep_renewed
 from nemo_gym.sandbox.harvest import harvest_all
 from nemo_gym.sandbox.merge import HarnessNeeds, world_spec
@@ -117,7 +117,7 @@ class OwnedBoxes:
             ).model_copy(update={"workdir": spec.workdir})
             lent = descriptor.model_copy(update={"sandbox": SandboxClause(ref=ref)})
         except BaseException:
-            await asyncio.shield(self._provider.close(handle))
+            await finish(self._provider.close(handle))
             raise
         self._boxes[AttemptKey.of(rollout)] = _Box(handle, spec, descriptor.harvest)
         self._forget_old()

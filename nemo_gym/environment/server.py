@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     )
     from nemo_gym.sandbox.base import SandboxProvider
     from nemo_gym.sandbox.facade import AsyncSandbox
-    from nemo_gym.sandbox.owner import SandboxOwner
+    from nemo_gym.sandbox.registry import SandboxOwner
 
 __all__ = [
     "NEMO_GYM_MCP_METADATA_KEY",
@@ -185,7 +185,7 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
             ConfigError: the configuration has no ``sandbox_provider``, or none that can be used.
         """
         if self._box_owner is None:
-            from nemo_gym.sandbox.owner import SandboxOwner
+            from nemo_gym.sandbox.registry import SandboxOwner
 
             configured = getattr(self.config, "sandbox_provider", None)
             if configured is None:

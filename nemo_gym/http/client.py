@@ -22,6 +22,7 @@ import orjson
 from aiohttp import ClientResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from nemo_gym._util.backoff import NETWORK_JITTER, Backoff
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.launch import current_launch
 from nemo_gym.config_types import BaseServerConfig
@@ -169,20 +170,17 @@ async def request(
             options["headers"] = {"Content-Type": "application/json", **(options.get("headers") or {})}
     repeatable = method in IDEMPOTENT_METHODS if idempotent is None else idempotent
     session = get_global_aiohttp_client()
-    backoff_s = FIRST_BACKOFF_S
-    for attempt in range(1, max_tries + 1):
+    backoff = Backoff(first_s=FIRST_BACKOFF_S, tries=max_tries, jitter=NETWORK_JITTER)
+    while True:
         try:
             return await session.request(method, url, **options)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             # Refused, unresolvable, unroutable, silent: nothing was sent.
-            if attempt == max_tries:
+            if not await backoff.again():
                 raise _unreachable(method, url, error, started="no") from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
-            if not repeatable or attempt == max_tries:
+            if not repeatable or not await backoff.again():
                 raise _unreachable(method, url, error, started="unknown") from error
-        await asyncio.sleep(backoff_s)
-        backoff_s *= 2
-    raise AssertionError("unreachable: the last try returns or raises")
 
 
 def _unreachable(method: str, url: str, error: Exception, *, started: str) -> ServerUnreachableError:

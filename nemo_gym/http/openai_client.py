@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import structlog
 from pydantic import BaseModel, Field
 
-from nemo_gym._util.backoff import retry_after_s
+from nemo_gym._util.backoff import NETWORK_JITTER, Backoff, retry_after_s
 from nemo_gym.http.client import get_response_json, raise_for_status, request
 
 RATE_LIMIT_ERROR_CODES = [429, 502, 503, 504, 520]
@@ -33,18 +32,17 @@ class NeMoGymAsyncOpenAI(BaseModel):
 
     async def _request(self, method: str, url: str, json: Any = None) -> Any:
         headers = {**self.default_headers, "Authorization": f"Bearer {self.api_key}"}
-        backoff_s = FIRST_BACKOFF_S
-        for attempt in range(1, MAX_TRIES + 1):
+        backoff = Backoff(first_s=FIRST_BACKOFF_S, longest_s=MAX_BACKOFF_S, tries=MAX_TRIES, jitter=NETWORK_JITTER)
+        while True:
             response = await request(method, url, self.internal, json=json, headers=headers)
-            if response.status not in RETRY_ERROR_CODES or attempt == MAX_TRIES:
+            if response.status not in RETRY_ERROR_CODES:
                 break
             if response.headers.get(SHOULD_RETRY_HEADER) == "false":  # a gateway knows what has been tried
                 break
-            wait_s = min(retry_after_s(response.headers.get("Retry-After"), default=backoff_s), MAX_BACKOFF_S)
             await response.read()
-            log.info("model call is tried again", status=response.status, attempt=attempt, wait_s=wait_s)
-            await asyncio.sleep(wait_s)
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            if not await backoff.again(instead_s=retry_after_s(response.headers.get("Retry-After"))):
+                break
+            log.info("model call is tried again", status=response.status)
         await raise_for_status(response)
         return await get_response_json(response)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import structlog
 from rich.console import Console
 from rich.text import Text
 
+from nemo_gym._util.tasks import finish
 from nemo_gym.config.launch import GC_THRESHOLDS
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import RowError
@@ -220,7 +221,7 @@ class Collection:
                 self._say(f"stopping; the same command continues (output {self._files.output})")
                 raise
             finally:
-                await _uninterrupted(dispatcher.stop)
+                await finish(dispatcher.stop())
 
     # After
 
@@ -383,13 +384,3 @@ async def run_collection(
     if not isinstance(config, RolloutRunConfig):
         config = RolloutRunConfig.parse(config)
     return await Collection(client, config, console=console, configuration=configuration, inputs=inputs).run()
-
-
-async def _uninterrupted(action: Callable[[], Any]) -> None:
-    """Finish ``action`` even when the caller is cancelled meanwhile; each step of it is bounded."""
-    task = asyncio.ensure_future(action())
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await task
-        raise

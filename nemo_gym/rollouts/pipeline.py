@@ -21,6 +21,7 @@ from typing import Any
 
 import structlog
 
+from nemo_gym._util.backoff import pause_after
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import FencedError
 from nemo_gym.contract.verdict import FailureKind, StageFailure, StageName
@@ -364,7 +365,7 @@ class AsyncDispatcher:
         is_new = self._streak.is_new  # before others fail, while this one is closed
         spent = 1 + sum(past.new_attempt == failure.new_attempt for past in job.failures)
         again = failure.retryable and spent < self._config.max_attempts
-        delay_s = min(self._config.retry_delay_s * 2 ** (spent - 1), MAX_RETRY_DELAY_S)
+        delay_s = pause_after(spent, first_s=self._config.retry_delay_s, longest_s=MAX_RETRY_DELAY_S)
         if again and not failure.new_attempt:
             # The same attempt and artifact, still open here: EVAL alone once more.
             job.failures = (*job.failures, failure)

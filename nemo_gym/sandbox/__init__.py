@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     )
     from nemo_gym.contract.sandbox import Door, Mount, NetworkPolicy, SandboxResources, SandboxRole, SandboxSpec
     from nemo_gym.sandbox.base import (
+        Connectable,
         ExecEnd,
         ExecOutcome,
         ExecOutput,
@@ -30,11 +31,12 @@ if TYPE_CHECKING:
         SandboxInfo,
         SandboxProvider,
         SandboxStatus,
+        SupportsEndpoint,
+        SupportsLoopbackDoor,
+        SupportsSnapshot,
     )
-    from nemo_gym.sandbox.capabilities import Connectable, SupportsEndpoint, SupportsLoopbackDoor, SupportsSnapshot
-    from nemo_gym.sandbox.facade import AsyncSandbox, keep_renewed
+    from nemo_gym.sandbox.facade import AsyncSandbox, Sandbox, keep_renewed
     from nemo_gym.sandbox.registry import create_provider, get_provider_class, register_provider
-    from nemo_gym.sandbox.sync import Sandbox
     from nemo_gym.sandbox.utils import cpu_cap_env, rewrite_image
 
     # NeMo Gym's names of the same things.
@@ -60,6 +62,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "SandboxSpec",
     ),
     "nemo_gym.sandbox.base": (
+        "Connectable",
         "ExecEnd",
         "ExecOutcome",
         "ExecOutput",
@@ -71,17 +74,13 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "SandboxInfo",
         "SandboxProvider",
         "SandboxStatus",
-    ),
-    "nemo_gym.sandbox.capabilities": (
-        "Connectable",
         "SupportsEndpoint",
         "SupportsLoopbackDoor",
         "SupportsSnapshot",
     ),
     "nemo_gym.config.sandbox_blocks": ("list_providers", "resolve_provider_config", "resolve_provider_metadata"),
-    "nemo_gym.sandbox.facade": ("AsyncSandbox", "keep_renewed"),
+    "nemo_gym.sandbox.facade": ("AsyncSandbox", "Sandbox", "keep_renewed"),
     "nemo_gym.sandbox.registry": ("create_provider", "get_provider_class", "register_provider"),
-    "nemo_gym.sandbox.sync": ("Sandbox",),
     "nemo_gym.sandbox.utils": ("cpu_cap_env", "rewrite_image"),
 }
 _ALIASES = {

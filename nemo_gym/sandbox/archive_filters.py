@@ -6,7 +6,7 @@ What passes is parsed and encoded anew, so the backend's tar reader sees exactly
 from __future__ import annotations
 
 import tarfile
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator, Sequence
 
 from nemo_gym.sandbox.tar_stream import (
     END_OF_ARCHIVE,
@@ -124,19 +124,11 @@ def _filter(chunks: Iterable[bytes], through: TarFilter) -> Iterator[bytes]:
     yield through.finish()
 
 
-async def filter_async(chunks: AsyncIterable[bytes], through: TarFilter) -> AsyncIterator[bytes]:
-    """`validated` or `filtered` for an asynchronous stream: pass ``TarFilter()`` or one with options."""
-    async for chunk in chunks:
-        if out := through.feed(chunk):
-            yield out
-    yield through.finish()
-
-
-def single_file(chunks: Iterable[bytes]) -> Iterator[bytes]:
+async def single_file(chunks: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
     """The content of the stream's first member. Raises `ArchiveError` unless that is a regular file."""
     parser = TarParser()
     done = False
-    for chunk in chunks:
+    async for chunk in chunks:
         for event in parser.feed(chunk):
             if isinstance(event, tarfile.TarInfo) and not done and not event.isreg():
                 raise ArchiveError(f"'{shown(event.name)}' is not a regular file")

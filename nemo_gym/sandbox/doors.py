@@ -23,10 +23,10 @@ from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
+from nemo_gym._util.tasks import finish
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.sandbox import Door
-from nemo_gym.sandbox.door_limit import AnswerLimit
-from nemo_gym.sandbox.door_statistics import DoorStatistics, Exchange
+from nemo_gym.sandbox.door_statistics import AnswerLimit, DoorStatistics, Exchange
 from nemo_gym.sandbox.egress import EgressProxy
 
 GENERATION_ROUTES: tuple[str, ...] = ("POST /v1/responses", "POST /v1/chat/completions", "POST /v1/messages")
@@ -164,11 +164,9 @@ class DoorServer:
         """Begin to accept. Requests that came before wait in the socket's backlog. A start that fails or is cancelled
         closes the socket."""
         # Cancelled within it, the event loop would go on accepting for a server that nobody has.
-        starting = asyncio.create_task(self._start())
         try:
-            await asyncio.shield(starting)
+            await finish(self._start())
         except BaseException:
-            await asyncio.wait({starting})
             await self.aclose()
             raise
 

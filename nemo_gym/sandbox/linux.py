@@ -6,12 +6,17 @@ Everything here raises `OSError` with the kernel's errno and a message naming th
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
 import signal
 import socket
 import struct
 import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# -- System calls --------------------------------------------------------------------------------------------------
 
 CLONE_PARENT = 0x00008000
 CLONE_NEWNS = 0x00020000
@@ -265,3 +270,175 @@ def process_start_time(pid: int) -> int | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return int(fields[19])
+
+
+# -- System call filter of boxes -----------------------------------------------------------------------------------
+# Which system calls no process of a box may make; standard library only.
+#
+# Namespaces do not cover everything: VM sockets lead to the machine's hypervisor and to its neighbours whatever the
+# network namespace, kernel keyrings are the host's session's, and io_uring makes sockets past any filter of
+# ``socket``.
+
+SOCKET_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK, socket.AF_PACKET)
+"""The families that a network namespace confines (unix sockets: the box's own file system and abstract names)."""
+
+_PR_SET_SECCOMP = 22
+_SECCOMP_MODE_FILTER = 2
+_ALLOW = 0x7FFF0000
+_FAIL = 0x00050000
+_X32 = 0x40000000
+
+# struct seccomp_data: nr, arch, instruction pointer, six 64-bit arguments (little-endian machines).
+_NUMBER_AT, _ARCH_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
+_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """An ABI's numbers."""
+
+    arch: int
+    socket: tuple[int, ...]
+    denied: Mapping[int, int]
+    """Call → the error it answers."""
+
+
+def _calls(
+    arch: int, sockets: tuple[int, ...], *, keys: tuple[int, ...], probes: tuple[int, ...], more: tuple[int, ...] = ()
+) -> _Calls:
+    absent = (425, 426, 427, *more)  # io_uring_*, numbered alike everywhere
+    return _Calls(arch, sockets, dict.fromkeys((*keys, *probes), errno.EPERM) | dict.fromkeys(absent, errno.ENOSYS))
+
+
+# keys: add_key, request_key, keyctl; probes: perf_event_open, bpf, userfaultfd. Programs for the 32-bit ABI of the
+# same processor are filtered alike; their socketcall, whose arguments a filter cannot see, is absent.
+_BY_MACHINE = {
+    "x86_64": (
+        _calls(0xC000003E, (41, 53), keys=(248, 249, 250), probes=(298, 321, 323)),
+        _calls(0x40000003, (359, 360), keys=(286, 287, 288), probes=(336, 357, 374), more=(102,)),
+    ),
+    "aarch64": (
+        _calls(0xC00000B7, (198, 199), keys=(217, 218, 219), probes=(241, 280, 282)),
+        _calls(0x40000028, (281, 288), keys=(309, 310, 311), probes=(364, 386, 388), more=(102,)),
+    ),
+}
+
+
+def program(machine: str) -> bytes:
+    """The filter as instructions of the kernel's packet filter, for a processor type as `platform.machine` names it.
+
+    Raises:
+        NotImplementedError: there is no filter for that processor type.
+    """
+    if machine not in _BY_MACHINE:
+        raise NotImplementedError(f"no filter of system calls for the processor type {machine}")
+    code: list[bytes] = []
+    for calls in _BY_MACHINE[machine]:
+        body = _body(calls)
+        code += [_step(_LOAD, _ARCH_AT), _step(_EQUAL, calls.arch, 0, len(body)), *body]
+    # An ABI that is none of these.
+    return b"".join([*code, _step(_RETURN, _FAIL | errno.ENOSYS)])
+
+
+def _body(calls: _Calls) -> list[bytes]:
+    code = [_step(_LOAD, _NUMBER_AT)]
+    if calls.arch == 0xC000003E:
+        code += [_step(_AT_LEAST, _X32, 0, 1), _step(_RETURN, _FAIL | errno.ENOSYS)]
+    for number, error in sorted(calls.denied.items()):
+        code += [_step(_EQUAL, number, 0, 1), _step(_RETURN, _FAIL | error)]
+    # A call that makes sockets goes on to its first argument, every other one is allowed.
+    for place, number in enumerate(calls.socket):
+        code.append(_step(_EQUAL, number, len(calls.socket) - place, 0))
+    code += [_step(_RETURN, _ALLOW), _step(_LOAD, _FIRST_ARGUMENT_AT)]
+    for place, family in enumerate(SOCKET_FAMILIES):
+        code.append(_step(_EQUAL, int(family), len(SOCKET_FAMILIES) - place, 0))
+    return [*code, _step(_RETURN, _FAIL | errno.EAFNOSUPPORT), _step(_RETURN, _ALLOW)]
+
+
+def _step(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("<HBBI", operation, if_true, if_false, value)
+
+
+def install() -> None:
+    """Filter this process and all its descendants, for good; after `no_new_privileges`.
+
+    Raises:
+        OSError: the kernel has no such filters.
+    """
+    code = program(platform.machine())
+    buffer = ctypes.create_string_buffer(code, len(code))
+    description = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
+    holder = ctypes.create_string_buffer(description, len(description))
+    try:
+        prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(holder))
+    except OSError as error:
+        raise OSError(error.errno, f"cannot filter system calls: {os.strerror(error.errno or 0)}") from error
+
+
+# -- First process of a box ----------------------------------------------------------------------------------------
+# The first process of boxes on this machine: about a hundred bytes of program; standard library only.
+#
+# It must be none of the box's own programs (any image works, and nothing in the box can replace it), must not be
+# killable from inside (only process 1 of a pid namespace is not), and must take in orphans. It says one byte when the
+# box is ready, and then sleeps until it is killed from outside.
+
+READY = b"R"
+_BASE = 0x400000
+_HEADERS = 64 + 56
+
+# x86_64 (the string and the 32 bytes before it are data):
+#   mov eax,13; mov edi,17; lea rsi,[rip+ignore]; xor edx,edx; mov r10d,8; syscall    rt_sigaction(SIGCHLD, SIG_IGN)
+#   mov eax,1; mov edi,1; lea rsi,[rip+ready]; mov edx,1; syscall                     write(1, "R", 1)
+#   xor edi,edi; close: mov eax,3; syscall; inc edi; cmp edi,3; jb close              close(0), close(1), close(2)
+#   sleep: mov eax,34; syscall; jmp sleep                                             pause()
+#   ignore: .quad 1,0,0,0; ready: .ascii "R"
+# With SIGCHLD ignored, the kernel reaps every orphan by itself.
+_X86_64 = bytes.fromhex(
+    "b80d000000bf11000000488d353f00000031d241ba080000000f05b801000000bf01000000488d3544000000ba010000"
+    "000f0531ffb8030000000f05ffc783ff0372f2b8220000000f05ebf70f1f400001000000000000000000000000000000"
+    "0000000000000000000000000000000052"
+)
+# aarch64: the same calls (134, 64, 57), and ppoll(NULL, 0, NULL, NULL) for pause, which it has not.
+_AARCH64 = bytes.fromhex(
+    "c81080d2200280d201030010020080d2030180d2010000d4080880d2200080d241030010220080d2010000d4130080d2"
+    "280780d2e00313aa010000d4730600917f0e00f163ffff54280980d2000080d2010080d2020080d2030080d2010000d4"
+    "faffff171f2003d5010000000000000000000000000000000000000000000000000000000000000052"
+)
+_PROGRAMS = {"x86_64": (62, _X86_64), "aarch64": (183, _AARCH64)}
+
+
+def elf_image(machine: str) -> bytes:
+    """The program as a static ELF executable for a processor type as `platform.machine` names it.
+
+    Raises:
+        NotImplementedError: there is no program for that processor type.
+    """
+    if machine not in _PROGRAMS:
+        raise NotImplementedError(
+            f"the first process of a local box exists for {' and '.join(sorted(_PROGRAMS))}, not for {machine}; "
+            "use another sandbox provider"
+        )
+    number, code = _PROGRAMS[machine]
+    size = _HEADERS + len(code)
+    header = struct.pack(
+        "<16sHHIQQQIHHHHHH",
+        b"\x7fELF\x02\x01\x01" + bytes(9),
+        *(2, number, 1, _BASE + _HEADERS, 64, 0, 0, 64, 56, 1, 0, 0, 0),
+    )
+    segment = struct.pack("<IIQQQQQQ", 1, 5, 0, _BASE, _BASE, size, size, 0x1000)
+    return header + segment + code
+
+
+def open_program() -> int:
+    """A descriptor of the executable for this machine, inheritable, sealed against every change."""
+    import fcntl
+
+    descriptor = os.memfd_create("box-init", os.MFD_ALLOW_SEALING)
+    os.write(descriptor, elf_image(platform.machine()))
+    # Not readable: the kernel then lets nobody in the box trace it, who could otherwise have it exit, and a box that
+    # its own contents can end looks like one that was lost.
+    os.fchmod(descriptor, 0o111)
+    fcntl.fcntl(
+        descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    )
+    return descriptor

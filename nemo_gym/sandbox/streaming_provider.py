@@ -2,13 +2,138 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import re
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
-from nemo_gym.sandbox.base import DEFAULT_MAX_OUTPUT_BYTES, ExecRequest, SandboxExecResult, SandboxHandle
-from nemo_gym.sandbox.outputs import CappedProcess, run_to_end
-from nemo_gym.sandbox.transfer import download, upload
+from nemo_gym.contract.errors import SandboxArchiveError, SandboxError, SandboxLostError
+from nemo_gym.sandbox.archive import pack
+from nemo_gym.sandbox.archive_filters import single_file
+from nemo_gym.sandbox.base import (
+    DEFAULT_MAX_OUTPUT_BYTES,
+    ExecEnd,
+    ExecOutcome,
+    ExecOutput,
+    ExecRequest,
+    SandboxExecResult,
+    SandboxHandle,
+)
+from nemo_gym.sandbox.tar_stream import ArchiveError
+
+# -- Commands ------------------------------------------------------------------------------------------------------
+
+ERROR_TYPES = {
+    ExecOutcome.EXITED: None,
+    ExecOutcome.SIGNALED: "signal",
+    ExecOutcome.TIMED_OUT: "timeout",
+    ExecOutcome.OUT_OF_MEMORY: "oom",
+    ExecOutcome.LOST: "lost",
+}
+"""NeMo Gym's spelling of each outcome."""
+
+
+class CappedProcess(Protocol):
+    """What is needed of an `nemo_gym.sandbox.base.ExecProcess` here."""
+
+    truncated: set[str]
+    """Once it has ended: the streams of which more was written than kept."""
+
+    def events(self) -> AsyncGenerator[ExecOutput | ExecEnd, None]: ...
+
+
+async def run_to_end(starting: Awaitable[CappedProcess]) -> SandboxExecResult:
+    """Everything a command did. A box that is gone before gives ``LOST``, as one that goes meanwhile."""
+    output = {"stdout": bytearray(), "stderr": bytearray()}
+    end = ExecEnd(ExecOutcome.LOST)
+    truncated: set[str] = set()
+    try:
+        process = await starting
+    except SandboxLostError:
+        pass
+    else:
+        async with contextlib.aclosing(process.events()) as events:
+            async for event in events:
+                if isinstance(event, ExecOutput):
+                    output[event.stream] += event.data
+                else:
+                    end = event
+        truncated = process.truncated
+    return SandboxExecResult(
+        stdout=output["stdout"].decode("utf-8", "surrogateescape"),
+        stderr=output["stderr"].decode("utf-8", "surrogateescape"),
+        return_code=end.return_code,
+        error_type=ERROR_TYPES[end.outcome],
+        outcome=end.outcome,
+        signal=end.signal,
+        duration_s=end.duration_s,
+        stdout_truncated="stdout" in truncated,
+        stderr_truncated="stderr" in truncated,
+    )
+
+
+# -- Files ---------------------------------------------------------------------------------------------------------
+
+
+class MovesArchives(Protocol):
+    """What is needed of an `nemo_gym.sandbox.base.SandboxProvider` here."""
+
+    async def put_archive(self, handle: SandboxHandle, path: str, tar: AsyncIterator[bytes]) -> None: ...
+
+    def get_archive(
+        self, handle: SandboxHandle, path: str, *, exclude: Sequence[str] = (), max_bytes: int | None = None
+    ) -> AsyncIterator[bytes]: ...
+
+
+async def upload(provider: MovesArchives, handle: SandboxHandle, source: Path, target: str) -> None:
+    """A file of this host (links are followed) as ``target`` in the box, with its mode, replacing what is there."""
+    parent, _, name = absolute(target).rpartition("/")
+    if not name:
+        raise SandboxError(f"'{target}' does not name a file")
+    if not await asyncio.to_thread(source.is_file):
+        raise SandboxError(f"'{source}' is not a file of this host")
+    await provider.put_archive(handle, parent or "/", in_thread(pack(source.resolve(), name=name)))
+
+
+async def download(provider: MovesArchives, handle: SandboxHandle, source: str, target: Path) -> None:
+    """A regular file of the box as ``target`` on this host: whole, or not at all.
+
+    Raises:
+        SandboxArchiveError: it is no regular file, or its stream was damaged.
+        SandboxError: there is no such file.
+    """
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        async with contextlib.aclosing(single_file(provider.get_archive(handle, source))) as pieces:
+            await asyncio.to_thread(target.parent.mkdir, parents=True, exist_ok=True)
+            with await asyncio.to_thread(partial.open, "wb") as file:
+                async for piece in pieces:
+                    await asyncio.to_thread(file.write, piece)
+        await asyncio.to_thread(partial.replace, target)
+    except ArchiveError as error:
+        raise SandboxArchiveError(f"downloading {source}: {error}") from error
+    finally:
+        await asyncio.to_thread(partial.unlink, missing_ok=True)
+
+
+async def in_thread(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """A blocking iterator as an asynchronous one."""
+    while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+        yield chunk
+
+
+def absolute(path: str) -> str:
+    """``path`` with single slashes and none at its end. Raises `SandboxArchiveError` unless it is absolute."""
+    if not path.startswith("/") or "\0" in path:
+        raise SandboxArchiveError(f"'{path}' must be an absolute path in the box")
+    return re.sub(r"/+", "/", path.rstrip("/")) or "/"
+
+
+# -- Provider ------------------------------------------------------------------------------------------------------
 
 
 class StreamingProvider(ABC):

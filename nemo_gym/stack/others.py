@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from nemo_gym._util.backoff import Backoff
 from nemo_gym.config.hosts import Hosts
 from nemo_gym.config.visibility import Address
 from nemo_gym.contract.errors import ServerError
@@ -41,11 +42,10 @@ async def wait_for_others(hosts: Hosts, timeout_s: float, say: Callable[[str], N
 
 
 async def _until_ready(place: Address, missing: dict[Address, str | None]) -> None:
-    pause = 0.05
+    backoff = Backoff(first_s=0.05, longest_s=LONGEST_PAUSE_S)
     while (answer := await http_answer(place.url, "/ready", timeout_s=5.0)) is None or answer[0] != 200:
         missing[place] = why_not_ready(answer)
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE_S)
+        await backoff.again()
     del missing[place]
 
 

@@ -16,8 +16,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_gym._util.backoff import Backoff, pause_after
 from nemo_gym._util.directories import COMMAND_DIRECTORY_VARIABLE
 from nemo_gym._util.secrets import scrub, secret_values
+from nemo_gym._util.tasks import BackgroundTasks
 from nemo_gym.config.composition import Composition
 from nemo_gym.config.hosts import Hosts
 from nemo_gym.config.keys import AGENT_TYPE, ENVIRONMENT_TYPE, MODEL_TYPE
@@ -72,7 +74,7 @@ class Supervisor:
         self._addresses: dict[str, Address] = {name: places[0] for name, places in self._replicas.items()}
         self._addresses |= {name: listener.address for name, listener in listeners.items()}
         self._stopping = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self.failure: asyncio.Future[ServerError | ConfigError] = asyncio.get_running_loop().create_future()
         """Resolves when the stack cannot go on."""
         logs = run_dir / "logs"
@@ -162,7 +164,7 @@ class Supervisor:
         finally:
             for fd in (launch_fd, ready_write, log_fd):
                 os.close(fd)
-        self._spawn(self._watch_start(server, ready_read))
+        self._tasks.start(self._watch_start(server, ready_read))
 
     def _outside(self, server: Server) -> dict[str, Any]:
         """What a server is told of how other hosts reach it."""
@@ -208,7 +210,7 @@ class Supervisor:
             await self._until_ready(server)
 
     async def _until_ready(self, server: Server) -> None:
-        pause = 0.01
+        backoff = Backoff(first_s=0.01, longest_s=1.0)
         loop = asyncio.get_running_loop()
         tell_at = loop.time() + FIRST_WORD_AFTER_S
         while not server.ended.is_set() and not self._stopping:
@@ -224,8 +226,7 @@ class Supervisor:
                     self.write_stack()
                     self._say(f"server '{server.instance}' is ready again (pid {server.pid})")
                 return
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, 1.0)
+            await backoff.again()
 
     # -- watching ----------------------------------------------------------------------------------------------------
 
@@ -256,7 +257,7 @@ class Supervisor:
             server.pid = None
             server.ended.set()
             if not self._stopping:
-                self._spawn(self._after_exit(server, event["code"]))
+                self._tasks.start(self._after_exit(server, event["code"]))
 
     async def _after_exit(self, server: Server, code: int) -> None:
         # The pipe's last words may still be on their way.
@@ -282,11 +283,11 @@ class Supervisor:
                 )
             )
             return
-        pause = min(FIRST_BACKOFF_S * 2 ** (server.crashes - 1), MAX_BACKOFF_S)
+        pause_s = pause_after(server.crashes, first_s=FIRST_BACKOFF_S, longest_s=MAX_BACKOFF_S)
         self._say(
-            f"{what}; restart {server.crashes} of {self.settings.max_restarts} in {pause:g} s\n{self.tail(server)}"
+            f"{what}; restart {server.crashes} of {self.settings.max_restarts} in {pause_s:g} s\n{self.tail(server)}"
         )
-        await asyncio.sleep(pause)
+        await asyncio.sleep(pause_s)
         if self._stopping:
             return
         server.restarts += 1
@@ -308,8 +309,7 @@ class Supervisor:
         """SIGTERM in order (agents, environments, models), SIGKILL for what is left after ``shutdown_timeout_s``,
         then the nursery. Idempotent."""
         self._stopping = True
-        for task in self._tasks:
-            task.cancel()
+        await self._tasks.cancel()
         try:
             async with asyncio.timeout(self.settings.shutdown_timeout_s):
                 for server_type in STOP_ORDER:
@@ -344,11 +344,6 @@ class Supervisor:
     def _fail(self, error: ServerError | ConfigError) -> None:
         if not self.failure.done() and not self._stopping:
             self.failure.set_result(error)
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     # -- telling others ----------------------------------------------------------------------------------------------
 

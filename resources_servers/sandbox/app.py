@@ -10,18 +10,16 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from pydantic import PrivateAttr
 
-from nemo_gym.broker.assembly import assemble
 from nemo_gym.broker.config import BrokerConfig
-from nemo_gym.broker.routes.direct_submissions import add_direct_submissions
-from nemo_gym.broker.routes.request_ids import RequestIdMiddleware, problem_reply
-from nemo_gym.broker.routes.service import not_ready
-from nemo_gym.broker.routes.table import install_routes, invalid_parameter
-from nemo_gym.broker.service import BrokerService
+from nemo_gym.broker.routes.bodies import RequestIdMiddleware, problem_reply
+from nemo_gym.broker.routes.execs import add_direct_submissions
+from nemo_gym.broker.routes.table import install_routes, invalid_parameter, not_ready
+from nemo_gym.broker.service import BrokerService, assemble
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.http.problems import shape_errors
 from nemo_gym.http.server import SimpleServer
-from nemo_gym.sandbox.owner import SandboxOwner
+from nemo_gym.sandbox.registry import SandboxOwner
 
 
 class SandboxBroker(SimpleServer):

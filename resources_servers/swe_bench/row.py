@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from nemo_gym.contract.errors import RowError, SandboxImageMissingError
-from nemo_gym.sandbox.base import SandboxProvider
-from nemo_gym.sandbox.capabilities import SupportsSnapshot, require
+from nemo_gym.sandbox.base import SandboxProvider, SupportsSnapshot, require
 
 REQUIRED_FIELDS = (
     "instance_id",

@@ -16,7 +16,7 @@ from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, Simpl
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
 from nemo_gym.contract.session import ActRequest, ActResponse, BoxNeeds, SandboxSpecModel, Topology
 from nemo_gym.sandbox.merge import HarnessNeeds
-from nemo_gym.sandbox.owner import SandboxOwner
+from nemo_gym.sandbox.registry import SandboxOwner
 
 
 class MiniSWEAgentConfig(BaseResponsesAPIAgentConfig):

@@ -19,7 +19,7 @@ from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, Simpl
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
 from nemo_gym.contract.errors import AgentError, ConfigError
 from nemo_gym.contract.session import ActRequest, ActResponse, AgentOutcome, Topology
-from nemo_gym.sandbox.owner import SandboxOwner
+from nemo_gym.sandbox.registry import SandboxOwner
 
 PATCH_DIRECTORY = "/tmp/oracle"
 PATCH_FILE = "solution.patch"

@@ -16,6 +16,7 @@ import structlog
 from pydantic import Field, PrivateAttr, field_validator
 from starlette.responses import Response, StreamingResponse
 
+from nemo_gym._util.backoff import NETWORK_JITTER, Backoff
 from nemo_gym.base_responses_api_model import (
     EVENT_STREAM,
     BaseResponsesAPIModelConfig,
@@ -156,15 +157,16 @@ class SimpleModelServer(SimpleResponsesAPIModel):
     ) -> aiohttp.ClientResponse | tuple[int, bytes, dict[str, str]]:
         url = self.config.openai_base_url + ROUTES[dialect]
         data = orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
-        backoff_s = FIRST_BACKOFF_S
-        for tries_left in range(self.config.max_retries, -1, -1):
+        tries = self.config.max_retries + 1
+        backoff = Backoff(first_s=FIRST_BACKOFF_S, tries=tries, jitter=NETWORK_JITTER)
+        while True:
             try:
                 reply = await self._once(url, data, stream)
             except (aiohttp.ClientError, ConnectionError) as error:
-                if tries_left == 0:
+                if not await backoff.again():
                     raise ModelError(
                         f"the model endpoint {url} cannot be used: {type(error).__name__}: {error}"
-                        f" (tried {self.config.max_retries + 1} times); is it running, and is 'openai_base_url'"
+                        f" (tried {tries} times); is it running, and is 'openai_base_url'"
                         " right?",
                         retryable=True,
                     ) from error
@@ -173,11 +175,8 @@ class SimpleModelServer(SimpleResponsesAPIModel):
             else:
                 if not isinstance(reply, tuple) or reply[0] not in RETRIED_STATUSES:
                     return self._judged(reply)
-                if tries_left == 0:
+                if not await backoff.again():
                     raise upstream_error(reply[0], reply[1].decode(errors="replace"), reply[2])
-            await asyncio.sleep(backoff_s)
-            backoff_s *= 2
-        raise AssertionError("unreachable: the last try returns or raises")
 
     async def _once(
         self, url: str, data: bytes, stream: bool

@@ -39,8 +39,13 @@ from nemo_gym.contract.sandbox import SandboxResources, SandboxSpec, default_lim
 from nemo_gym.contract.session import AgentOutcome, SessionDescriptor
 from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.sandbox import registry
-from nemo_gym.sandbox.base import DEFAULT_MAX_OUTPUT_BYTES, ExecOutcome, SandboxCapabilities, SandboxProvider
-from nemo_gym.sandbox.capabilities import CAPABILITY_PROTOCOLS
+from nemo_gym.sandbox.base import (
+    CAPABILITY_PROTOCOLS,
+    DEFAULT_MAX_OUTPUT_BYTES,
+    ExecOutcome,
+    SandboxCapabilities,
+    SandboxProvider,
+)
 from nemo_gym.sandbox.providers.apptainer.options import ApptainerOptions
 from nemo_gym.sandbox.providers.docker.config import DockerConfig
 from nemo_gym.sandbox.providers.local.options import LocalOptions

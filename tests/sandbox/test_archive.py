@@ -11,7 +11,7 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -391,12 +391,18 @@ def test_member_that_is_larger_than_max_bytes_is_refused_before_its_content_come
         list(filtered([encode_header(huge)], max_bytes=1_000_000))
 
 
-def test_single_file_gives_the_content_and_raises_when_it_is_a_directory() -> None:
-    assert b"".join(single_file([pack_bytes("f", b"content")])) == b"content"
+async def test_single_file_gives_the_content_and_raises_when_it_is_a_directory() -> None:
+    async def content(tar: bytes) -> bytes:
+        async def stream() -> AsyncIterator[bytes]:
+            yield tar
+
+        return b"".join([piece async for piece in single_file(stream())])
+
+    assert await content(pack_bytes("f", b"content")) == b"content"
     with pytest.raises(ArchiveError, match="not a regular file"):
-        list(single_file([build(member("d", tarfile.DIRTYPE))]))
+        await content(build(member("d", tarfile.DIRTYPE)))
     with pytest.raises(ArchiveError, match="early"):
-        list(single_file([pack_bytes("f", b"content")[:600]]))
+        await content(pack_bytes("f", b"content")[:600])
 
 
 def test_filter_raises_when_an_exclude_is_not_understood() -> None:

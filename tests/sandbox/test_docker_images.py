@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from nemo_gym.contract.errors import SandboxError, SandboxLostError
 from nemo_gym.sandbox.base import SandboxHandle
-from nemo_gym.sandbox.providers.docker import host_image
+from nemo_gym.sandbox.providers.docker import images
 from tests.sandbox.docker_boxes import Boxes
 
 _PROGRAMS = """
@@ -58,10 +58,10 @@ async def test_docker_host_image_trusts_the_machines_certificates(boxes: Boxes, 
 
 
 def test_docker_host_image_is_named_by_its_packages() -> None:
-    packages = host_image.closure()
-    assert set(host_image.REQUIRED) <= set(packages)
-    assert host_image.reference(packages) == host_image.reference(dict(packages))
-    assert host_image.reference({**packages, "git": "another"}) != host_image.reference(packages)
+    packages = images.closure()
+    assert set(images.REQUIRED) <= set(packages)
+    assert images.reference(packages) == images.reference(dict(packages))
+    assert images.reference({**packages, "git": "another"}) != images.reference(packages)
 
 
 async def test_docker_commit_keeps_files_and_labels_but_nothing_of_the_box(boxes: Boxes, image: str) -> None:

@@ -20,13 +20,12 @@ from nemo_gym.contract.errors import (
     SandboxLostError,
 )
 from nemo_gym.contract.sandbox import Mount, NetworkPolicy, SandboxResources, SandboxSpec
-from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle, SandboxStatus
-from nemo_gym.sandbox.capabilities import CAPABILITY_PROTOCOLS
+from nemo_gym.sandbox.base import CAPABILITY_PROTOCOLS, ExecOutcome, SandboxHandle, SandboxStatus
 from nemo_gym.sandbox.providers.docker import DockerProvider
+from nemo_gym.sandbox.providers.docker.creation import lock_path
 from nemo_gym.sandbox.providers.docker.execution import box_of
 from nemo_gym.sandbox.providers.docker.processes import BoxControl
 from nemo_gym.sandbox.providers.docker.provider import why_users_are_shared
-from nemo_gym.sandbox.providers.docker.watching import lock_path
 from tests.sandbox.docker_boxes import Boxes, until
 
 ROOT = Path(__file__).resolve().parents[2]

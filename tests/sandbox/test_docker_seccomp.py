@@ -8,7 +8,7 @@ import pytest
 
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.sandbox import SandboxSpec
-from nemo_gym.sandbox.providers.docker import DockerProvider, seccomp
+from nemo_gym.sandbox.providers.docker import DockerProvider, creation
 from nemo_gym.sandbox.providers.docker.config import DockerConfig
 
 PROBE = """
@@ -66,7 +66,7 @@ async def test_profile_refuses_what_namespaces_do_not_confine(docker_engine: str
     [("20.10.24+dfsg1", True), ("20.10.9", False), ("28.5", True), ("19.03.1", False), ("", False)],
 )
 def test_profile_is_given_to_engines_that_can_answer_with_its_errors(version: str, supported: bool) -> None:
-    assert seccomp.supports_profile(version) is supported
+    assert creation.supports_profile(version) is supported
 
 
 def test_unknown_profile_is_an_error_that_names_the_choices() -> None:

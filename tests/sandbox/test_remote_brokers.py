@@ -12,7 +12,7 @@ from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import SandboxError
 from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.sandbox.providers.remote import RemoteProvider
-from nemo_gym.sandbox.providers.remote.box import box_of
+from nemo_gym.sandbox.providers.remote.connection import box_of
 from resources_servers.sandbox.tests.broker_process import INSTANCE, BrokerProcess
 
 

@@ -16,7 +16,7 @@ from nemo_gym.sandbox.providers.remote import RemoteProvider
 from nemo_gym.sandbox.providers.remote.connection import encode
 from nemo_gym.sandbox.providers.remote.options import RemoteOptions, find_broker
 from nemo_gym.sandbox.registry import create_provider
-from nemo_gym.sandbox.wire.boxes import CreateSandbox
+from nemo_gym.sandbox.wire.models import CreateSandbox
 
 PLACE = {"resources_servers": {"sandbox": {"host": "127.0.0.1", "port": 4711, "url": "http://127.0.0.1:4711"}}}
 

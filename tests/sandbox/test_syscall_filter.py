@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.sandbox import syscall_filter
+from nemo_gym.sandbox import linux
 from tests.sandbox.local_boxes import LocalPlace, local_place
 
 _ATTEMPTS = """
@@ -57,7 +57,7 @@ async def test_box_cannot_make_what_its_namespaces_do_not_confine(place: LocalPl
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_filter_jumps_stay_inside_and_every_path_ends_when_built(machine: str) -> None:
-    code = list(struct.iter_unpack("<HBBI", syscall_filter.program(machine)))
+    code = list(struct.iter_unpack("<HBBI", linux.program(machine)))
     for place, (operation, if_true, if_false, _) in enumerate(code):
         if operation in (0x15, 0x35):
             assert place + 1 + max(if_true, if_false) < len(code)
@@ -66,4 +66,4 @@ def test_filter_jumps_stay_inside_and_every_path_ends_when_built(machine: str) -
 
 def test_filter_refuses_processors_it_does_not_know() -> None:
     with pytest.raises(NotImplementedError, match="riscv64"):
-        syscall_filter.program("riscv64")
+        linux.program("riscv64")

@@ -172,7 +172,7 @@ def _large_texts_stay() -> None:
 
 
 def _framework_routes() -> None:
-    from nemo_gym.http.direct import DirectRoutesMiddleware
+    from nemo_gym.http.application import DirectRoutesMiddleware
 
     DirectRoutesMiddleware._find = lambda self, scope: None  # type: ignore[method-assign]
 

@@ -30,7 +30,7 @@ from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.session import ActRequest, ActResponse, BoxNeeds, MountModel, SandboxSpecModel, Topology
 from nemo_gym.http.client import server_path
 from nemo_gym.sandbox.merge import HarnessNeeds
-from nemo_gym.sandbox.owner import SandboxOwner
+from nemo_gym.sandbox.registry import SandboxOwner
 
 
 class CliAgentConfig(BaseResponsesAPIAgentConfig):

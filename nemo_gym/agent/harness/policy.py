@@ -7,13 +7,12 @@ system: 25 ms of CPU.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, Literal
 
 import aiohttp
 import orjson
 
-from nemo_gym._util.backoff import retry_after_s
+from nemo_gym._util.backoff import NETWORK_JITTER, Backoff, retry_after_s
 from nemo_gym.contract.errors import ModelError
 from nemo_gym.contract.model_limits import CONNECT_TIMEOUT_S, WAIT_BEYOND_S
 from nemo_gym.contract.session import InferenceEndpoint, is_context_exceeded
@@ -21,6 +20,7 @@ from nemo_gym.http.client import get_global_aiohttp_client
 from nemo_gym.http.openai_client import SHOULD_RETRY_HEADER
 
 RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+FIRST_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 30.0
 
 Route = Literal["/chat/completions", "/responses"]
@@ -50,7 +50,10 @@ class PolicyClient:
         every try."""
         data = orjson.dumps({**body, "model": self._model})
         session = get_global_aiohttp_client()
-        for tried in range(1, self._max_tries + 1):
+        backoff = Backoff(
+            first_s=FIRST_BACKOFF_S, longest_s=MAX_BACKOFF_S, tries=self._max_tries, jitter=NETWORK_JITTER
+        )
+        while True:
             try:
                 async with session.post(
                     self._base_url + route, data=data, headers=self._headers, timeout=self._timeout
@@ -64,14 +67,13 @@ class PolicyClient:
                     final = reply.headers.get(SHOULD_RETRY_HEADER) == "false"
                     if final or reply.status not in RETRIED_STATUSES:
                         raise ModelError(f"the policy endpoint {problem}", status=reply.status)
-                    pause = retry_after_s(reply.headers.get("Retry-After"), default=0.5 * 2**tried)
+                    asked_s = retry_after_s(reply.headers.get("Retry-After"))
             except aiohttp.ClientError as error:  # that no connection came about in time is one, too
-                problem, pause = f"failed: {type(error).__name__}: {error}", 0.5 * 2**tried
+                problem, asked_s = f"failed: {type(error).__name__}: {error}", None
             except TimeoutError as error:
                 raise ModelError(f"the policy endpoint did not answer within {self._limit_s:g} s") from error
-            if tried < self._max_tries:
-                await asyncio.sleep(min(pause, MAX_BACKOFF_S))
-        raise ModelError(f"the policy endpoint {problem} (tried {self._max_tries} times)", retryable=True)
+            if not await backoff.again(instead_s=asked_s):
+                raise ModelError(f"the policy endpoint {problem} (tried {self._max_tries} times)", retryable=True)
 
 
 def _problem(content: bytes) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import structlog
 
+from nemo_gym._util.tasks import finish
 from nemo_gym.agent.harness.base import Judgement
 from nemo_gym.agent.harness.events import BoundedLog, EventReader, LineSplitter
 from nemo_gym.contract.errors import SandboxError
@@ -77,14 +78,9 @@ async def follow(
 
 async def _kill(killing: Coroutine[Any, Any, None]) -> None:
     """Kill for sure, also while being cancelled; the box's end is the end of whatever withstands."""
-    task = asyncio.create_task(killing)
     try:
-        await asyncio.shield(asyncio.wait({task}, timeout=STOP_TIMEOUT_S / 2))
-    except asyncio.CancelledError:
-        await asyncio.wait({task}, timeout=STOP_TIMEOUT_S / 2)
-        raise
-    if not task.done():
-        task.cancel()
+        await finish(killing, timeout_s=STOP_TIMEOUT_S / 2)
+    except TimeoutError:
         log.warning("harness_kill_timed_out")
-    elif not task.cancelled() and isinstance(error := task.exception(), SandboxError):
+    except SandboxError as error:
         log.warning("harness_kill_failed", error=str(error))

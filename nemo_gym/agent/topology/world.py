@@ -16,6 +16,7 @@ from typing import Any
 
 import structlog
 
+from nemo_gym._util.tasks import finish
 from nemo_gym.agent.topology.bindings import AgentBoxes, Binding, bind
 from nemo_gym.contract.errors import (
     AgentError,
@@ -40,6 +41,7 @@ from nemo_gym.contract.session import (
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import (
     DEFAULT_MAX_OUTPUT_BYTES,
+    Connectable,
     ExecEnd,
     ExecOutput,
     ExecProcess,
@@ -47,8 +49,10 @@ from nemo_gym.sandbox.base import (
     SandboxExecResult,
     SandboxHandle,
     SandboxProvider,
+    SupportsDoorStatistics,
+    SupportsLoopbackDoor,
+    require,
 )
-from nemo_gym.sandbox.capabilities import Connectable, SupportsDoorStatistics, SupportsLoopbackDoor, require
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.facade import keep_renewed
 from nemo_gym.sandbox.harvest import harvest_all
@@ -62,16 +66,11 @@ CLOSE_TIMEOUT_S = 60.0
 
 async def shielded(teardown: Awaitable[None], timeout_s: float, *, what: str) -> None:
     """Finish a teardown also when the act is cancelled meanwhile; bounded, because the lease ends the box anyway."""
-    task = asyncio.ensure_future(teardown)
     try:
-        await asyncio.shield(asyncio.wait({task}, timeout=timeout_s))
-    except asyncio.CancelledError:
-        await asyncio.wait({task}, timeout=timeout_s)
-        raise
-    if not task.done():
-        task.cancel()
+        await finish(teardown, timeout_s=timeout_s)
+    except TimeoutError:
         log.warning("teardown_timed_out", what=what, timeout_s=timeout_s)
-    elif (error := task.exception()) is not None:
+    except Exception as error:  # noqa: BLE001 - a teardown that fails must not replace the act's own outcome
         log.warning("teardown_failed", what=what, error=str(error))
 
 

@@ -1,12 +1,25 @@
-"""The tables, in SQL that SQLite and PostgreSQL both read.
-
-A row of ``boxes`` is written before the backend is asked to create, and stays for a while after the box is gone: it
-remembers the idempotency key. ``identity`` is the broker that the row belongs to; several may share a database.
-"""
+"""Tables and records of the registry."""
 
 from __future__ import annotations
 
-from sqlalchemy import Boolean, Column, Double, Index, Integer, LargeBinary, MetaData, String, Table
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import Boolean, Column, Connection, Double, Index, Integer, LargeBinary, MetaData, String, Table
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.sql import Executable
+from sqlalchemy.sql.compiler import SQLCompiler
+
+from nemo_gym.contract.credentials import Role
+from nemo_gym.contract.session import LeaseScope
+
+# -- Tables --------------------------------------------------------------------------------------------------------
+# The tables, in SQL that SQLite and PostgreSQL both read.
+#
+# A row of ``boxes`` is written before the backend is asked to create, and stays for a while after the box is gone: it
+# remembers the idempotency key. ``identity`` is the broker that the row belongs to; several may share a database.
 
 SCHEMA_VERSION = 2
 
@@ -92,3 +105,112 @@ execs = Table(
     Column("end", LargeBinary),
     # Null until the one end of the exec is known, then `ExecEndModel` as JSON.
 )
+
+
+# -- Records -------------------------------------------------------------------------------------------------------
+
+
+class BoxState(StrEnum):
+    """What the broker has undertaken for a box; each is written before the backend is asked."""
+
+    CREATING = "creating"
+    RUNNING = "running"
+    CLOSING = "closing"
+    GONE = "gone"
+
+
+@dataclass(slots=True)
+class LeaseRecord:
+    """A right to a box. The box's first lease is its owner's."""
+
+    lease_id: str
+    sandbox_id: str
+    scope: LeaseScope
+    epoch: int
+    expires_at: float | None = None
+    """Unix seconds; ``None``: with the box."""
+    revoked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BoxRecord:
+    """One row of ``boxes``."""
+
+    sandbox_id: str
+    creator: str
+    owner: str
+    idempotency_key: str | None
+    body_digest: bytes
+    state: BoxState
+    created_at: float
+    ttl_s: float
+    expires_at: float
+    request: bytes = field(repr=False)
+    """Sealed."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    epoch: int = 1
+    image: str | None = None
+    reason: str | None = None
+    detail: str | None = None
+    gone_at: float | None = None
+    backend_id: str | None = None
+    descriptor: bytes | None = field(default=None, repr=False)
+    """Sealed."""
+    creator_role: Role | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRecord:
+    """One row of ``images``: whose an image is that was made of a box of this broker."""
+
+    name: str
+    """As the backend has it."""
+    owner: str
+    owner_role: Role
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExecRecord:
+    """One row of ``execs``."""
+
+    sandbox_id: str
+    exec_id: str
+    body_digest: bytes
+    submitted_at: float
+    end: bytes | None = None
+
+
+# -- Prepared statements -------------------------------------------------------------------------------------------
+# Statements that every command needs, on a short way to the driver.
+#
+# SQLAlchemy words them, for either database; what it does around each execution takes longer than SQLite needs for it.
+
+
+class Prepared:
+    """A statement whose values and results are what the driver itself takes and gives: text, numbers and bytes."""
+
+    def __init__(self, statement: Executable) -> None:
+        self._statement = statement
+        self._worded: dict[str, tuple[str, list[str] | None]] = {}
+
+    def first(self, connection: Connection, values: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        """Execute it in the connection's transaction; its first row. Raises `DBAPIError`."""
+        dialect = connection.dialect
+        text, places = self._worded.get(dialect.name) or self._word(connection)
+        cursor = connection.connection.cursor()
+        try:
+            cursor.execute(text, values if places is None else [values[name] for name in places])
+            row: tuple[Any, ...] | None = cursor.fetchone()
+        except dialect.loaded_dbapi.Error as error:
+            raise DBAPIError(text, None, error) from error
+        finally:
+            cursor.close()
+        return row
+
+    def _word(self, connection: Connection) -> tuple[str, list[str] | None]:
+        compiled = self._statement.compile(dialect=connection.dialect)  # type: ignore[attr-defined]
+        assert isinstance(compiled, SQLCompiler)
+        places = None if compiled.positiontup is None else [*compiled.positiontup]
+        self._worded[connection.dialect.name] = (compiled.string, places)
+        return self._worded[connection.dialect.name]

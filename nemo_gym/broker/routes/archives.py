@@ -11,10 +11,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from nemo_gym.broker.access import Grant
-from nemo_gym.broker.routes.bodies import RESPONSES, bounded, raw_body, require_media_type, stream_reply
-from nemo_gym.broker.routes.leases import live
-from nemo_gym.broker.routes.models import reply
-from nemo_gym.broker.routes.request_ids import request_id_of
+from nemo_gym.broker.routes.bodies import (
+    RESPONSES,
+    bounded,
+    raw_body,
+    reply,
+    request_id_of,
+    require_media_type,
+    stream_reply,
+)
+from nemo_gym.broker.routes.sandboxes import live
 from nemo_gym.broker.service import BrokerService
 from nemo_gym.contract.errors import FencedError, NemoGymError, SandboxError
 from nemo_gym.contract.session import LeaseScope

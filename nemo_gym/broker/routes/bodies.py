@@ -1,21 +1,34 @@
-"""Request bodies, read within bounds and judged by their model; and how the description of the API speaks of them."""
+"""What routes share: bodies, request ids, answers."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import AsyncIterator
+import re
+import uuid
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nemo_gym._util.suggest import nearest
 from nemo_gym.broker.config import BrokerConfig
-from nemo_gym.contract.errors import InvalidBodyError
+from nemo_gym.contract.errors import InvalidBodyError, NemoGymError
 from nemo_gym.http.body_values import TooManyValuesError, check_values
-from nemo_gym.sandbox.wire.problems import BrokerError
-from nemo_gym.sandbox.wire.routes import JSON, OCTET_STREAM, PROBLEM_JSON
+from nemo_gym.sandbox.wire.problems import BrokerError, problem_of
+from nemo_gym.sandbox.wire.routes import JSON, OCTET_STREAM, PROBLEM_JSON, REQUEST_ID_HEADER
+
+# -- Models --------------------------------------------------------------------------------------------------------
+
+
+def reply(body: BaseModel, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(body.model_dump_json(), status, headers, JSON)
+
+
+# -- Bodies --------------------------------------------------------------------------------------------------------
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -116,3 +129,55 @@ __all__ = [
     "require_media_type",
     "stream_reply",
 ]
+
+
+# -- Request ids ---------------------------------------------------------------------------------------------------
+
+_HEADER = REQUEST_ID_HEADER.lower().encode()
+_KEY = "nemo_gym.request_id"
+_PLAIN = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_FINAL = {"sandbox_create": 424, "sandbox_create_verification": 424, "sandbox_lost": 410}
+"""Of errors that no second try mends, and that are therefore none of the broker's own."""
+_FRAMEWORK_CODES = {404: "route_not_found", 405: "method_not_allowed"}
+
+
+class RequestIdMiddleware:
+    """Names each request, and its answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = next((value.decode("latin-1") for name, value in scope["headers"] if name == _HEADER), "")
+        request_id = given if _PLAIN.fullmatch(given) else uuid.uuid4().hex
+        scope[_KEY] = request_id
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", []), (_HEADER, request_id.encode())]}
+            await send(message)
+
+        await self.app(scope, receive, named)
+
+
+def request_id_of(request: Request) -> str:
+    return str(request.scope[_KEY])
+
+
+def problem_reply(scope: Scope, error: NemoGymError) -> Response:
+    """The answer to a request that ended with an error."""
+    if error.code.startswith("http_") and (code := _FRAMEWORK_CODES.get(error.status)) is not None:
+        error = BrokerError(code, error.message)
+    problem = problem_of(error, request_id=str(scope.get(_KEY, "")))
+    if not problem.retryable and (status := _FINAL.get(problem.code)) is not None:
+        problem = problem.model_copy(update={"status": status})
+    headers = {}
+    retry_after_s = getattr(error, "retry_after_s", None) or error.details.get("retry_after_s")
+    if retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, round(retry_after_s)))
+    if problem.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return Response(problem.model_dump_json(), problem.status, headers, PROBLEM_JSON)

@@ -1,33 +1,53 @@
-"""``/v1/sandboxes``: create, list, look, destroy, reap."""
+"""Routes of boxes, their leases and their doors."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import binascii
+import time
+import uuid
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query
+from fastapi import APIRouter, Header, Path, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nemo_gym.broker.box import Box, gone_view
-from nemo_gym.broker.order import CreateOrder
-from nemo_gym.broker.permissions import OWNER_LABEL
-from nemo_gym.broker.routes.bodies import RESPONSES, digest, json_body, parse
-from nemo_gym.broker.routes.models import reply
+from nemo_gym.broker.access import OWNER_LABEL, Grant, is_trusted, narrower
+from nemo_gym.broker.box import Box, CreateOrder, gone_view
+from nemo_gym.broker.boxes import door_digest, gone, too_many_of_box
+from nemo_gym.broker.registry.tables import LeaseRecord
+from nemo_gym.broker.routes.bodies import RESPONSES, digest, json_body, parse, reply
 from nemo_gym.broker.service import BrokerService
-from nemo_gym.contract.errors import InvalidBodyError
+from nemo_gym.contract.errors import InvalidBodyError, SandboxError
 from nemo_gym.contract.session import LeaseScope
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
-from nemo_gym.sandbox.wire.boxes import CreatedSandbox, CreateSandbox, ReapedView, SandboxPage, SandboxView
+from nemo_gym.sandbox.wire.models import (
+    MAX_DOORS,
+    CreatedSandbox,
+    CreateSandbox,
+    DoorModel,
+    DoorsView,
+    LeaseView,
+    MintLease,
+    ReapedView,
+    RenewLease,
+    SandboxPage,
+    SandboxView,
+)
 from nemo_gym.sandbox.wire.problems import BrokerError
 from nemo_gym.sandbox.wire.routes import IDEMPOTENCY_KEY_HEADER, SANDBOXES, sandbox
+
+# -- Boxes ---------------------------------------------------------------------------------------------------------
 
 MAX_KEY_CHARS = 255
 MAX_PAGE = 1000
 
 Labels = Annotated[list[str], Query(alias="label", description="`name=value`; repeated: all of them")]
+
+
+MAX_LEASES = 1000
+"""Of one box, beside its owner's."""
 
 
 def sandbox_routes(broker: BrokerService) -> APIRouter:
@@ -179,3 +199,156 @@ def _position(cursor: str) -> tuple[float, str]:
         return (float(created_at), sandbox_id)
     except (ValueError, binascii.Error):
         raise InvalidBodyError("cursor: not one that this broker gave", started="no") from None
+
+
+# -- Leases --------------------------------------------------------------------------------------------------------
+
+BOX = f"{SANDBOXES}/{{sandbox_id}}"
+
+
+def lease_routes(broker: BrokerService) -> APIRouter:
+    router = APIRouter(tags=["leases"], responses=RESPONSES)
+
+    @router.put(
+        f"{BOX}/lease", response_model=LeaseView, openapi_extra=json_body(RenewLease), summary="Renew a box's lease"
+    )
+    async def renew(request: Request, sandbox_id: str) -> Response:
+        """Takes the owner's lease. Relative to now, so sending it again does no harm."""
+        grant = await broker.access.box(request, sandbox_id, LeaseScope.OWNER)
+        body = await parse(request, RenewLease, broker.config)
+        box = live(grant)
+        await broker.boxes.renew(box, checked_ttl(broker, body.ttl_s))
+        return reply(box.lease_view(box.owner_lease))
+
+    @router.post(
+        f"{BOX}/leases",
+        status_code=201,
+        response_model=LeaseView,
+        openapi_extra=json_body(MintLease),
+        summary="Mint a narrower lease",
+    )
+    async def mint(request: Request, sandbox_id: str) -> Response:
+        """Takes the owner's lease. The token is told in this answer alone."""
+        grant = await broker.access.box(request, sandbox_id, LeaseScope.OWNER)
+        body = await parse(request, MintLease, broker.config)
+        if not narrower(body.scope, grant.scope):
+            raise BrokerError("scope", f"a lease of scope '{body.scope}' is not narrower than '{grant.scope}'")
+        box = live(grant)
+        if sum(not lease.revoked and lease.epoch == box.epoch for lease in box.leases.values()) > MAX_LEASES:
+            raise too_many_of_box(sandbox_id, MAX_LEASES, "leases; take some back first")
+        expires_at = None if body.ttl_s is None else time.time() + body.ttl_s
+        lease = LeaseRecord(f"le-{uuid.uuid4().hex}", sandbox_id, body.scope, box.epoch, expires_at)
+        await broker.boxes.store.mint(lease)
+        box.leases[lease.lease_id] = lease
+        return reply(box.lease_view(lease, broker.access.signer.issue(lease)), 201)
+
+    @router.delete(f"{BOX}/leases", status_code=204, summary="Fence every borrower")
+    async def fence(request: Request, sandbox_id: str) -> Response:
+        """Takes the owner's lease, and begins a new epoch: every other lease made so far gets 409 `fenced`, and the
+        commands that were submitted by them are killed before this answers."""
+        grant = await broker.access.box(request, sandbox_id, LeaseScope.OWNER)
+        box = live(grant)
+        epoch = box.epoch + 1
+        await broker.boxes.store.fence(sandbox_id, epoch)
+        box.epoch = max(box.epoch, epoch)
+        box.owner_lease.epoch = box.epoch
+        await broker.execs.end_those_of(box, {le.lease_id for le in box.leases.values() if le.epoch < box.epoch})
+        return Response(status_code=204)
+
+    @router.delete(f"{BOX}/leases/{{lease_id}}", status_code=204, summary="Take one lease back")
+    async def revoke(request: Request, sandbox_id: str, lease_id: str) -> Response:
+        """Takes the owner's lease, whose own ends with the box. The commands that were submitted by the lease are
+        killed before this answers."""
+        grant = await broker.access.box(request, sandbox_id, LeaseScope.OWNER)
+        box = live(grant)
+        lease = box.leases.get(lease_id)
+        if lease is None:
+            said = f"box '{sandbox_id}' has no lease '{lease_id[:80]}'"
+            raise BrokerError("lease_not_found", said, sandbox_id=sandbox_id)
+        if lease.scope is LeaseScope.OWNER:
+            raise BrokerError("scope", "the owner's lease ends with the box; delete the box instead")
+        await broker.boxes.store.revoke(lease_id)
+        lease.revoked = True
+        await broker.execs.end_those_of(box, {lease_id})
+        return Response(status_code=204)
+
+    return router
+
+
+def live(grant: Grant) -> Box:
+    """The box of a grant. Raises `BrokerError` ``sandbox_gone``."""
+    if grant.box is None:
+        raise gone(grant.sandbox_id, (grant.record.reason if grant.record else None) or "closed")
+    return grant.box
+
+
+# -- Doors ---------------------------------------------------------------------------------------------------------
+
+DOORS = f"{SANDBOXES}/{{sandbox_id}}/doors"
+
+DoorName = Annotated[str, Path(min_length=1, max_length=256)]
+
+
+def door_routes(broker: BrokerService) -> APIRouter:
+    router = APIRouter(tags=["doors"], responses=RESPONSES)
+
+    @router.put(
+        f"{DOORS}/{{name}}",
+        status_code=204,
+        openapi_extra=json_body(DoorModel),
+        summary="Open a door on a running box",
+    )
+    async def open_door(request: Request, sandbox_id: str, name: DoorName) -> Response:
+        """Takes a lease of scope `operate`. Again with the same body does nothing. Its headers are answered by no
+        route, and stored sealed. Borrowers, and owners who are agents, open doors to the routes of models and MCP
+        servers alone."""
+        grant = await broker.access.box(request, sandbox_id, LeaseScope.OPERATE)
+        body = await parse(request, DoorModel, broker.config)
+        if body.name != name:
+            raise InvalidBodyError(f"name: '{body.name}' is not the door of this path, '{name}'", started="no")
+        box = live(grant)
+        if grant.scope is not LeaseScope.OWNER or not is_trusted(box.creator_role):
+            broker.permissions.check_doors([body])
+        handle = broker.boxes.ready(box)
+        sealed = broker.boxes.sealer.seal(body.model_dump_json().encode(), sandbox_id)
+        async with box.doors_lock:
+            known, asked = box.doors.get(name), door_digest(body)
+            if known == asked:
+                return Response(status_code=204)
+            if known is not None:
+                raise BrokerError("door_exists", f"box '{sandbox_id}' has another door '{name}'; close it first")
+            if len(box.doors) >= MAX_DOORS:
+                raise too_many_of_box(sandbox_id, MAX_DOORS, "doors; close one first")
+            await broker.boxes.store.add_door(sandbox_id, name, sealed)
+            try:
+                await broker.backend.open_door(handle, body.to_door())
+            except SandboxError as error:
+                await broker.boxes.store.remove_door(sandbox_id, name)
+                raise await broker.backend.judged(error, handle) from error
+            except BaseException:
+                await broker.boxes.store.remove_door(sandbox_id, name)
+                raise
+            box.doors[name] = asked
+        return Response(status_code=204)
+
+    @router.delete(f"{DOORS}/{{name}}", status_code=204, summary="Close a door")
+    async def close_door(request: Request, sandbox_id: str, name: DoorName) -> Response:
+        """Takes a lease of scope `operate`. Also 204 when there is none."""
+        grant = await broker.access.box(request, sandbox_id, LeaseScope.OPERATE)
+        box = live(grant)
+        handle = broker.boxes.ready(box)
+        async with box.doors_lock:
+            await broker.boxes.store.remove_door(sandbox_id, name)
+            await broker.backend.close_door(handle, name)
+            box.doors.pop(name, None)
+        return Response(status_code=204)
+
+    @router.get(DOORS, response_model=DoorsView, summary="What went through each open door")
+    async def look(request: Request, sandbox_id: str) -> Response:
+        """Takes a lease of any scope."""
+        grant = await broker.access.box(request, sandbox_id, LeaseScope.READ)
+        box = live(grant)
+        counted = broker.backend.door_statistics(broker.boxes.ready(box))
+        return reply(DoorsView(doors={name: counted.get(name) for name in box.doors}))
+
+    return router

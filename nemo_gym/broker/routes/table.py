@@ -1,32 +1,146 @@
-"""All routes of the API, and its description at ``/openapi.json``."""
+"""All routes, and those of the service itself and of images."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
-from nemo_gym.broker.routes import direct_submissions
+from nemo_gym.broker.access import is_trusted
+from nemo_gym.broker.routes import execs
 from nemo_gym.broker.routes.archives import archive_routes
-from nemo_gym.broker.routes.doors import door_routes
+from nemo_gym.broker.routes.bodies import RESPONSES, json_body, parse, problem_reply, reply
 from nemo_gym.broker.routes.execs import exec_routes
-from nemo_gym.broker.routes.images import image_routes
-from nemo_gym.broker.routes.leases import lease_routes
-from nemo_gym.broker.routes.request_ids import problem_reply
-from nemo_gym.broker.routes.sandboxes import sandbox_routes
-from nemo_gym.broker.routes.service import service_routes
+from nemo_gym.broker.routes.sandboxes import door_routes, lease_routes, live, sandbox_routes
 from nemo_gym.broker.service import BrokerService
-from nemo_gym.contract.errors import InvalidBodyError
+from nemo_gym.contract.errors import InvalidBodyError, NemoGymError
+from nemo_gym.contract.session import LeaseScope
 from nemo_gym.http.problems import JsonResponse
-from nemo_gym.sandbox.wire.boxes import CommitImage, CreateSandbox, MintLease, RenewLease
-from nemo_gym.sandbox.wire.doors import DoorModel
-from nemo_gym.sandbox.wire.execs import ExecSubmission, SignalExec
-from nemo_gym.sandbox.wire.problems import Problem
+from nemo_gym.sandbox.wire.models import (
+    BrokerLimits,
+    CapabilitiesView,
+    CommitImage,
+    CreateSandbox,
+    DoorModel,
+    ExecSubmission,
+    ImageView,
+    MintLease,
+    RenewLease,
+    SignalExec,
+)
+from nemo_gym.sandbox.wire.problems import BrokerError, Problem
+from nemo_gym.sandbox.wire.routes import CAPABILITIES, IMAGES, SANDBOXES
+
+# -- Service -------------------------------------------------------------------------------------------------------
+
+
+def service_routes(broker: BrokerService) -> APIRouter:
+    router = APIRouter(tags=["service"], responses=RESPONSES)
+
+    @router.get(CAPABILITIES, response_model=CapabilitiesView, summary="What this broker and its backend can do")
+    async def capabilities(request: Request) -> Response:
+        """Takes a caller's credential, or a lease of any scope."""
+        await broker.access.anyone(request)
+        config = broker.config
+        view = CapabilitiesView.of(
+            await broker.backend.capabilities(),
+            provider=broker.backend.name,
+            door_statistics=broker.backend.counts_doors,
+            limits=BrokerLimits(
+                max_ttl_s=config.max_ttl_s,
+                default_ttl_s=config.default_ttl_s,
+                max_body_bytes=config.max_body_bytes,
+                max_archive_bytes=config.max_archive_bytes,
+                max_output_bytes=config.max_output_bytes,
+                max_stdin_bytes=config.max_stdin_bytes,
+                max_boxes=config.max_boxes,
+            ),
+        )
+        return reply(view)
+
+    @router.get("/healthz", summary="Whether the broker lives")
+    async def healthz() -> Response:
+        return JsonResponse({"status": "ok"})
+
+    @router.get("/readyz", summary="Whether the broker can do its work", responses={503: {"description": "Not now"}})
+    async def readyz() -> Response:
+        missing = await not_ready(broker)
+        if missing is None:
+            return JsonResponse({"status": "ready"})
+        return JsonResponse({"status": "not_ready", **missing}, status_code=503)
+
+    @router.get("/metrics", summary="Metrics in Prometheus' format", response_class=PlainTextResponse)
+    async def metrics(request: Request) -> Response:
+        """Takes a caller's credential, of any role but `agent`: they tell of all who have boxes here."""
+        caller = broker.access.caller(request)
+        if not is_trusted(caller.role) and not broker.access.is_outsider(caller):
+            raise BrokerError("not_permitted", f"/metrics is not for '{caller.name}', which is '{caller.role}'")
+        return Response(broker.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+async def not_ready(broker: BrokerService) -> dict[str, Any] | None:
+    """``None`` when the broker can do its work, else why not."""
+    if broker.draining.is_set():
+        return {"detail": "the broker is stopping"}
+    if broker.upkeep.unreconciled is not None:
+        return {"detail": f"the backend was not reconciled: {broker.upkeep.unreconciled}"}
+    try:
+        await broker.boxes.store.ping()
+    except NemoGymError as error:
+        return {"detail": error.message}
+    return None
+
+
+# -- Images --------------------------------------------------------------------------------------------------------
+
+
+def image_routes(broker: BrokerService) -> APIRouter:
+    router = APIRouter(tags=["images"], responses=RESPONSES)
+
+    @router.post(
+        f"{SANDBOXES}/{{sandbox_id}}/images",
+        status_code=201,
+        response_model=ImageView,
+        openapi_extra=json_body(CommitImage),
+        summary="Store a box's files as an image",
+    )
+    async def commit(request: Request, sandbox_id: str) -> Response:
+        """Takes the owner's lease. The image is the box's creator's. Replaces an image of the same name that is its
+        own too, as a whole or not at all; another's is refused. What an agent makes, it alone sees."""
+        grant = await broker.access.box(request, sandbox_id, LeaseScope.OWNER)
+        body = await parse(request, CommitImage, broker.config)
+        box = live(grant)
+        await broker.images.commit(box.made_by, broker.boxes.ready(box), body.image, body.labels)
+        return reply(ImageView(image=body.image, labels=dict(body.labels)), 201)
+
+    @router.get(f"{IMAGES}/{{name:path}}", response_model=ImageView, summary="An image's labels")
+    async def look(request: Request, name: str) -> Response:
+        """Takes a caller's credential. An agent of the stack sees those it made."""
+        caller = broker.access.caller(request)
+        own_only = not is_trusted(caller.role) and not broker.access.is_outsider(caller)
+        labels = await broker.images.labels(caller, name, own_only=own_only)
+        if labels is None:
+            raise BrokerError("image_not_found", f"the backend has no image '{name[:200]}'")
+        return reply(ImageView(image=name, labels=dict(labels)))
+
+    @router.delete(f"{IMAGES}/{{name:path}}", status_code=204, summary="Forget an image")
+    async def remove(request: Request, name: str) -> Response:
+        """Takes a caller's credential; another's image is refused. Also 204 when there is none."""
+        await broker.images.remove(broker.access.caller(request), name)
+        return Response(status_code=204)
+
+    return router
+
+
+# -- Table ---------------------------------------------------------------------------------------------------------
 
 _BODIES = (CreateSandbox, RenewLease, MintLease, ExecSubmission, SignalExec, DoorModel, CommitImage, Problem)
 # In the order in which they are tried: the most frequent first.
@@ -49,7 +163,7 @@ def install_routes(app: FastAPI, broker: BrokerService) -> None:
     """Add every route; once, when the broker is started."""
     for make in _FACTORIES:
         app.include_router(make(broker))
-    direct_submissions.install(app, broker)
+    execs.install(app, broker)
     described: dict[str, Any] = {}
 
     @app.get("/openapi.json", include_in_schema=False)

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 import structlog
 
+from nemo_gym._util.backoff import Backoff
 from nemo_gym.gateway.engines.types import (
     EngineError,
     EngineRateLimitedError,
@@ -166,7 +167,7 @@ class _Tries(Generic[E]):
         self._count = 0
         self._failed: set[str] = {*avoid}
         self._refused: set[str] = set()
-        self._backoff_s = calls.options.first_backoff_s
+        self._backoff = Backoff(first_s=calls.options.first_backoff_s, longest_s=calls.options.max_backoff_s)
         calls.budget.earn()
 
     def without(self) -> set[str]:
@@ -205,8 +206,7 @@ class _Tries(Generic[E]):
             raise error
         log.info("engine call failed, trying again", engine=engine.name, code=error.code, another_engine=another)
         if not another:
-            await asyncio.sleep(self._backoff_s)
-            self._backoff_s = min(self._backoff_s * 2, self._calls.options.max_backoff_s)
+            await self._backoff.again()
 
 
 # Token answers that outlive their engine: what was sampled is kept, and another engine goes on from there.

@@ -17,17 +17,14 @@ from __future__ import annotations
 
 import pytest
 
-_PARTS = ("base", "lifecycle", "execution", "limits", "files", "archives", "network", "ownership", "abilities")
+_PARTS = ("base", "lifecycle", "execution", "files", "network", "abilities")
 pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in _PARTS))
 
 from nemo_gym.sandbox.conformance.abilities import AbilityChecks  # noqa: E402  after the rewrite is registered
-from nemo_gym.sandbox.conformance.archives import ArchiveChecks  # noqa: E402
-from nemo_gym.sandbox.conformance.execution import ExecChecks  # noqa: E402
-from nemo_gym.sandbox.conformance.files import FileChecks  # noqa: E402
-from nemo_gym.sandbox.conformance.lifecycle import LifecycleChecks  # noqa: E402
-from nemo_gym.sandbox.conformance.limits import LimitChecks  # noqa: E402
+from nemo_gym.sandbox.conformance.execution import ExecChecks, LimitChecks  # noqa: E402
+from nemo_gym.sandbox.conformance.files import ArchiveChecks, FileChecks  # noqa: E402
+from nemo_gym.sandbox.conformance.lifecycle import LifecycleChecks, OwnershipChecks  # noqa: E402
 from nemo_gym.sandbox.conformance.network import NetworkChecks  # noqa: E402
-from nemo_gym.sandbox.conformance.ownership import OwnershipChecks  # noqa: E402
 
 
 class SandboxConformance(

@@ -1,21 +1,25 @@
-"""What a provider declares, it does; what it lacks, it explains."""
+"""What a provider declares, and NeMo Gym's own way of calling it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import socket
 import urllib.request
 import uuid
 from collections.abc import AsyncIterator
 
 import pytest
+from aiohttp import web
 
 from nemo_gym.contract.errors import SandboxCapabilityError, SandboxCreateError
 from nemo_gym.contract.sandbox import SandboxSpec
-from nemo_gym.sandbox.base import SandboxCapabilities, SandboxProvider
-from nemo_gym.sandbox.capabilities import CAPABILITY_PROTOCOLS, SupportsSnapshot
+from nemo_gym.sandbox.base import CAPABILITY_PROTOCOLS, SandboxCapabilities, SandboxProvider, SupportsSnapshot
 from nemo_gym.sandbox.conformance.base import Checks, StartBox, eventually, python, sh
 from nemo_gym.sandbox.facade import AsyncSandbox
+
+# -- Capabilities --------------------------------------------------------------------------------------------------
 
 NEST = """
 import ctypes, json, os
@@ -149,3 +153,49 @@ class AbilityChecks(Checks):
             return await asyncio.to_thread(fetch) == b"served"
 
         await eventually(served, "the endpoint answers")
+
+
+# -- NeMo Gym's calls ----------------------------------------------------------------------------------------------
+
+
+class Upstream:
+    """Answers ``POST /v1/responses`` with JSON or, when asked with ``stream``, with two events."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str, dict[str, str]]] = []
+        self.go_on = asyncio.Event()
+        self.cancelled = asyncio.Event()
+        self.url = ""
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        body = await request.read()
+        self.seen.append(
+            (request.method, request.path, {key.lower(): value for key, value in request.headers.items()})
+        )
+        if b"stream" not in body:
+            return web.json_response({"path": request.path, "size": len(body)})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        try:
+            await response.write(b"data: one\n\n")
+            await self.go_on.wait()
+            await response.write(b"data: two\n\n")
+        except (asyncio.CancelledError, ConnectionError):
+            self.cancelled.set()
+            raise
+        return response
+
+
+@contextlib.asynccontextmanager
+async def upstream() -> AsyncIterator[Upstream]:
+    server = Upstream()
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        server.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        runner = web.ServerRunner(web.Server(server.handle, handler_cancellation=True), shutdown_timeout=0.1)
+        await runner.setup()
+        try:
+            await web.SockSite(runner, sock).start()
+            yield server
+        finally:
+            await runner.cleanup()

@@ -1,16 +1,25 @@
-"""Single files into and out of a box, and paths that a box made to mislead."""
+"""Single files and archives."""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import io
 import os
+import stat
+import tarfile
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from nemo_gym.contract.errors import SandboxError, SandboxLostError
+from nemo_gym.contract.errors import SandboxArchiveError, SandboxArchiveTooLargeError, SandboxError, SandboxLostError
+from nemo_gym.sandbox.archive import extract, pack, pack_bytes
 from nemo_gym.sandbox.base import SandboxProvider
 from nemo_gym.sandbox.conformance.base import Checks, StartBox, sh
 from nemo_gym.sandbox.facade import AsyncSandbox
+
+# -- Single files --------------------------------------------------------------------------------------------------
 
 
 class FileChecks(Checks):
@@ -80,3 +89,205 @@ class FileChecks(Checks):
             await box.upload(tmp_path / "a", "/tmp/a")
         with pytest.raises(SandboxLostError):
             await box.download("/etc/passwd", tmp_path / "b")
+
+
+# -- Archives ------------------------------------------------------------------------------------------------------
+
+
+async def stream(data: bytes, size: int = 65536) -> AsyncIterator[bytes]:
+    for start in range(0, len(data), size):
+        yield data[start : start + size]
+
+
+async def receive(box: AsyncSandbox, path: str, *, exclude: Sequence[str] = (), max_bytes: int | None = None) -> bytes:
+    return b"".join([chunk async for chunk in box.get_archive(path, exclude=exclude, max_bytes=max_bytes)])
+
+
+def members(data: bytes) -> dict[str, tarfile.TarInfo]:
+    with tarfile.open(fileobj=io.BytesIO(data), errors="surrogateescape") as tar:
+        return {info.name: info for info in tar}
+
+
+def unpack(data: bytes, dest: Path) -> Path:
+    dest.mkdir()
+    extract(io.BytesIO(data).read, dest)
+    return dest
+
+
+def archive(*entries: tuple[str, bytes, str]) -> bytes:
+    """A stream of (name, type, link target); files hold their own name."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, kind, link in entries:
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname, info.mode = kind, link, 0o755
+            data = name.encode() if kind == tarfile.REGTYPE else b""
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+ESCAPES: dict[str, list[tuple[str, bytes, str]]] = {
+    "absolute": [("/tmp/evil", tarfile.REGTYPE, "")],
+    "dots": [("sub/../../evil", tarfile.REGTYPE, "")],
+    "link_out": [("link", tarfile.SYMTYPE, "../../etc")],
+    "absolute_link": [("link", tarfile.SYMTYPE, "/etc")],
+    "through_link": [("link", tarfile.SYMTYPE, "sub"), ("link/evil", tarfile.REGTYPE, "")],
+    "hard_link_out": [("hard", tarfile.LNKTYPE, "../secret")],
+    "absolute_hard_link": [("hard", tarfile.LNKTYPE, "/tmp/secret")],
+    "device": [("null", tarfile.CHRTYPE, "")],
+}
+
+
+class ArchiveChecks(Checks):
+    async def test_ten_megabytes_go_in_and_come_out_unchanged(self, box: AsyncSandbox, tmp_path: Path) -> None:
+        tree = tmp_path / "tree"
+        tree.mkdir()
+        (tree / "blob").write_bytes(os.urandom(10_000_000))
+        digest = hashlib.sha256((tree / "blob").read_bytes()).hexdigest()
+        await box.put_archive("/srv/in", stream(b"".join(pack(tree))))
+        assert (await sh(box, "sha256sum /srv/in/tree/blob")).split()[0] == digest
+        back = unpack(await receive(box, "/srv/in/tree"), tmp_path / "back")
+        assert hashlib.sha256((back / "tree/blob").read_bytes()).hexdigest() == digest
+
+    async def test_modes_links_and_odd_names_survive_the_round_trip(self, box: AsyncSandbox, tmp_path: Path) -> None:
+        tree = tmp_path / "tree"
+        (tree / "sub/empty").mkdir(parents=True)
+        (tree / "run").write_text("#!/bin/sh\necho ran\n")
+        (tree / "run").chmod(0o751)
+        (tree / "readonly").write_text("r")
+        (tree / "readonly").chmod(0o444)
+        (tree / "sub/link").symlink_to("../run")
+        (tree / "dangling").symlink_to("nowhere")
+        os.link(tree / "run", tree / "zz_hard")
+        names = [b"with space and 'quote'", "ünïcode".encode(), b"not_utf8_\xff\xfe", b"-dash", b"n" * 200]
+        for name in names:
+            Path(os.fsdecode(os.fsencode(tree) + b"/" + name)).write_bytes(name)
+        await box.put_archive("/srv", stream(b"".join(pack(tree))))
+        assert await sh(box, "/srv/tree/sub/link; stat -c %a /srv/tree/run /srv/tree/readonly") == "ran\n751\n444\n"
+        assert await sh(box, "readlink /srv/tree/dangling; stat -c %h /srv/tree/zz_hard") == "nowhere\n2\n"
+        back = unpack(await receive(box, "/srv/tree"), tmp_path / "back") / "tree"
+        for name in names:
+            assert Path(os.fsdecode(os.fsencode(back) + b"/" + name)).read_bytes() == name
+        assert stat.S_IMODE((back / "run").stat().st_mode) == 0o751
+        assert str((back / "sub/link").readlink()) == "../run"
+        assert (back / "zz_hard").stat().st_ino == (back / "run").stat().st_ino
+        assert (back / "sub/empty").is_dir()
+
+    async def test_first_member_is_named_by_the_last_part_of_the_path(self, box: AsyncSandbox) -> None:
+        await sh(box, "mkdir -p /srv/x/y; echo 1 > /srv/x/y/f; ln -s y /srv/x/link")
+        assert list(members(await receive(box, "/srv/x/y"))) == ["y", "y/f"]
+        assert list(members(await receive(box, "/srv/x/y/"))) == ["y", "y/f"]
+        assert list(members(await receive(box, "/srv/x/y/f"))) == ["f"]
+        first = next(iter(members(await receive(box, "/srv/x/link")).values()))
+        assert first.name == "link"
+
+    async def test_excluded_paths_are_left_out(self, box: AsyncSandbox) -> None:
+        await sh(
+            box,
+            "mkdir -p /srv/r/.git/objects /srv/r/a/.git /srv/r/a/__pycache__ /srv/r/build/x; cd /srv/r;"
+            " touch .git/objects/o a/.git/c a/__pycache__/p a/keep build/x/y keep",
+        )
+        names = set(members(await receive(box, "/srv/r", exclude=[".git", "build/x", "**/__pycache__"])))
+        assert names == {"r", "r/a", "r/a/.git", "r/a/.git/c", "r/a/keep", "r/build", "r/keep"}
+
+    async def test_more_than_max_bytes_raises(self, box: AsyncSandbox) -> None:
+        await sh(box, "mkdir /srv/big; head -c 3000000 /dev/urandom > /srv/big/f; truncate -s 10T /srv/sparse")
+        assert len(await receive(box, "/srv/big", max_bytes=3_100_000)) <= 3_100_000
+        for path in ("/srv/big", "/srv/sparse"):
+            async with asyncio.timeout(60):
+                with pytest.raises(SandboxArchiveTooLargeError, match="1000000"):
+                    await receive(box, path, max_bytes=1_000_000)
+        assert (await box.exec("true")).ok
+
+    async def test_missing_path_raises_and_names_it(self, box: AsyncSandbox) -> None:
+        with pytest.raises(SandboxError, match="/srv/not_here") as caught:
+            await receive(box, "/srv/not_here")
+        assert not isinstance(caught.value, SandboxLostError)
+
+    @pytest.mark.parametrize("case", ESCAPES)
+    async def test_member_that_escapes_is_refused_and_nothing_outside_changes(
+        self, case: str, box: AsyncSandbox
+    ) -> None:
+        await sh(box, "mkdir -p /srv/dest/sub; echo secret > /srv/secret; echo secret > /tmp/secret")
+        outside = "find /srv /tmp /etc -path /srv/dest -prune -o -type f -print | sort | xargs -d '\\n' md5sum"
+        before = await sh(box, outside)
+        with pytest.raises(SandboxArchiveError):
+            await box.put_archive("/srv/dest", stream(archive(*ESCAPES[case])))
+        assert await sh(box, outside) == before
+        assert (await box.exec("true")).ok
+
+    async def test_damaged_stream_is_refused(self, box: AsyncSandbox) -> None:
+        good = pack_bytes("f", b"x" * 5000)
+        for damaged in (good[:3000], b"\x01" * 2048, b"", good[:-1024]):
+            with pytest.raises(SandboxArchiveError):
+                await box.put_archive("/srv", stream(damaged))
+        await box.put_archive("/srv", stream(good, size=7))
+        assert await sh(box, "wc -c < /srv/f") == "5000\n"
+
+    async def test_error_in_the_callers_stream_passes_through(self, box: AsyncSandbox) -> None:
+        async def breaks() -> AsyncIterator[bytes]:
+            yield pack_bytes("f", b"x" * 5000)[:2000]
+            raise ConnectionResetError("the caller's source broke")
+
+        with pytest.raises(ConnectionResetError, match="source broke"):
+            await box.put_archive("/srv", breaks())
+        assert (await box.exec("true")).ok
+
+    async def test_reading_stops_when_the_reader_stops(self, box: AsyncSandbox) -> None:
+        await sh(box, "head -c 20000000 /dev/zero > /srv/f")
+        chunks = box.get_archive("/srv/f")
+        async for _ in chunks:
+            break
+        await chunks.aclose()  # type: ignore[attr-defined]
+        async with asyncio.timeout(60):
+            assert (await box.exec("rm /srv/f")).ok
+
+    async def test_archives_need_no_program_of_the_box(self, box: AsyncSandbox, tmp_path: Path) -> None:
+        await sh(
+            box,
+            "mkdir /srv/t; echo real > /srv/t/f\n"
+            "printf '#!/bin/sh\\necho forged\\n' > /tmp/forged; chmod 755 /tmp/forged\n"
+            "for name in tar cat cp dd head mkdir gzip python3; do\n"
+            "  for place in /bin /usr/bin /usr/local/bin; do\n"
+            "    if [ -e $place/$name ]; then cp -f --remove-destination /tmp/forged $place/$name; fi\n"
+            "  done\n"
+            "done 2>/dev/null; true",
+        )
+        back = unpack(await receive(box, "/srv/t"), tmp_path / "back")
+        assert (back / "t/f").read_text() == "real\n"
+        await box.put_archive("/srv/new/place", stream(pack_bytes("g", b"given")))
+        await box.download("/srv/new/place/g", tmp_path / "g")
+        assert (tmp_path / "g").read_text() == "given"
+
+    async def test_pipes_sockets_and_devices_are_left_out_and_do_not_block(self, box: AsyncSandbox) -> None:
+        code = "import socket; socket.socket(socket.AF_UNIX).bind('/srv/s/sock')"
+        await sh(box, f'mkdir /srv/s; mkfifo /srv/s/pipe; echo 1 > /srv/s/f; python3 -c "{code}"')
+        async with asyncio.timeout(60):
+            assert list(members(await receive(box, "/srv/s"))) == ["s", "s/f"]
+
+    async def test_same_archive_put_several_times_at_once_is_there_whole(self, box: AsyncSandbox) -> None:
+        """As a client does that repeats a request whose answer was lost."""
+        content = os.urandom(20_000).hex().encode()
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w") as tar:
+            for name in ("a", "b", "c"):
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+            link = tarfile.TarInfo("d")
+            link.type, link.linkname = tarfile.SYMTYPE, "a"
+            tar.addfile(link)
+        await sh(box, "mkdir -p /tmp/once")
+        for _ in range(4):
+            await asyncio.gather(*(box.put_archive("/tmp/once", stream(buffer.getvalue())) for _ in range(6)))
+            assert await sh(box, "cd /tmp/once && cat a b c d") == content.decode() * 4
+            assert (await sh(box, "ls -A /tmp/once")).split() == ["a", "b", "c", "d"]
+
+    async def test_existing_files_are_replaced_and_others_stay(self, box: AsyncSandbox) -> None:
+        await sh(box, "mkdir -p /srv/d; echo old > /srv/d/f; echo stays > /srv/d/g; ln -s /etc/passwd /srv/d/l")
+        data = archive(("d/f", tarfile.REGTYPE, ""), ("d/l", tarfile.REGTYPE, ""))
+        before = await sh(box, "md5sum /etc/passwd")
+        await box.put_archive("/srv", stream(data))
+        assert await sh(box, "cat /srv/d/f /srv/d/g /srv/d/l; test ! -L /srv/d/l") == "d/fstays\nd/l"
+        assert await sh(box, "md5sum /etc/passwd") == before

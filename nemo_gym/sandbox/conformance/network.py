@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from nemo_gym.contract.sandbox import Door, NetworkPolicy
-from nemo_gym.sandbox.base import ExecEnd, ExecOutput, ExecProcess, ExecRequest, SandboxProvider
-from nemo_gym.sandbox.capabilities import SupportsLoopbackDoor
+from nemo_gym.sandbox.base import ExecEnd, ExecOutput, ExecProcess, ExecRequest, SandboxProvider, SupportsLoopbackDoor
+from nemo_gym.sandbox.conformance.abilities import Upstream, upstream
 from nemo_gym.sandbox.conformance.base import PATIENCE_S, Checks, StartBox, eventually, python, sh
-from nemo_gym.sandbox.conformance.upstream import Upstream, upstream
 from nemo_gym.sandbox.doors import INFERENCE_ROUTES
 from nemo_gym.sandbox.facade import AsyncSandbox
 

@@ -2,9 +2,9 @@
 
 from nemo_gym.contract.errors import SandboxCreateError, SandboxCreateVerificationError
 from nemo_gym.contract.sandbox import SandboxResources, SandboxSpec
+from nemo_gym.sandbox.base import Connectable as ConnectableProvider
 from nemo_gym.sandbox.base import SandboxExecResult, SandboxHandle, SandboxProvider, SandboxStatus
-from nemo_gym.sandbox.capabilities import Connectable as ConnectableProvider
-from nemo_gym.sandbox.capabilities import SupportsEndpoint as SupportsSandboxEndpoint
+from nemo_gym.sandbox.base import SupportsEndpoint as SupportsSandboxEndpoint
 
 __all__ = [
     "ConnectableProvider",

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from nemo_gym.contract.errors import SandboxError
 from nemo_gym.sandbox.base import ExecOutput
-from nemo_gym.sandbox.wire.execs import ExecEndModel
+from nemo_gym.sandbox.wire.models import ExecEndModel
 
 MAX_PAYLOAD_BYTES = 1024 * 1024
 """Of one frame; more output is more frames. A reader refuses longer ones before it waits for their bytes."""

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from nemo_gym.broker.registry.writer import GroupCommitWriter
+from nemo_gym.broker.registry.database import GroupCommitWriter
 from nemo_gym.sandbox import registry
 from resources_servers.sandbox.tests.broker_process import APP
 

@@ -14,12 +14,9 @@ import pytest
 from sqlalchemy import Connection
 
 from nemo_gym.broker.registry import database
-from nemo_gym.broker.registry import writer as registry_writer
-from nemo_gym.broker.registry.database import Durability, open_engine
-from nemo_gym.broker.registry.execs import ExecStore
-from nemo_gym.broker.registry.records import BoxRecord, BoxState, ExecRecord, ImageRecord, LeaseRecord
-from nemo_gym.broker.registry.store import BoxStore, ImageStore
-from nemo_gym.broker.registry.writer import GroupCommitWriter
+from nemo_gym.broker.registry.database import Durability, GroupCommitWriter, open_engine
+from nemo_gym.broker.registry.store import BoxStore, ExecStore, ImageStore
+from nemo_gym.broker.registry.tables import BoxRecord, BoxState, ExecRecord, ImageRecord, LeaseRecord
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.session import LeaseScope
@@ -156,7 +153,7 @@ async def test_log_of_the_registry_stays_short_however_many_commands_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database, "_CHECKPOINT_PAGES", 20)
-    monkeypatch.setattr(registry_writer, "MAX_AT_ONCE", 50)
+    monkeypatch.setattr(database, "MAX_AT_ONCE", 50)
     async with writing(f"sqlite:///{tmp_path / 'registry.sqlite'}") as writer:
         store = ExecStore(writer)
         for number in range(1000):

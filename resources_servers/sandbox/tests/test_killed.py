@@ -19,8 +19,7 @@ import pytest
 from nemo_gym.broker.backend import BROKER_LABEL, SANDBOX_LABEL
 from nemo_gym.contract.errors import NemoGymError, SandboxLostError
 from nemo_gym.contract.sandbox import Door, SandboxSpec
-from nemo_gym.sandbox.base import ExecRequest, SandboxExecResult, SandboxProvider
-from nemo_gym.sandbox.capabilities import SupportsLoopbackDoor
+from nemo_gym.sandbox.base import ExecRequest, SandboxExecResult, SandboxProvider, SupportsLoopbackDoor
 from nemo_gym.sandbox.facade import AsyncSandbox
 from nemo_gym.sandbox.registry import create_provider
 from resources_servers.sandbox.tests.api import calling

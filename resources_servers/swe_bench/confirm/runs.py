@@ -239,7 +239,7 @@ async def read_records(site: EvalSite, handle: SandboxHandle, path: str) -> str:
 async def _read(site: EvalSite, handle: SandboxHandle, path: str, *, max_bytes: int | None = None) -> bytes | None:
     try:
         stream = site.provider.get_archive(handle, path, max_bytes=max_bytes)
-        return b"".join(single_file([chunk async for chunk in stream]))
+        return b"".join([piece async for piece in single_file(stream)])
     except (ArchiveError, SandboxArchiveError):
         # Too large, a link, a directory, or not there: no file of ours.
         return None

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
+from nemo_gym._util.tasks import finish
 from nemo_gym.contract.sandbox import NetworkPolicy, SandboxRole, SandboxSpec
 from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle, SandboxProvider
 from nemo_gym.sandbox.labels import box_labels
@@ -231,7 +232,7 @@ async def build_box(
     try:
         yield BuildBox(provider, handle, registries, what)
     finally:
-        await asyncio.shield(provider.close(handle))
+        await finish(provider.close(handle))
 
 
 def add_tree(tar: tarfile.TarFile, source: Path, target: str, skip: Callable[[str], bool] | None = None) -> None:

@@ -12,8 +12,7 @@ from typing import Any, Literal, cast
 
 from nemo_gym.contract.errors import SandboxCreateError
 from nemo_gym.contract.sandbox import SandboxRole
-from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider
-from nemo_gym.sandbox.capabilities import SupportsSnapshot, require
+from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider, SupportsSnapshot, require
 from nemo_gym.sandbox.labels import box_labels
 from resources_servers.swe_bench.confirm.controls import ControlStore, RowControls, Strength
 from resources_servers.swe_bench.confirm.making import BUDGET_S, Maker

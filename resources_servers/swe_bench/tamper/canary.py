@@ -402,6 +402,6 @@ async def _checked(site: EvalSite, handle: SandboxHandle, command: list[str], *,
 async def _read(site: EvalSite, handle: SandboxHandle, path: str) -> bytes | None:
     try:
         stream = site.provider.get_archive(handle, f"{TESTBED}/{path}", max_bytes=_MAX_DIFF_BYTES)
-        return b"".join(single_file([chunk async for chunk in stream]))
+        return b"".join([piece async for piece in single_file(stream)])
     except SandboxArchiveError:
         return None

@@ -27,7 +27,7 @@ import docker
 from docker.errors import ImageNotFound
 
 from nemo_gym.sandbox.providers.docker.engine import Engine
-from nemo_gym.sandbox.providers.docker.host_image import ensure_host_image
+from nemo_gym.sandbox.providers.docker.images import ensure_host_image
 from nemo_gym.sandbox.providers.opensandbox.boxtool_build import build
 from tests.sandbox.opensandbox.double import API_KEY
 

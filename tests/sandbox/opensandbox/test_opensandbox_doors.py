@@ -19,8 +19,7 @@ from nemo_gym.contract.sandbox import Door, NetworkPolicy, SandboxSpec
 from nemo_gym.sandbox.base import ExecOutput, ExecRequest, SandboxHandle
 from nemo_gym.sandbox.conformance.base import eventually
 from nemo_gym.sandbox.providers.opensandbox import OpenSandboxProvider
-from nemo_gym.sandbox.providers.opensandbox.doors import _Stream
-from nemo_gym.sandbox.providers.opensandbox.relay import CREDIT, DATA, FINISH, WINDOW_BYTES, Message
+from nemo_gym.sandbox.providers.opensandbox.doors import CREDIT, DATA, FINISH, WINDOW_BYTES, Message, _Stream
 from tests.sandbox.opensandbox.double import API_KEY
 
 ASK = """

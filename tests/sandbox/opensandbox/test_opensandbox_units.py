@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.sandbox.labels import MANAGED
-from nemo_gym.sandbox.providers.opensandbox import labels
-from nemo_gym.sandbox.providers.opensandbox.box import OpenSandboxBox
+from nemo_gym.sandbox.providers.opensandbox import connection
 from nemo_gym.sandbox.providers.opensandbox.config import OpenSandboxConfig
-from nemo_gym.sandbox.providers.opensandbox.connection import Connection
-from nemo_gym.sandbox.providers.opensandbox.frames import STDOUT, Frame, FrameParser
-from nemo_gym.sandbox.providers.opensandbox.tool import ToolRun
+from nemo_gym.sandbox.providers.opensandbox.connection import Connection, OpenSandboxBox
+from nemo_gym.sandbox.providers.opensandbox.tool import STDOUT, Frame, FrameParser, ToolRun
 
 _VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 _NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
@@ -26,20 +24,20 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)
 
 @given(st.dictionaries(texts, texts, max_size=8))
 def test_labels_survive_and_are_metadata_that_kubernetes_takes(given_labels: dict[str, str]) -> None:
-    metadata = labels.encode(given_labels, key="k")
-    assert labels.decode(metadata) == {**given_labels, MANAGED: "true"}
+    metadata = connection.encode(given_labels, key="k")
+    assert connection.decode(metadata) == {**given_labels, MANAGED: "true"}
     for name, value in metadata.items():
         assert _NAME.fullmatch(name)
         assert _VALUE.fullmatch(value)
     assert (
-        labels.select(given_labels).items()
-        <= metadata.items() | labels.select({MANAGED: given_labels.get(MANAGED, "")}).items()
+        connection.select(given_labels).items()
+        <= metadata.items() | connection.select({MANAGED: given_labels.get(MANAGED, "")}).items()
     )
 
 
 @pytest.mark.parametrize("metadata", [None, {}, {"app": "x"}, {"nemo-gym.data.0": "NOTBASE32!"}])
 def test_metadata_of_others_is_no_box_of_ours(metadata: dict[str, str] | None) -> None:
-    assert labels.decode(metadata) is None
+    assert connection.decode(metadata) is None
 
 
 @given(st.lists(st.tuples(st.sampled_from("soepx"), st.binary(max_size=300)), max_size=12), st.data())

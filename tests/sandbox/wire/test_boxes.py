@@ -14,11 +14,21 @@ from pydantic import ValidationError
 from nemo_gym.contract.sandbox import Door, Mount, NetworkPolicy, SandboxResources, SandboxSpec
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest, SandboxCapabilities, SandboxStatus
 from nemo_gym.sandbox.door_statistics import DoorStatistics
-from nemo_gym.sandbox.wire.boxes import BoxSpec, CreateSandbox, MintLease, RenewLease, SandboxView
-from nemo_gym.sandbox.wire.capabilities import BrokerLimits, CapabilitiesView
-from nemo_gym.sandbox.wire.doors import DoorModel, DoorStatisticsModel
-from nemo_gym.sandbox.wire.execs import ExecEndModel, ExecSubmission, ExecView
-from nemo_gym.sandbox.wire.fields import MAX_TTL_S
+from nemo_gym.sandbox.wire.models import (
+    MAX_TTL_S,
+    BoxSpec,
+    BrokerLimits,
+    CapabilitiesView,
+    CreateSandbox,
+    DoorModel,
+    DoorsView,
+    ExecEndModel,
+    ExecSubmission,
+    ExecView,
+    MintLease,
+    RenewLease,
+    SandboxView,
+)
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
@@ -80,8 +90,7 @@ def test_every_field_of_a_spec_is_carried() -> None:
     carried = {*BoxSpec.model_fields, *CreateSandbox.model_fields} - {"spec", "labels"}
     names = {field.name for field in dataclasses.fields(SandboxSpec)}
     assert names == carried | {"metadata", "idempotency_key"}
-    for model, kind in ((DoorModel, Door), (DoorStatisticsModel, DoorStatistics)):
-        assert set(model.model_fields) == {field.name for field in dataclasses.fields(kind)}
+    assert set(DoorModel.model_fields) == {field.name for field in dataclasses.fields(Door)}
 
 
 @given(
@@ -137,8 +146,8 @@ def test_exec_has_an_end_exactly_when_it_is_over() -> None:
 
 def test_door_statistics_survive_the_wire() -> None:
     statistics = DoorStatistics(requests=3, failed=1, statuses={200: 2, 503: 1}, last_error="503: busy", seconds=1.5)
-    body = DoorStatisticsModel.of(statistics).model_dump_json()
-    assert DoorStatisticsModel.model_validate_json(body).to_statistics() == statistics
+    body = DoorsView(doors={"model": statistics, "mcp": None}).model_dump_json()
+    assert DoorsView.model_validate_json(body).doors == {"model": statistics, "mcp": None}
 
 
 def test_credentials_of_doors_are_not_in_what_is_logged() -> None:

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym.sandbox.base import ExecOutcome
-from nemo_gym.sandbox.wire.execs import ExecEndModel
 from nemo_gym.sandbox.wire.frames import (
     MAX_PAYLOAD_BYTES,
     PING,
@@ -21,6 +20,7 @@ from nemo_gym.sandbox.wire.frames import (
     encode_event,
     encode_output,
 )
+from nemo_gym.sandbox.wire.models import ExecEndModel
 
 END = ExecEndModel(outcome=ExecOutcome.EXITED, return_code=3, output_bytes=5, truncated=("stdout",))
 EXIT = Frame(FrameKind.EXIT, END.model_dump_json().encode())

@@ -7,7 +7,6 @@ it needs neither a set-user-id program nor the site's configuration.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import csv
 import io
@@ -20,12 +19,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_gym.sandbox import init_program, linux
-from nemo_gym.sandbox.providers.apptainer import finishing
-from nemo_gym.sandbox.providers.apptainer.settings import CONFIGURATION
+from nemo_gym._util.tasks import finish
+from nemo_gym.sandbox import linux
+from nemo_gym.sandbox.providers.apptainer import CONFIGURATION
 from nemo_gym.sandbox.providers.local.protocol import close_all
-from nemo_gym.sandbox.providers.local.supervisor import children, disk, user_ids
+from nemo_gym.sandbox.providers.local.supervisor import files, processes
 from nemo_gym.sandbox.providers.local.supervisor.construction import (
+    PROC_ABSENT,
+    PROC_READ_ONLY,
+    RUN_BYTES,
+    SHM_BYTES,
     BoxPlan,
     BuildError,
     BuiltBox,
@@ -34,10 +37,126 @@ from nemo_gym.sandbox.providers.local.supervisor.construction import (
     write_maps,
 )
 
+# -- Finishing -----------------------------------------------------------------------------------------------------
+# What is done to a box around Apptainer's own work: places for mounts before it, the last mounts after it.
+#
+# Standard library only: it runs in children of the supervisor.
+
+_MS_NOEXEC = 0x8
+_MS_REMOUNT = 0x20
+_STANDARD_PLACES = ("/dev", "/proc", "/run", "/tmp", "/var/tmp")
+_OWN_VARIABLES = ("APPTAINER_", "SINGULARITY_", "PS1", "PROMPT_COMMAND", "PWD", "OLDPWD", "HOME", "SHLVL", "TERM", "_")
+
+
+def make_places(root: Path, binds: Sequence[tuple[str, str]]) -> None:
+    """Make what Apptainer mounts on, where it is missing. Works in a child whose root the box is, so that no link of
+    the image leads out of it."""
+    pid = os.fork()
+    if pid:
+        _, status = os.waitpid(pid, 0)
+        if status:
+            raise OSError(os.waitstatus_to_exitcode(status), "a directory or file to mount on cannot be made")
+        return
+    try:
+        kinds = [os.path.isdir(source) for source, _ in binds]  # noqa: PTH112 - plain strings throughout
+        os.chroot(root)
+        os.chdir("/")
+        os.umask(0o022)
+        for path in _STANDARD_PLACES:
+            if not os.path.lexists(path):
+                os.makedirs(path)  # noqa: PTH103
+                if path.endswith("tmp"):
+                    os.chmod(path, 0o1777)  # noqa: PTH101
+        for (_, target), is_directory in zip(binds, kinds, strict=True):
+            if os.path.exists(target):  # noqa: PTH110
+                continue
+            os.makedirs(target if is_directory else os.path.dirname(target), exist_ok=True)  # noqa: PTH103, PTH120
+            if not is_directory:
+                os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
+        os._exit(0)
+    except OSError as error:
+        os._exit(error.errno or 1)
+    finally:
+        os._exit(1)
+
+
+async def finish_mounts(init_fd: int, plan: BoxPlan) -> dict[str, Any] | None:
+    """The mounts that Apptainer does not make, in a box where nothing has run yet; the problem, or ``None``."""
+
+    def job(report_fd: int) -> None:
+        step = "entering the box"
+        try:
+            linux.setns(init_fd, linux.CLONE_NEWUSER | linux.CLONE_NEWNS)
+            step = "protecting /proc"
+            _protect_proc()
+            step = "mounting /dev/shm and /run"
+            _mount_memory(plan.memory_bytes)
+            for path in plan.hidden:
+                step = f"hiding {path}"
+                _hide(path)
+        except OSError as error:
+            processes.report_error(report_fd, step, error)
+
+    return await processes.run(job, keep=[init_fd])
+
+
+def _protect_proc() -> None:
+    """A box's user 0 may be the host's by number, and files of /proc that concern the whole machine go by that."""
+    for path in PROC_READ_ONLY:
+        if os.path.exists(path):  # noqa: PTH110
+            linux.mount(path, path, None, linux.MS_BIND | linux.MS_REC)
+            _remount_read_only(path, _MS_NOEXEC)
+    for path in PROC_ABSENT:
+        if os.path.exists(path):  # noqa: PTH110
+            _hide(path)
+
+
+def _mount_memory(memory_bytes: int | None) -> None:
+    # Files in memory count as memory that nobody can reclaim, so they must leave room for a process to delete them.
+    shm, run = SHM_BYTES, RUN_BYTES
+    if memory_bytes is not None:
+        shm, run = min(shm, memory_bytes // 2), min(run, memory_bytes // 8)
+    flags = linux.MS_NOSUID | linux.MS_NODEV
+    with contextlib.suppress(OSError):
+        linux.umount("/dev/mqueue", linux.MNT_DETACH)
+    linux.mount("tmpfs", "/dev/shm", "tmpfs", flags, f"mode=1777,size={shm}")
+    _remount_read_only("/dev", 0, nodev=False)
+    linux.mount("tmpfs", "/run", "tmpfs", flags, f"mode=0755,size={run}")
+    os.mkdir("/run/lock")  # noqa: PTH102
+    os.chmod("/run/lock", 0o1777)  # noqa: PTH101
+
+
+def _hide(path: str) -> None:
+    if os.path.isdir(path):  # noqa: PTH112
+        flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_RDONLY
+        linux.mount("tmpfs", path, "tmpfs", flags, "mode=0555,size=4096")
+    else:
+        linux.mount("/dev/null", path, None, linux.MS_BIND)
+
+
+def _remount_read_only(path: str, more: int, *, nodev: bool = True) -> None:
+    flags = linux.MS_BIND | _MS_REMOUNT | linux.MS_RDONLY | linux.MS_NOSUID | more
+    linux.mount("none", path, None, flags | (linux.MS_NODEV if nodev else 0))
+
+
+def image_env(init_pid: int) -> dict[str, str]:
+    """What the image sets for every process: the environment Apptainer gave the first one, without its own names."""
+    env: dict[str, str] = {}
+    for entry in Path(f"/proc/{init_pid}/environ").read_bytes().split(b"\0"):
+        name, found, value = entry.decode("utf-8", "surrogateescape").partition("=")
+        if not found or name in _OWN_VARIABLES or name.startswith(_OWN_VARIABLES[:2]):
+            continue
+        if (name, value) in (("LANG", "C"), ("LD_LIBRARY_PATH", "/.singularity.d/libs")):
+            continue
+        env[name] = value
+    return env
+
+
+# -- Construction --------------------------------------------------------------------------------------------------
+
 MOVES_IDS = False
 """Apptainer looks for its files by paths that only the user outside can reach."""
 _GO = b"g"
-_MS_NOEXEC = 0x8
 
 
 async def build(plan: BoxPlan) -> BuiltBox:
@@ -54,7 +173,7 @@ async def build(plan: BoxPlan) -> BuiltBox:
     said_read, said_write = os.pipe()
     go_read, go_write = os.pipe()
     stderr_read, stderr_write = os.pipe()
-    program = init_program.open_program()
+    program = linux.open_program()
     ready, ready_theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     # The kernel says who wrote, with the process id that it has here: the one of the box's first process.
     ready.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -68,14 +187,14 @@ async def build(plan: BoxPlan) -> BuiltBox:
 
     keep = [error_write, said_write, go_read, ready_theirs.fileno(), stderr_write, program]
     try:
-        maker = children.fork(child, keep=keep)
+        maker = processes.fork(child, keep=keep)
     finally:
         close_all([error_write, said_write, go_read, stderr_write, program])
         ready_theirs.close()
     maker_fd = os.pidfd_open(maker)
     monitor, monitor_fd, built = 0, -1, False
     try:
-        await children.readable(said_read)
+        await processes.readable(said_read)
         if os.read(said_read, 1):
             write_maps(maker, plan.identity)
             os.write(go_write, _GO)
@@ -88,19 +207,19 @@ async def build(plan: BoxPlan) -> BuiltBox:
             (
                 problem,
                 error_read,
-            ) = await children.read_all(error_read), -1
+            ) = await processes.read_all(error_read), -1
             (
                 said,
                 stderr_read,
-            ) = await children.read_all(stderr_read), -1
+            ) = await processes.read_all(stderr_read), -1
             raise BuildError(_explain(plan, json.loads(problem) if problem else None, said))
         init_fd = os.pidfd_open(init_pid)
         try:
-            problem_found = await finishing.finish(init_fd, plan)
+            problem_found = await finish_mounts(init_fd, plan)
             if problem_found is not None:
                 raise BuildError(f"making the box failed while {problem_found['step']}: {problem_found['message']}")
             network_fd = os.open(f"/proc/{init_pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-            env = finishing.image_env(init_pid)
+            env = image_env(init_pid)
         except BaseException:
             os.close(init_fd)
             raise
@@ -115,20 +234,20 @@ async def build(plan: BoxPlan) -> BuiltBox:
             if monitor_fd >= 0:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(monitor_fd, signal.SIGKILL)
-                await asyncio.shield(children.wait_for_exit(monitor, monitor_fd))
-        await asyncio.shield(children.wait_for_exit(maker, maker_fd))
+                await finish(processes.wait_for_exit(monitor, monitor_fd))
+        await finish(processes.wait_for_exit(maker, maker_fd))
 
 
 async def _said_more(descriptor: int) -> bool:
-    await children.readable(descriptor)
+    await processes.readable(descriptor)
     return True
 
 
 async def _first_process(ready: socket.socket) -> int:
     """The id of the box's first process once it runs; 0 when it never will."""
-    await children.readable(ready.fileno())
+    await processes.readable(ready.fileno())
     data, ancillary, _, _ = ready.recvmsg(16, socket.CMSG_SPACE(struct.calcsize("3i")))
-    if data != init_program.READY:
+    if data != linux.READY:
         return 0
     for level, kind, value in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
@@ -178,7 +297,7 @@ def _become_apptainer(
         linux.unshare(linux.CLONE_NEWNS)
         if plan.disk_bytes is not None:
             step = "disk"
-            disk.make_and_mount(plan.directory / "disk.img", plan.writable, plan.disk_bytes)
+            files.make_and_mount(plan.directory / "disk.img", plan.writable, plan.disk_bytes)
         for overlay in plan.overlays:
             step = f"overlay {overlay.part}"
             # Side by side, and not one in another: only a mount without others in it can become Apptainer's root.
@@ -186,13 +305,13 @@ def _become_apptainer(
             target.mkdir(exist_ok=True)
             mount_overlay(plan, overlay, target)
         step = "making the places of mounts"
-        finishing.make_places(plan.directory / "root", [(source, target) for source, target, _ in binds])
+        make_places(plan.directory / "root", [(source, target) for source, target, _ in binds])
         step = "user namespace"
         linux.unshare(linux.CLONE_NEWUSER)
         os.write(said_fd, b"u")
         if os.read(go_fd, 1) != _GO:
             os._exit(1)
-        user_ids.limit_counters()
+        processes.limit_counters()
         # Inside, nobody may make further user namespaces: they are how most kernel holes are reached.
         Path("/proc/sys/user/max_user_namespaces").write_text("0")
         # Apptainer and its box are in a process namespace whose process 1 watches both the supervisor and them.
@@ -221,7 +340,7 @@ def _become_apptainer(
         }
         os.execve(plan.program, list(arguments), environment)
     except OSError as error:
-        children.report_error(error_fd, step, error)
+        processes.report_error(error_fd, step, error)
 
 
 def _fork_and_watch() -> None:

@@ -4,13 +4,127 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from nemo_gym.contract.errors import SandboxCreateError
 from nemo_gym.contract.sandbox import SandboxSpec
-from nemo_gym.sandbox.providers.apptainer.images import image_from_path
+from nemo_gym.sandbox.providers.apptainer import CONFIGURATION
 from nemo_gym.sandbox.providers.apptainer.options import ApptainerOptions
+from nemo_gym.sandbox.providers.local.images import ImageManifest, ImageStore, remove_directory
 from nemo_gym.sandbox.providers.local.options import SupervisedOptions
 from nemo_gym.sandbox.providers.local.provider import LocalProvider
+
+# -- Images --------------------------------------------------------------------------------------------------------
+
+_ARCHIVES = ("docker-archive:", "oci-archive:")
+_UNPACK_TIMEOUT_S = 1800.0
+_SQUASHFS = re.compile(r"\|(\d+)-\d+\s*\|FS \(Squashfs/\*System")
+
+
+def image_from_path(image: str, store: ImageStore, options: SupervisedOptions) -> str:
+    """The supervisor's name for an image that is given as a path; other names are returned as they are. Blocking.
+
+    A file is unpacked once for all boxes: without root, Apptainer would do that again for each. A file that changed
+    is another image.
+
+    Raises:
+        SandboxCreateError: there is nothing there, or it cannot be unpacked.
+    """
+    kind = next((prefix for prefix in _ARCHIVES if image.startswith(prefix)), "")
+    path = Path(image.removeprefix(kind)).expanduser()
+    if not kind and not image.startswith(("/", "~")):
+        return image
+    try:
+        path = path.resolve(strict=True)
+        info = path.stat()
+    except OSError as error:
+        raise SandboxCreateError(f"image '{image}': {error.strerror}", provider=options.provider) from error
+    if path.is_dir():
+        name = f"directory-{_digest(str(path))}"
+        if store.manifest(name) is None:
+            store.add_base(name, path, {"path": str(path)})
+        return name
+    family = _digest(str(path))
+    name = f"file-{family}-{_digest(f'{info.st_size} {info.st_mtime_ns} {info.st_ino}')}"
+    if store.manifest(name) is None:
+        _unpack_once(name, f"{kind}{path}", {"path": str(path)}, store, options)
+        for older in store.names():
+            if older.startswith(f"file-{family}-") and older != name:
+                store.remove(older)
+    return name
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def _unpack_once(
+    name: str, source: str, labels: dict[str, str], store: ImageStore, options: SupervisedOptions
+) -> None:
+    store.prepare()
+    lock = os.open(store.root / f".{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if store.manifest(name) is not None:
+            return
+        staged = store.new_staging()
+        try:
+            _unpack(source, staged, options)
+            xattrs = "trusted" if os.geteuid() == 0 else "user"
+            store.publish(name, ImageManifest(name, host_base=False), staged, labels, xattrs)
+        finally:
+            if staged.exists():
+                remove_directory(staged)
+    finally:
+        os.close(lock)
+
+
+def _unpack(source: str, staged: Path, options: SupervisedOptions) -> None:
+    """The root filesystem of an image file as ``staged/root``."""
+    if source.startswith(_ARCHIVES):
+        configuration = staged / "apptainer.conf"
+        configuration.write_text(CONFIGURATION)
+        build = ["--silent", "--config", str(configuration), "build", "--sandbox", str(staged / "root"), source]
+        _run([options.program(), *build], source, options)
+        configuration.unlink()
+        return
+    # Apptainer would unpack a SIF file in a container of its own, which takes capabilities that root may lack.
+    unsquashfs = shutil.which("unsquashfs", path="/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin")
+    if unsquashfs is None:
+        raise SandboxCreateError(
+            "unsquashfs was not found; install the package squashfs-tools", provider=options.provider
+        )
+    listed = _run([options.program(), "sif", "list", source], source, options)
+    found = _SQUASHFS.search(listed)
+    if found is None:
+        raise SandboxCreateError(f"'{source}' is no SIF file with a squashfs system in it", provider=options.provider)
+    command = [unsquashfs, "-quiet", "-no-progress", "-offset", found[1], "-dest", str(staged / "root"), source]
+    # Owners and attributes that only root can set are none that an ordinary user's boxes could have.
+    _run(command, source, options, accepted=(0,) if os.geteuid() == 0 else (0, 2))
+
+
+def _run(command: Sequence[str], source: str, options: SupervisedOptions, *, accepted: Sequence[int] = (0,)) -> str:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, stdin=subprocess.DEVNULL, timeout=_UNPACK_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SandboxCreateError(f"cannot unpack '{source}': {error}", provider=options.provider) from error
+    if done.returncode not in accepted:
+        said = done.stderr.decode("utf-8", "replace").strip()[-2000:]
+        raise SandboxCreateError(f"cannot unpack '{source}': {said}", provider=options.provider)
+    return done.stdout.decode("utf-8", "replace")
+
+
+# -- Provider ------------------------------------------------------------------------------------------------------
 
 
 class ApptainerProvider(LocalProvider):

@@ -22,6 +22,7 @@ from nemo_gym.sandbox.archive import (
 )
 from nemo_gym.sandbox.archive_filters import TarFilter, filtered
 from nemo_gym.sandbox.providers.docker.engine import Engine, sdk_errors, status_of, translate
+from nemo_gym.sandbox.streaming_provider import absolute
 
 _IN_MEMORY_BYTES = 32 * 1024 * 1024
 _CHUNK_BYTES = 4 * 1024 * 1024
@@ -37,7 +38,7 @@ class Upload:
     """
 
     def __init__(self, path: str) -> None:
-        self.path = absolute(path)
+        self.path = posixpath.normpath(absolute(path))
         self._filter = TarFilter()
         # Closed by `close`; it outlives this function.
         self._spool: IO[bytes] = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES)  # noqa: SIM115
@@ -114,18 +115,10 @@ class Upload:
         self._spool.close()
 
 
-def absolute(path: str) -> str:
-    if not path.startswith("/") or "\0" in path:
-        raise SandboxArchiveError(f"a path in a box must be absolute, not '{path}'")
-    return posixpath.normpath(path).replace("//", "/")
-
-
 def stat(engine: Engine, container_id: str, path: str) -> dict[str, Any] | None:
     """What the engine knows of a path in a box (the path's own entry, links not followed); ``None`` when absent."""
     client = engine.client
-    response = client.head(
-        client._url("/containers/{0}/archive", container_id), params={"path": path}, timeout=client.timeout
-    )
+    response = client.head(_archive_url(client, container_id), params={"path": path}, timeout=client.timeout)
     if response.status_code == 404:
         # A HEAD has no body to tell a missing path from a missing box.
         client.inspect_container(container_id)
@@ -156,7 +149,7 @@ def files_archive(files: Mapping[str, str]) -> bytes:
     data = b""
     for path, text in files.items():
         content = text.encode("utf-8", "surrogateescape")
-        member = tarfile.TarInfo(absolute(path).lstrip("/"))
+        member = tarfile.TarInfo(posixpath.normpath(absolute(path)).lstrip("/"))
         member.size, member.mode = len(content), 0o644
         data += encode_header(member) + content + bytes(-len(content) % tarfile.BLOCKSIZE)
     return data + END_OF_ARCHIVE
@@ -176,7 +169,7 @@ def download(
         SandboxArchiveError: there is nothing at ``path``.
         SandboxLostError: the box is gone.
     """
-    path = absolute(path)
+    path = posixpath.normpath(absolute(path))
     # The engine names members of "/" with a leading slash, and those of "/." without.
     source = path if path != "/" else "/."
     with tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES) as spool:
@@ -217,17 +210,32 @@ def _reading(engine: Engine, container_id: str, path: str) -> Iterator[tuple[Ite
     """
     client = engine.client
     response = client.get(
-        client._url("/containers/{0}/archive", container_id),
+        _archive_url(client, container_id),
         params={"path": path},
         headers={"Accept-Encoding": "identity"},
         stream=True,
         timeout=client.timeout,
     )
     try:
-        client._raise_for_status(response)
+        _raise_for_status(response)
         yield response.iter_content(_CHUNK_BYTES), str(_decoded_stat(response).get("linkTarget") or "")
     finally:
         response.close()
+
+
+def _archive_url(client: Any, container_id: str) -> str:
+    return f"{client.base_url}/v{client.api_version}/containers/{container_id}/archive"
+
+
+def _raise_for_status(response: Any) -> None:
+    """Raise the SDK's error for an answer that says one, in the engine's words."""
+    from docker.errors import create_api_error_from_http_exception
+    from requests import HTTPError
+
+    try:
+        response.raise_for_status()
+    except HTTPError as error:
+        create_api_error_from_http_exception(error)
 
 
 def _decoded_stat(response: Any) -> dict[str, Any]:

@@ -1,8 +1,18 @@
-"""From a spec to a running container; blocking, called through `Engine.call`."""
+"""Create one container for one spec, and undo it: its system call filter, its first process and its watchdog."""
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +23,168 @@ from nemo_gym.contract.errors import (
     reject_unknown_keys,
 )
 from nemo_gym.contract.sandbox import DEFAULT_TTL_S, NetworkPolicy, SandboxSpec
-from nemo_gym.sandbox.providers.docker import first_process, seccomp
+from nemo_gym.sandbox.linux import SOCKET_FAMILIES, elf_image
+from nemo_gym.sandbox.providers.docker import watchdog
 from nemo_gym.sandbox.providers.docker.archives import files_archive
 from nemo_gym.sandbox.providers.docker.config import DockerConfig
 from nemo_gym.sandbox.providers.docker.engine import Engine, explain, sdk_errors, status_of, translate
 from nemo_gym.sandbox.providers.docker.images import Images
-from nemo_gym.sandbox.providers.docker.names import (
-    SPEC_KEY,
-    container_labels,
-    container_name,
-    key_digest,
+from nemo_gym.sandbox.providers.docker.names import SPEC_KEY, container_labels, container_name, key_digest
+
+# -- System call filter --------------------------------------------------------------------------------------------
+# The system call profile of boxes: what neither dropped capabilities nor namespaces keep from a process.
+#
+# The engine's own profile differs by release; before release 23 it lets VM sockets through, which lead to the
+# machine's hypervisor whatever the network namespace. This one says the same on every engine. Calls that need a
+# capability are refused by the kernel, for boxes have none.
+
+OLDEST_ENGINE = (20, 10, 10)
+"""Earlier ones cannot answer a call with an error of the profile's choice, which new C libraries rely on."""
+
+_CLONE_NEWUSER = 0x10000000
+_FAMILIES = 64
+"""More address families than the kernel has; those above are refused together."""
+_ABSENT = ("io_uring_setup", "io_uring_enter", "io_uring_register", "clone3", "socketcall")
+"""Answered as by a kernel without them, so that programs take the older way, whose arguments can be seen."""
+_REFUSED = (
+    *("add_key", "request_key", "keyctl"),  # the host session's keyrings are in no namespace
+    *("bpf", "perf_event_open", "userfaultfd", "lookup_dcookie", "kcmp", "process_vm_readv", "process_vm_writev"),
+    *("unshare", "setns", "mount", "umount", "umount2", "pivot_root", "move_mount", "open_tree", "fsopen", "fsmount"),
+    *("fsconfig", "fspick", "mount_setattr", "open_by_handle_at", "name_to_handle_at", "quotactl", "quotactl_fd"),
+    *("init_module", "finit_module", "delete_module", "create_module", "query_module", "get_kernel_syms"),
+    *("kexec_load", "kexec_file_load", "reboot", "swapon", "swapoff", "acct", "nfsservctl", "iopl", "ioperm"),
+    *("settimeofday", "stime", "clock_settime", "clock_settime64", "clock_adjtime", "adjtimex", "vm86", "vm86old"),
+    *("uselib", "ustat", "sysfs", "_sysctl", "syslog", "vhangup", "fanotify_init", "move_pages", "mbind"),
+    *("set_mempolicy", "migrate_pages", "set_mempolicy_home_node", "bdflush"),
 )
+
+
+@cache
+def profile() -> str:
+    """The profile as the JSON that the engine takes."""
+    rules = [_rule(_REFUSED, errno.EPERM), _rule(_ABSENT, errno.ENOSYS)]
+    rules.append(_rule(("clone",), errno.EPERM, _masked(0, _CLONE_NEWUSER)))
+    calls = ("socket", "socketpair")
+    families = [family for family in range(_FAMILIES) if family not in {*map(int, SOCKET_FAMILIES)}]
+    rules += [_rule(calls, errno.EAFNOSUPPORT, _compared(0, "SCMP_CMP_EQ", family)) for family in families]
+    rules.append(_rule(calls, errno.EAFNOSUPPORT, _compared(0, "SCMP_CMP_GE", _FAMILIES)))
+    architectures = [
+        {"architecture": "SCMP_ARCH_X86_64", "subArchitectures": ["SCMP_ARCH_X86", "SCMP_ARCH_X32"]},
+        {"architecture": "SCMP_ARCH_AARCH64", "subArchitectures": ["SCMP_ARCH_ARM"]},
+    ]
+    return json.dumps({"defaultAction": "SCMP_ACT_ALLOW", "archMap": architectures, "syscalls": rules})
+
+
+def supports_profile(version: str) -> bool:
+    """Whether an engine of this release can be given the profile."""
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    return found is not None and tuple(int(part or 0) for part in found.groups()) >= OLDEST_ENGINE
+
+
+def _rule(names: tuple[str, ...], error: int, *arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"names": list(names), "action": "SCMP_ACT_ERRNO", "errnoRet": error, "args": list(arguments)}
+
+
+def _compared(index: int, operator: str, value: int) -> dict[str, Any]:
+    return {"index": index, "op": operator, "value": value}
+
+
+def _masked(index: int, bits: int) -> dict[str, Any]:
+    return {"index": index, "op": "SCMP_CMP_MASKED_EQ", "value": bits, "valueTwo": bits}
+
+
+# -- First process -------------------------------------------------------------------------------------------------
+# The first process of a local engine's boxes: the program of the local provider's, as a file for them to mount.
+#
+# A box lives as long as its first process. An idle command of the image's is a process among others there: `kill -9
+# -1` would end the box, which then looks lost through no fault of its contents, and a lost box is tried again. Only
+# process 1 itself is safe from signals of its own box, and only an unreadable program from being traced there.
+
+
+def program_path() -> Path | None:
+    """The program, written when it is not there yet; ``None`` for a type of processor it does not exist for.
+
+    Raises:
+        SandboxCreateError: the cache directory cannot be written.
+    """
+    try:
+        image = elf_image(platform.machine())
+    except NotImplementedError:
+        return None
+    configured = os.environ.get("XDG_CACHE_HOME")
+    cache = Path(configured) if configured else Path("~").expanduser() / ".cache"
+    path = cache / "nemo-gym" / f"box-init-{hashlib.sha256(image).hexdigest()[:16]}"
+    if path.is_file():
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".box-init-")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(image)
+            os.fchmod(file.fileno(), 0o111)
+        Path(name).replace(path)
+    except OSError as error:
+        raise SandboxCreateError(
+            f"docker: cannot write the first process of boxes to {path}: {error.strerror}; set XDG_CACHE_HOME to a "
+            "directory that can be written"
+        ) from error
+    return path
+
+
+# -- Watchdog ------------------------------------------------------------------------------------------------------
+
+
+def lock_path(engine_url: str) -> Path:
+    """The file that the watchdog of an engine keeps locked. One of another release may be at work beside it: it does
+    not know what ours has to do, and removes nothing that ours would not."""
+    configured = os.environ.get("XDG_CACHE_HOME")
+    digest = hashlib.sha256(engine_url.encode() + b"\0" + Path(watchdog.__file__).read_bytes())
+    cache = Path(configured) if configured else Path("~").expanduser() / ".cache"
+    return cache / "nemo-gym" / "watchdogs" / f"docker-{digest.hexdigest()[:16]}.lock"
+
+
+def ensure_watchdog(engine_url: str) -> None:
+    """Start the watchdog of an engine unless it runs. Cheap when it does.
+
+    Raises:
+        SandboxCreateError: it cannot be started, so leases could not be kept.
+    """
+    path = lock_path(engine_url)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        held = watchdog.try_lock(str(path))
+        if held is None:
+            return
+        os.close(held)
+        argv = [sys.executable, "-I", "-S", watchdog.__file__, str(path), engine_url]
+        if not engine_url.startswith("unix://") and os.environ.get("DOCKER_TLS_VERIFY"):
+            argv.append(os.environ.get("DOCKER_CERT_PATH") or str(Path("~/.docker").expanduser()))
+        with path.with_suffix(".log").open("ab") as log:
+            subprocess.run(
+                argv,
+                check=True,
+                timeout=60,
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SandboxCreateError(
+            f"docker: the watchdog that removes boxes when their lease ends could not be started ({error}); "
+            f"see {path.with_suffix('.log')}"
+        ) from error
+
+
+# -- Container -----------------------------------------------------------------------------------------------------
 
 # For an engine of another machine, which has no program of ours: `sleep` where the image has it, else a read that
 # never ends, as standard input is held open. Ten days are far beyond any lease, and end a box that everybody forgot.
 # It is not the box's first process, so the box's contents can kill it.
 _IDLE = ["/bin/sh", "-c", "command -v sleep >/dev/null 2>&1 && exec sleep 864000; while read -r _; do :; done"]
 _FIRST_PROCESS = "/.nemo-gym-init"
-"""Where the box sees `first_process.program_path`, its entry point with a local engine."""
+"""Where the box sees `program_path`, its entry point with a local engine."""
 _MIB = 1024 * 1024
 _ULIMITS = {"sigpending": 4096, "msgqueue": 204_800}
 """Kernel objects of one user, which user 0 of every box and the engine's host are together: a share of what the host
@@ -67,7 +221,7 @@ class Creation:
                 raise SandboxCreateError(f"docker: the mount source '{mount.source}' does not exist on this host")
         files_archive(self._spec.files)
         if self._spec.entrypoint is None and self._engine.is_local():
-            self._first_process = first_process.program_path()
+            self._first_process = program_path()
 
     def prepare_image(self) -> None:
         """Resolve the image's name, and ask a registry for it where the pull policy says so."""
@@ -195,8 +349,8 @@ class Creation:
 
     def _security_options(self) -> list[str]:
         options = ["no-new-privileges:true"]
-        if self._config.seccomp == "suite" and seccomp.supports_profile(self._engine.release):
-            options.append(f"seccomp={seccomp.profile()}")
+        if self._config.seccomp == "suite" and supports_profile(self._engine.release):
+            options.append(f"seccomp={profile()}")
         return options
 
     def _create(self) -> str:

@@ -7,16 +7,17 @@ import contextlib
 import signal as signals
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_gym._util.backoff import Backoff
+from nemo_gym._util.tasks import finish
 from nemo_gym.contract.errors import SandboxError
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecRequest, SandboxHandle
 from nemo_gym.sandbox.doors import DoorServer
 from nemo_gym.sandbox.egress import EgressProxy
-from nemo_gym.sandbox.providers.docker.attach import Attachment, AttachRefused, attach
-from nemo_gym.sandbox.providers.docker.engine import Engine, sdk_errors, status_of
+from nemo_gym.sandbox.providers.docker.engine import Attachment, AttachRefused, Engine, attach, sdk_errors, status_of
 from nemo_gym.sandbox.providers.docker.names import EXEC_MARK, spec_env
 from nemo_gym.sandbox.providers.docker.processes import BoxControl, kill_exec, now_ticks, signal_exec
 
@@ -150,6 +151,8 @@ class DockerExec:
                 raise SandboxError(f"docker: the engine refused to run a command: {error}") from error
             self._lost = True
         except BaseException:
+            # Cancelled, it may have started all the same.
+            await finish(self.kill())
             self._close()
             raise
         if self._lost or self._attachment is None:
@@ -172,12 +175,13 @@ class DockerExec:
 
     # ------------------------------------------------------------------------------------------------ streaming
 
-    async def events(self) -> AsyncIterator[ExecOutput | ExecEnd]:
-        """Output in order, and then exactly one `ExecEnd`. Can be iterated once."""
+    async def events(self) -> AsyncGenerator[ExecOutput | ExecEnd, None]:
+        """Output in order, and then exactly one `ExecEnd`; once. Whoever stops listening early kills the command."""
         if self._consumed:
             raise SandboxError("the events of an exec can be read once")
         self._consumed = True
         kept = {"stdout": 0, "stderr": 0}
+        ended = False
         try:
             if self._attachment is not None:
                 async for output in self._attachment.frames():
@@ -188,8 +192,12 @@ class DockerExec:
                     if data:
                         kept[output.stream] += len(data)
                         yield ExecOutput(output.stream, data)
-            yield await self._end()
+            end = await self._end()
+            ended = True
+            yield end
         finally:
+            if not ended:
+                await finish(self.kill())
             self._close()
 
     def _close(self) -> None:
@@ -229,7 +237,7 @@ class DockerExec:
 
     async def _exit_code(self) -> int | None:
         """Wait for the engine to know the exit code; ``None`` when it does not, because box or engine are gone."""
-        pause_s = 0.002
+        backoff = Backoff(first_s=0.002, longest_s=0.25)
         while True:
             try:
                 found = await self._engine.call(self._engine.client.exec_inspect, self._engine_exec_id)
@@ -241,8 +249,7 @@ class DockerExec:
             if self._timed_out:
                 return None
             # The streams end a moment before the engine hears of the exit, or long before when they were closed.
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, 0.25)
+            await backoff.again()
 
     async def _box_is_alive(self) -> bool:
         if self._box.control is not None:

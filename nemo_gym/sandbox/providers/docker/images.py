@@ -1,16 +1,23 @@
-"""Images of the engine: asking a registry for one, committing boxes, and the labels an image was committed with."""
+"""Images that boxes start from: pulled, committed, or built from this host's own system."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
+import io
 import json
-from collections.abc import Mapping
-from typing import Any
+import os
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any
 
 from nemo_gym.contract.errors import SandboxCreateError, SandboxError
 from nemo_gym.sandbox.providers.docker.config import DockerConfig
 from nemo_gym.sandbox.providers.docker.engine import Engine, explain, sdk_errors, status_of, translate
-from nemo_gym.sandbox.providers.docker.host_image import HOST_IMAGE, ensure_host_image
 from nemo_gym.sandbox.providers.docker.names import IMAGE_LABELS, image_reference
 
 
@@ -126,3 +133,238 @@ def _split(reference: str) -> tuple[str, str]:
     head, _, last = reference.rpartition("/")
     name, _, tag = last.partition(":")
     return (f"{head}/{name}" if head else name), tag or "latest"
+
+
+# -- The image of this host ----------------------------------------------------------------------------------------
+# The image ``host``: a root filesystem of this machine's own Debian packages, made without any registry.
+#
+# It holds the files of the packages below and of all they depend on, and what their installation generated (the
+# certificate store, alternatives, user tables). Nothing that did not come with a package is in it: no homes, no
+# configuration of this machine's services, no Python of another origin, not this suite.
+
+HOST_IMAGE = "host"
+REPOSITORY = "nemo-gym/host"
+_RECIPE = "1"
+"""Part of the image's name; raise it when the same packages give another image."""
+
+_WANTED = """
+    base-files bash bsdutils bzip2 ca-certificates coreutils curl dash debianutils diffutils file findutils
+    gawk git grep gzip hostname jq less libc-bin login make mawk netbase nodejs npm openssl patch perl-base
+    procps python3 python3-pip python3-setuptools python3-venv python3-wheel sed tar time tzdata unzip
+    util-linux xz-utils zip
+"""
+WANTED = tuple(_WANTED.split())
+"""Those of them that are installed here."""
+REQUIRED = ("bash", "coreutils", "python3", "git", "tar", "patch", "sed", "grep", "findutils")
+UNWANTED = {"perl", "perl-modules-5.36", "dpkg", "apt", "debconf", "systemd", "dbus"}
+"""Left out although something depends on them: large, or of use only to install packages."""
+_SKIPPED = ("/usr/share/doc/", "/usr/share/man/", "/usr/share/locale/", "/usr/share/info/", "/usr/share/lintian/")
+_NPM = "/usr/lib/node_modules/npm"
+"""Comes with the nodejs package, but is often brought up to date by itself."""
+_GENERATED = ("/etc/ld.so.cache", "/etc/ssl/certs", "/usr/local/share/ca-certificates", "/etc/localtime", _NPM)
+_USERS = "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
+_GROUPS = "root:x:0:\ntty:x:5:\nstaff:x:50:\nnogroup:x:65534:\n"
+_DIRECTORIES = {
+    "tmp": 0o1777,
+    "var/tmp": 0o1777,
+    "root": 0o700,
+    "home": 0o755,
+    "proc": 0o555,
+    "sys": 0o555,
+    "dev": 0o755,
+    "run": 0o755,
+    "mnt": 0o755,
+    "opt": 0o755,
+    "srv": 0o755,
+    "usr/local/bin": 0o755,
+}
+_CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+_ENV = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "LANG": "C.UTF-8",
+    # Python packages carry their own certificates unless told of the machine's, which may hold a local authority.
+    "SSL_CERT_FILE": _CERTIFICATES,
+    "REQUESTS_CA_BUNDLE": _CERTIFICATES,
+    "PIP_CERT": _CERTIFICATES,
+    "NODE_EXTRA_CA_CERTS": _CERTIFICATES,
+}
+
+
+def _run(*argv: str) -> str:
+    return subprocess.run(argv, check=True, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}).stdout
+
+
+def _installed() -> dict[str, tuple[str, list[list[str]]]]:
+    """Package → its version, and its dependencies, each a list of alternatives. Virtual packages are included."""
+    fields = "${Package}\t${db:Status-Status}\t${Version}\t${Pre-Depends}, ${Depends}\t${Provides}\n"
+    packages: dict[str, tuple[str, list[list[str]]]] = {}
+    provided: dict[str, str] = {}
+    for line in _run("dpkg-query", "-W", f"-f={fields}").splitlines():
+        name, status, version, depends, provides = line.split("\t")
+        if status != "installed":
+            continue
+        needs = [
+            [option.split("(")[0].split(":")[0].strip() for option in clause.split("|")]
+            for clause in depends.split(",")
+            if clause.strip()
+        ]
+        packages[name] = (version, needs)
+        for virtual in provides.split(","):
+            if virtual.strip():
+                provided[virtual.split("(")[0].strip()] = name
+    for virtual, name in provided.items():
+        packages.setdefault(virtual, ("", [[name]]))
+    return packages
+
+
+def closure() -> dict[str, str]:
+    """The packages of the image with their versions: those wanted and installed, and all they depend on.
+
+    Raises:
+        SandboxCreateError: this is no Debian-like machine, or a required package is not installed.
+    """
+    hint = "set default_image to an image the engine has, or name one in the spec"
+    try:
+        packages = _installed()
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SandboxCreateError(
+            f"docker: the image 'host' is made of Debian packages, and dpkg-query does not work here ({error}); {hint}"
+        ) from error
+    absent = [name for name in REQUIRED if name not in packages]
+    if absent:
+        raise SandboxCreateError(
+            f"docker: the image 'host' needs the packages {', '.join(absent)}; install them with "
+            f"'apt-get install {' '.join(absent)}', or {hint}"
+        )
+    chosen: dict[str, str] = {}
+    left = [name for name in WANTED if name in packages and name not in UNWANTED]
+    while left:
+        name = left.pop()
+        if name in chosen or name in UNWANTED:
+            continue
+        version, needs = packages[name]
+        chosen[name] = version
+        left += [next((o for o in options if o in packages), "") for options in needs]
+        left = [n for n in left if n]
+    return {name: version for name, version in sorted(chosen.items()) if version}
+
+
+def reference(packages: dict[str, str]) -> str:
+    """The image's name: the same packages, versions and certificates give the same one."""
+    digest = hashlib.sha256(_RECIPE.encode())
+    for name, version in packages.items():
+        digest.update(f"{name}={version}\n".encode())
+    with contextlib.suppress(OSError):
+        digest.update(Path(_CERTIFICATES).read_bytes())
+    return f"{REPOSITORY}:{digest.hexdigest()[:16]}"
+
+
+def _alternatives(files: set[str]) -> Iterable[str]:
+    """Links like /usr/bin/awk, which installation made to point at one of several packages' programs."""
+    for directory in ("/usr/bin", "/usr/sbin"):
+        for entry in os.scandir(directory):
+            if not entry.is_symlink():
+                continue
+            middle = str(Path(entry.path).readlink())
+            if middle.startswith("/etc/alternatives/") and os.path.realpath(entry.path) in files:
+                yield entry.path
+                yield middle
+
+
+def _real_place(path: str) -> str:
+    """The path with links among its directories followed (``/bin/sh`` lies in ``/usr/bin``), the last part kept."""
+    return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))  # noqa: PTH118, PTH119, PTH120
+
+
+def image_files(packages: dict[str, str]) -> list[str]:
+    """Every path of the image that is copied from this machine, directories before what is in them."""
+    listed = _run("dpkg", "-L", *packages).splitlines()
+    places = {_real_place(p) for p in listed if p.startswith("/") and p != "/." and not p.startswith(_SKIPPED)}
+    places |= set(_alternatives(places))
+    for generated in _GENERATED:
+        if Path(generated).exists():
+            places.add(generated)
+            places |= {str(p) for p in Path(generated).rglob("*")} if Path(generated).is_dir() else set()
+    for path in list(places):
+        places |= {str(parent) for parent in Path(path).parents}
+    # Links at the top (/bin -> usr/bin) are how packages still name their files.
+    places |= {str(entry) for entry in Path("/").iterdir() if entry.is_symlink()}
+    return sorted(p for p in places if p != "/" and os.path.lexists(p))
+
+
+def write_root(packages: dict[str, str], out: IO[bytes]) -> None:
+    """Write the image's root filesystem as a tar stream."""
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        made = set()
+        for path in image_files(packages):
+            name = path.lstrip("/")
+            info = tar.gettarinfo(path, name)
+            if info is None or name in _DIRECTORIES:
+                continue
+            info.uid = info.gid = 0
+            info.uname = info.gname = ""
+            info.mode &= 0o1777
+            made.add(name)
+            if info.isreg():
+                with open(path, "rb") as content:  # noqa: PTH123
+                    tar.addfile(info, content)
+            elif info.isdir() or info.issym() or info.islnk():
+                tar.addfile(info)
+        for name, mode in _DIRECTORIES.items():
+            for parent in reversed([str(p) for p in Path(name).parents if str(p) != "."]):
+                if parent not in made:
+                    made.add(parent)
+                    _add(tar, parent, tarfile.DIRTYPE, 0o755)
+            if name not in made:
+                _add(tar, name, tarfile.DIRTYPE, mode)
+        for name, text in (
+            ("etc/passwd", _USERS),
+            ("etc/group", _GROUPS),
+            ("etc/nsswitch.conf", "hosts: files dns\n"),
+        ):
+            if name not in made:
+                _add(tar, name, tarfile.REGTYPE, 0o644, text.encode())
+
+
+def _add(tar: tarfile.TarFile, name: str, kind: bytes, mode: int, data: bytes = b"") -> None:
+    info = tarfile.TarInfo(name)
+    info.type, info.mode, info.size = kind, mode, len(data)
+    tar.addfile(info, io.BytesIO(data))
+
+
+def ensure_host_image(engine: Engine) -> str:
+    """The reference of the ``host`` image, which is built when the engine does not have it. Takes seconds, once; of
+    several processes that ask at once, one builds.
+
+    Raises:
+        SandboxCreateError: see `closure`; or the engine refused, or a disk is full.
+    """
+    if (known := _known.get(engine.url)) is not None:
+        return known
+    packages = closure()
+    image = reference(packages)
+    lock = Path(tempfile.gettempdir()) / f"nemo-gym-host-image-{os.getuid()}.lock"
+    with open(lock, "w") as held:  # noqa: PTH123
+        fcntl.flock(held, fcntl.LOCK_EX)
+        try:
+            try:
+                engine.client.inspect_image(image)
+            except sdk_errors() as error:
+                if status_of(error) != 404:
+                    raise
+                with tempfile.TemporaryFile() as root:
+                    write_root(packages, root)
+                    root.seek(0)
+                    changes = [f"ENV {key}={value}" for key, value in _ENV.items()]
+                    name, _, tag = image.partition(":")
+                    engine.client.import_image(src=root, repository=name, tag=tag, changes=[*changes, "CMD /bin/bash"])
+                    # The engine reports a failed import within a successful answer.
+                    engine.client.inspect_image(image)
+        except sdk_errors() as error:
+            raise translate(error, "building the image 'host'", kind=SandboxCreateError) from error
+    _known[engine.url] = image
+    return image
+
+
+_known: dict[str, str] = {}
+"""Engine URL → reference, so that each create does not ask dpkg again."""

@@ -16,6 +16,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_gym._util.backoff import Backoff
 from nemo_gym.sandbox.providers.docker.names import EXEC_MARK
 
 _PROC = Path("/proc")
@@ -237,15 +238,13 @@ def kill_exec(
     control: BoxControl, *, exec_id: str, main_pid: int | None, began_ticks: int, others: Collection[str]
 ) -> bool:
     """Kill every process of one exec; whether none is left. Blocks for at most some seconds."""
-    deadline = time.monotonic() + _KILL_PATIENCE_S
-    pause_s = 0.002
-    while time.monotonic() < deadline:
+    backoff = Backoff(first_s=0.002, longest_s=0.1, patience_s=_KILL_PATIENCE_S)
+    while True:
         left = select(control.processes(), exec_id=exec_id, main_pid=main_pid, began_ticks=began_ticks, others=others)
         if not left:
             return True
         # Stopped first, so that nothing forks between being listed and being killed.
         send(control, left, signals.SIGSTOP)
         send(control, left, signals.SIGKILL)
-        time.sleep(pause_s)
-        pause_s = min(pause_s * 2, 0.1)
-    return False
+        if not backoff.again_blocking():
+            return False

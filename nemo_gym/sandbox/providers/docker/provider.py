@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
 from builtins import list as List  # noqa: N812 - the contract has a method of the builtin's name
@@ -12,17 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nemo_gym.contract.errors import SandboxArchiveError, SandboxCreateError, SandboxError, SandboxLostError
+from nemo_gym._util.tasks import finish
+from nemo_gym.contract.errors import SandboxCreateError, SandboxError, SandboxLostError
 from nemo_gym.contract.sandbox import DEFAULT_READY_TIMEOUT_S, Door, NetworkPolicy, SandboxResources, SandboxSpec
-from nemo_gym.sandbox.archive import pack
-from nemo_gym.sandbox.archive_filters import single_file
 from nemo_gym.sandbox.base import (
-    DEFAULT_MAX_OUTPUT_BYTES,
-    ExecEnd,
-    ExecOutcome,
     ExecRequest,
     SandboxCapabilities,
-    SandboxExecResult,
     SandboxHandle,
     SandboxInfo,
     SandboxStatus,
@@ -31,20 +25,13 @@ from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.labels import MANAGED
 from nemo_gym.sandbox.providers.docker import archives
 from nemo_gym.sandbox.providers.docker.config import DockerConfig
-from nemo_gym.sandbox.providers.docker.creation import Creation
+from nemo_gym.sandbox.providers.docker.creation import Creation, ensure_watchdog
 from nemo_gym.sandbox.providers.docker.engine import Engine, sdk_errors, status_of, translate
 from nemo_gym.sandbox.providers.docker.execution import DockerBox, DockerExec, box_of
 from nemo_gym.sandbox.providers.docker.images import Images
 from nemo_gym.sandbox.providers.docker.names import lease_end, public_labels, renewed_name
-from nemo_gym.sandbox.providers.docker.watching import ensure_watchdog
+from nemo_gym.sandbox.streaming_provider import StreamingProvider
 
-_ERROR_TYPES = {
-    ExecOutcome.EXITED: None,
-    ExecOutcome.TIMED_OUT: "timeout",
-    ExecOutcome.OUT_OF_MEMORY: "oom",
-    ExecOutcome.SIGNALED: "signal",
-    ExecOutcome.LOST: "lost",
-}
 _STATES = {
     "created": SandboxStatus.STARTING,
     "running": SandboxStatus.RUNNING,
@@ -76,7 +63,7 @@ def why_users_are_shared(info: Mapping[str, Any]) -> str:
     return f"{whose} inotify instances, epoll watches and pipe buffers, and no engine limits them; use sandbox=local"
 
 
-class DockerProvider:
+class DockerProvider(StreamingProvider):
     """Boxes as containers, with their leases kept by a watchdog process.
 
     Args:
@@ -91,7 +78,6 @@ class DockerProvider:
         self._images = Images(self._engine, self.config)
         self._creating: asyncio.Semaphore | None = None
         self._boxes: dict[str, DockerBox] = {}
-        self._discarding: set[asyncio.Task[None]] = set()
 
     @cached_property
     def _local(self) -> bool:
@@ -165,7 +151,7 @@ class DockerProvider:
                         # It may have been about to leave when we looked first.
                         await self._engine.call(ensure_watchdog, self._engine.url)
                 except BaseException:
-                    await self._shielded(self._abandon(box, creation))
+                    await finish(self._abandon(box, creation))
                     raise
         except TimeoutError as error:
             raise SandboxCreateError(
@@ -190,15 +176,8 @@ class DockerProvider:
                     running.exception()
                 await self._engine.call(creation.discard)
 
-            await self._shielded(discard())
+            await finish(discard())
             raise
-
-    async def _shielded(self, work: Any) -> None:
-        """Finish ``work`` also when the caller is cancelled (again) meanwhile."""
-        task: asyncio.Task[None] = asyncio.ensure_future(work)
-        self._discarding.add(task)
-        task.add_done_callback(self._discarding.discard)
-        await asyncio.shield(task)
 
     async def _abandon(self, box: DockerBox | None, creation: Creation) -> None:
         if box is not None:
@@ -282,8 +261,6 @@ class DockerProvider:
         return ids
 
     async def aclose(self) -> None:
-        if self._discarding:
-            await asyncio.wait(self._discarding)
         for box in [*self._boxes.values()]:
             await self._close_doors(box)
         self._boxes.clear()
@@ -296,63 +273,13 @@ class DockerProvider:
         await process.start()
         return process
 
-    async def exec(
-        self,
-        handle: SandboxHandle,
-        command: str | Sequence[str],
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-        user: str | None = None,
-        stdin: bytes | None = None,
-        merge_stderr: bool = False,
-        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
-    ) -> SandboxExecResult:
-        request = ExecRequest(
-            command=command,
-            cwd=cwd,
-            env=env or {},
-            timeout_s=timeout_s,
-            user=user,
-            stdin=stdin,
-            merge_stderr=merge_stderr,
-            max_output_bytes=max_output_bytes,
-        )
-        process = DockerExec(self._engine, box_of(handle), request)
-        output = {"stdout": bytearray(), "stderr": bytearray()}
-        end: ExecEnd | None = None
-        try:
-            await process.start()
-            async for event in process.events():
-                if isinstance(event, ExecEnd):
-                    end = event
-                else:
-                    output[event.stream] += event.data
-        except asyncio.CancelledError:
-            await self._shielded(process.kill())
-            raise
-        if end is None:
-            raise SandboxError("docker: an exec ended without its terminal event")
-        return SandboxExecResult(
-            stdout=output["stdout"].decode("utf-8", "surrogateescape"),
-            stderr=output["stderr"].decode("utf-8", "surrogateescape"),
-            return_code=end.return_code,
-            error_type=_ERROR_TYPES[end.outcome],
-            outcome=end.outcome,
-            signal=end.signal,
-            duration_s=end.duration_s,
-            stdout_truncated="stdout" in process.truncated,
-            stderr_truncated="stderr" in process.truncated,
-        )
-
     # --------------------------------------------------------------------------------------------------- files
 
     async def put_archive(self, handle: SandboxHandle, path: str, tar: AsyncIterator[bytes]) -> None:
         upload = archives.Upload(path)
         try:
             async for chunk in tar:
-                upload.feed(chunk)
+                await asyncio.to_thread(upload.feed, chunk)
             upload.finish()
             await self._engine.call(upload.send, self._engine, box_of(handle).container_id)
         finally:
@@ -379,38 +306,7 @@ class DockerProvider:
                     break
                 yield chunk
         finally:
-            await self._shielded(close())
-
-    async def upload_file(self, handle: SandboxHandle, source: Path, target: str) -> None:
-        directory, _, name = archives.absolute(target).rpartition("/")
-
-        def send() -> None:
-            upload = archives.Upload(directory or "/")
-            try:
-                for chunk in pack(source.resolve(), name=name):
-                    upload.feed(chunk)
-                upload.finish()
-                upload.send(self._engine, box_of(handle).container_id)
-            finally:
-                upload.close()
-
-        await self._engine.call(send)
-
-    async def download_file(self, handle: SandboxHandle, source: str, target: Path) -> None:
-        def receive() -> None:
-            partial = target.with_name(f"{target.name}.part")
-            stream = archives.download(self._engine, box_of(handle).container_id, source)
-            try:
-                with contextlib.closing(stream) as chunks, partial.open("wb") as out:
-                    for piece in single_file(chunks):
-                        out.write(piece)
-                partial.replace(target)
-            except ValueError as error:
-                raise SandboxArchiveError(f"'{source}' in the box: {error}") from error
-            finally:
-                partial.unlink(missing_ok=True)
-
-        await self._engine.call(receive)
+            await finish(close())
 
     # ------------------------------------------------------------------------------------------- loopback doors
 

@@ -1,4 +1,4 @@
-"""The client's half of the conversation with a supervisor: finding it, starting it, asking it."""
+"""The conversation with a supervisor, which the first client starts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ import socket
 import stat
 import subprocess
 import sys
-import time
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from nemo_gym._util.backoff import Backoff
 from nemo_gym._util.directories import INSTALL_ROOT
 from nemo_gym.contract.errors import (
+    ConfigError,
     NemoGymError,
     SandboxArchiveError,
     SandboxArchiveTooLargeError,
@@ -27,11 +29,83 @@ from nemo_gym.contract.errors import (
     SandboxError,
     SandboxLostError,
 )
-from nemo_gym.sandbox.providers.local.options import SupervisedOptions
-from nemo_gym.sandbox.providers.local.protocol import PROTOCOL_VERSION, Connection, Message, close_all
+from nemo_gym.contract.sandbox import DEFAULT_TTL_S, NetworkPolicy, SandboxSpec
+from nemo_gym.sandbox.providers.local.options import SupervisedOptions, hidden_paths
+from nemo_gym.sandbox.providers.local.protocol import PROTOCOL_VERSION, Connection, Message, close_all, memory_file
 from nemo_gym.sandbox.providers.local.supervisor.main import BOOT, OPTIONS_VARIABLE, SOCKET_NAME
+from nemo_gym.sandbox.streaming_provider import absolute
 
-_START_ATTEMPTS = 5
+# -- Requests ------------------------------------------------------------------------------------------------------
+
+BASE_ENV = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "LANG": "C.UTF-8",
+}
+
+
+def create_request(spec: SandboxSpec, options: SupervisedOptions) -> Message:
+    """The request that makes a box. Raises `ConfigError` or `SandboxError` naming what is wrong with the spec."""
+    box_id = uuid.uuid4().hex[:12]
+    for path in (*spec.files, *([spec.workdir] if spec.workdir else []), *(m.target for m in spec.mounts)):
+        absolute(path)
+    for mount in spec.mounts:
+        if not Path(mount.source).exists():
+            raise SandboxCreateError(f"mounts: there is no '{mount.source}' on this host", provider=options.provider)
+    ttl_s = spec.ttl_s if spec.ttl_s is not None else DEFAULT_TTL_S
+    if ttl_s <= 0:
+        raise ConfigError(f"ttl_s must be positive, not {ttl_s}")
+    disk_gib = spec.resources.disk_gib
+    entrypoint = None
+    if spec.entrypoint is not None:
+        entrypoint = {
+            "argv": list(spec.entrypoint),
+            "base_env": BASE_ENV,
+            "env": dict(spec.env),
+            "cwd": spec.workdir or "/",
+            "user": spec.user,
+        }
+    return {
+        "op": "create",
+        "spec": {
+            "box": box_id,
+            "idempotency_key": spec.idempotency_key,
+            "image": spec.image or options.default_image,
+            "image_dir": str(options.image_dir),
+            "program": options.program(),
+            "hostname": f"box-{box_id}",
+            "open_network": spec.network is NetworkPolicy.OPEN,
+            "mounts": [[os.path.abspath(m.source), m.target] for m in spec.mounts],  # noqa: PTH100
+            "hidden": [*hidden_paths(), *options.hide],
+            "limits": {
+                "memory_mib": spec.resources.memory_mib,
+                "pids": spec.resources.pids,
+                "cpu": spec.resources.cpu,
+                "disk_bytes": None if disk_gib is None else int(disk_gib * 1024**3),
+            },
+            "labels": dict(spec.metadata),
+            "ttl_s": ttl_s,
+            "files": dict(spec.files),
+            "workdir": spec.workdir,
+            "entrypoint": entrypoint,
+        },
+    }
+
+
+def argv(command: str | Sequence[str]) -> list[str]:
+    argv = ["/bin/sh", "-c", command] if isinstance(command, str) else [str(word) for word in command]
+    if not argv or any("\0" in word for word in argv):
+        raise SandboxError("a command must have at least one word, and no word may contain a zero byte")
+    return argv
+
+
+def stdin_file(data: bytes | None) -> int:
+    if not data:
+        return os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+    return memory_file(data, "stdin")
+
+
+# -- Client --------------------------------------------------------------------------------------------------------
+
 _ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
 _PASSED_ON = ("LD_LIBRARY_PATH",)
 """What a Python that was not installed where it was built may need to start."""
@@ -155,8 +229,8 @@ class SupervisorClient:
         Raises:
             SandboxLostError: supervisor after supervisor left before it answered; whoever asks again may be told.
         """
-        for attempt in range(_START_ATTEMPTS):
-            time.sleep(0.02 * attempt)
+        backoff = _start_attempts()
+        while True:
             with self._start_and_connect() as sock:
                 # A supervisor that is leaving takes no more connections, and ends those it has: the next round starts
                 # another.
@@ -167,7 +241,8 @@ class SupervisorClient:
             if packet:
                 greeting: Message = json.loads(packet[1:])
                 return greeting
-        raise SandboxLostError(f"{self._name} is gone", retryable=True)
+            if not backoff.again_blocking():
+                raise SandboxLostError(f"{self._name} is gone", retryable=True)
 
     async def close(self) -> None:
         """End the conversation; boxes stay until their leases end."""
@@ -181,7 +256,8 @@ class SupervisorClient:
         async with self._connecting:
             if self._connection is not None and not self._connection.closed:
                 return self._connection
-            for attempt in range(_START_ATTEMPTS):
+            backoff = _start_attempts()
+            while True:
                 sock = self._try_to_connect()
                 if sock is None:
                     sock = await asyncio.to_thread(self._start_and_connect)
@@ -189,10 +265,13 @@ class SupervisorClient:
                 self._connection = connection
                 try:
                     self.greeting, _ = await self._ask(connection, {"op": "hello"})
-                except SandboxLostError:
+                except SandboxLostError as error:
                     # It was leaving when we came; the next round starts another.
-                    await asyncio.sleep(0.02 * attempt)
-                    continue
+                    if await backoff.again():
+                        continue
+                    raise SandboxCreateError(
+                        f"{self._name} ended right after its start; see {self.state_dir / 'supervisor.log'}"
+                    ) from error
                 if self.greeting.get("protocol") != PROTOCOL_VERSION:
                     await self.close()
                     raise SandboxError(
@@ -201,9 +280,6 @@ class SupervisorClient:
                         "let its boxes end, stop it, or set another state_dir"
                     )
                 return connection
-            raise SandboxCreateError(
-                f"{self._name} ended right after its start; see {self.state_dir / 'supervisor.log'}"
-            )
 
     def _try_to_connect(self) -> socket.socket | None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -290,3 +366,7 @@ class SupervisorClient:
         ends, self._ends = self._ends, {}
         for callback in ends.values():
             callback(None)
+
+
+def _start_attempts() -> Backoff:
+    return Backoff(first_s=0.02, tries=5)

@@ -1,4 +1,4 @@
-"""A command in a box as its client holds it: its output as it comes, and its one end."""
+"""A command in a local box, as its client sees it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,65 @@ import fcntl
 import os
 import signal
 from collections import deque
-from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Literal
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput
 from nemo_gym.sandbox.providers.local.protocol import Message
 
 if TYPE_CHECKING:
     from nemo_gym.sandbox.providers.local.client import SupervisorClient
+
+
+# -- Pipes ---------------------------------------------------------------------------------------------------------
+
+_CHUNK_BYTES = 256 * 1024
+
+
+async def write_stream(descriptor: int, chunks: AsyncIterator[bytes]) -> None:
+    """Write a stream into a pipe and close it. When nobody reads any more, the reader has said why."""
+    loop = asyncio.get_running_loop()
+    try:
+        async for chunk in chunks:
+            view = memoryview(chunk)
+            while view:
+                try:
+                    view = view[os.write(descriptor, view) :]
+                except BlockingIOError:
+                    await _ready(loop.add_writer, loop.remove_writer, descriptor)
+                except BrokenPipeError:
+                    return
+    finally:
+        os.close(descriptor)
+
+
+async def read_stream(descriptor: int) -> AsyncGenerator[bytes, None]:
+    os.set_blocking(descriptor, False)
+    loop = asyncio.get_running_loop()
+    try:
+        while True:
+            try:
+                chunk = os.read(descriptor, _CHUNK_BYTES)
+            except BlockingIOError:
+                await _ready(loop.add_reader, loop.remove_reader, descriptor)
+                continue
+            if not chunk:
+                return
+            yield chunk
+    finally:
+        os.close(descriptor)
+
+
+async def _ready(add: Any, remove: Any, descriptor: int) -> None:
+    ready = asyncio.get_running_loop().create_future()
+    add(descriptor, lambda: None if ready.done() else ready.set_result(None))
+    try:
+        await ready
+    finally:
+        remove(descriptor)
+
+
+# -- Process -------------------------------------------------------------------------------------------------------
 
 _READ_BYTES = 256 * 1024
 _QUEUED_BYTES = 4 * 1024 * 1024

@@ -13,6 +13,7 @@ from pathlib import Path
 from socket import socket
 from typing import Any
 
+from nemo_gym._util.tasks import finish
 from nemo_gym.contract.errors import (
     SandboxCapabilityError,
     SandboxCreateError,
@@ -24,14 +25,11 @@ from nemo_gym.sandbox.base import ExecRequest, SandboxCapabilities, SandboxHandl
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.doors import DoorServer, door_server
 from nemo_gym.sandbox.egress import EgressProxy
-from nemo_gym.sandbox.providers.local.client import SupervisorClient
+from nemo_gym.sandbox.providers.local.client import BASE_ENV, SupervisorClient, argv, create_request, stdin_file
 from nemo_gym.sandbox.providers.local.images import ImageError, ImageStore
 from nemo_gym.sandbox.providers.local.options import LocalOptions, SupervisedOptions
-from nemo_gym.sandbox.providers.local.process import LocalProcess
-from nemo_gym.sandbox.providers.local.requests import BASE_ENV, argv, create_request, stdin_file
-from nemo_gym.sandbox.providers.local.streams import read_stream, write_stream
-from nemo_gym.sandbox.streaming_provider import StreamingProvider
-from nemo_gym.sandbox.transfer import absolute
+from nemo_gym.sandbox.providers.local.process import LocalProcess, read_stream, write_stream
+from nemo_gym.sandbox.streaming_provider import StreamingProvider, absolute
 
 _NO_NESTING = (
     "processes in a box have no capabilities and cannot make namespaces, so no containers either; sandbox=docker has"
@@ -148,7 +146,7 @@ class LocalProvider(StreamingProvider):
             for door in spec.doors:
                 await self.open_door(handle, door)
         except BaseException:
-            await asyncio.shield(self.close(handle))
+            await finish(self.close(handle))
             raise
         return handle
 

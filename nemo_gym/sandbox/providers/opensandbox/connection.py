@@ -1,18 +1,25 @@
-"""The SDK, set up for what its defaults get wrong, and its errors as this suite's."""
+"""The connection to an OpenSandbox server: its SDK, its boxes and its errors."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import hashlib
 import json
 import logging
-from collections.abc import AsyncIterator
+import zlib
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from nemo_gym.contract.errors import SandboxError, SandboxLostError
-from nemo_gym.sandbox.providers.opensandbox import labels as metadata_labels
+from nemo_gym.contract.sandbox import Door
+from nemo_gym.sandbox.base import SandboxHandle
+from nemo_gym.sandbox.door_statistics import DoorStatistics
+from nemo_gym.sandbox.labels import MANAGED
 from nemo_gym.sandbox.providers.opensandbox.config import OpenSandboxConfig
 
 if TYPE_CHECKING:
@@ -21,6 +28,97 @@ if TYPE_CHECKING:
     from opensandbox.config import ConnectionConfig
     from opensandbox.models.sandboxes import SandboxInfo as BackendInfo
     from opensandbox.sandbox import Sandbox
+
+
+# -- Labels as the server's metadata -------------------------------------------------------------------------------
+# A box's labels as the backend's metadata, which takes only what Kubernetes takes: short words of few characters.
+#
+# So all labels travel together, encoded, in as many numbered entries as they need; beside them each one has an entry
+# of its own, named by its digest, that the server can select by.
+
+PREFIX = "nemo-gym"
+KEY = f"{PREFIX}.key"
+"""Digest of the create that made the box: of the spec's idempotency key, or a random one."""
+_SELECT = f"{PREFIX}.is."
+_DATA = f"{PREFIX}.data."
+_PIECE = 60
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:40]
+
+
+def encode(labels: Mapping[str, str], *, key: str) -> dict[str, str]:
+    """Metadata of a box with these labels, made by the create with this ``key``."""
+    given = {str(name): str(value) for name, value in labels.items()} | {MANAGED: "true"}
+    packed = base64.b32encode(zlib.compress(json.dumps(given).encode(), 9)).decode().rstrip("=")
+    metadata = {f"{_DATA}{n // _PIECE}": packed[n : n + _PIECE] for n in range(0, len(packed), _PIECE)}
+    return metadata | select(given) | {KEY: digest(key)}
+
+
+def select(labels: Mapping[str, str]) -> dict[str, str]:
+    """The metadata that boxes with these labels have, to filter a listing by."""
+    return {_SELECT + digest(f"{name}={value}"): "1" for name, value in labels.items()}
+
+
+def decode(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
+    """The labels that were encoded; ``None`` when this is no box of this suite."""
+    held = metadata or {}
+    pieces: list[str] = []
+    while (piece := held.get(f"{_DATA}{len(pieces)}")) is not None:
+        pieces.append(piece)
+    packed = "".join(pieces)
+    try:
+        found = json.loads(zlib.decompress(base64.b32decode(packed + "=" * (-len(packed) % 8))))
+    except (ValueError, zlib.error):
+        return None
+    return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else None
+
+
+# -- Handle --------------------------------------------------------------------------------------------------------
+
+
+class ServedDoor(Protocol):
+    """A door that this process serves, see `RelayedDoor`."""
+
+    @property
+    def door(self) -> Door: ...
+
+    @property
+    def statistics(self) -> DoorStatistics: ...
+
+    async def aclose(self, *, quits: bool) -> None: ...
+
+
+@dataclass
+class OpenSandboxBox:
+    sandbox_id: str
+    directory: str
+    """Where in the box this suite's helper program lies."""
+    sdk: Sandbox | None = field(default=None, repr=False)
+    """The SDK's object, made on ``loop`` and of use only there."""
+    loop: asyncio.AbstractEventLoop | None = field(default=None, repr=False)
+    doors: dict[str, ServedDoor] = field(default_factory=dict, repr=False)
+    """Those that this process serves, by name."""
+
+    @property
+    def tool(self) -> str:
+        return f"{self.directory}/boxtool"
+
+    def incoming(self, name: str) -> str:
+        """Where a file is put that the helper program reads once and removes."""
+        return f"{self.directory}/in/{name}"
+
+
+def box_of(handle: SandboxHandle) -> OpenSandboxBox:
+    if not isinstance(handle.raw, OpenSandboxBox):
+        raise SandboxError(
+            f"sandbox handle {handle.sandbox_id} of '{handle.provider_name}' is not the opensandbox provider's"
+        )
+    return handle.raw
+
+
+# -- Connection ----------------------------------------------------------------------------------------------------
 
 KEEPALIVE_S = 3.0
 """Below the 5 s after which common servers drop an idle connection: a request that meets one being closed would look
@@ -157,7 +255,7 @@ class Connection:
 
     async def made_by(self, key: str) -> list[BackendInfo]:
         """The boxes that creates with this key have made."""
-        return await self.every({metadata_labels.KEY: metadata_labels.digest(key)})
+        return await self.every({KEY: digest(key)})
 
     async def aclose(self) -> None:
         transport, manager, same = self._transport, self._manager, self._loop is _running_loop()

@@ -1,8 +1,4 @@
-"""From a spec to a box that runs commands, on a backend whose create may not be repeated and cannot be taken back.
-
-Every create is marked in the box's metadata with its key: the spec's, or one of its own. By that mark a box is found
-again whose making nobody heard of: to be adopted when the spec has an idempotency key, to be destroyed otherwise.
-"""
+"""Create one box of an OpenSandbox server for one spec, and undo it."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from nemo_gym.contract.errors import (
+    SandboxCapabilityError,
     SandboxCreateError,
     SandboxCreateVerificationError,
     SandboxError,
@@ -22,16 +19,88 @@ from nemo_gym.contract.errors import (
     reject_unknown_keys,
 )
 from nemo_gym.contract.sandbox import DEFAULT_TTL_S, NetworkPolicy, SandboxSpec
-from nemo_gym.sandbox.providers.opensandbox import labels
-from nemo_gym.sandbox.providers.opensandbox.box import OpenSandboxBox
+from nemo_gym.sandbox.providers.docker.config import DockerConfig
+from nemo_gym.sandbox.providers.docker.engine import Engine
+from nemo_gym.sandbox.providers.docker.images import Images
+from nemo_gym.sandbox.providers.opensandbox import connection
 from nemo_gym.sandbox.providers.opensandbox.boxtool_build import boxtool
-from nemo_gym.sandbox.providers.opensandbox.connection import Connection, sdk_errors, status_of, told, translate
-from nemo_gym.sandbox.providers.opensandbox.images import EngineImages
+from nemo_gym.sandbox.providers.opensandbox.config import OpenSandboxConfig
+from nemo_gym.sandbox.providers.opensandbox.connection import (
+    Connection,
+    OpenSandboxBox,
+    sdk_errors,
+    status_of,
+    told,
+    translate,
+)
 from nemo_gym.sandbox.providers.opensandbox.tool import order, sdk_of
-from nemo_gym.sandbox.transfer import absolute
+from nemo_gym.sandbox.streaming_provider import absolute
 
 if TYPE_CHECKING:
     from opensandbox.models.sandboxes import SandboxInfo as BackendInfo
+
+
+# -- Images --------------------------------------------------------------------------------------------------------
+
+NO_ENGINE = (
+    "the server's own snapshots have neither names of our choice nor labels to find them by; where the Docker Engine "
+    "behind it can be reached from here, set engine to its URL"
+)
+
+
+class EngineImages:
+    """Images by the names that the docker provider gives them, in the engine that ``engine`` names.
+
+    Raises (every method):
+        SandboxCapabilityError: the configuration names no engine.
+        SandboxError: it does not answer, or refused.
+    """
+
+    def __init__(self, config: OpenSandboxConfig) -> None:
+        self._config = config
+        self._images: Images | None = None
+        self._engine: Engine | None = None
+
+    def _connected(self) -> tuple[Engine, Images]:
+        if self._config.engine is None:
+            raise SandboxCapabilityError(f"opensandbox: no images can be kept: {NO_ENGINE}", provider="opensandbox")
+        if self._engine is None or self._images is None:
+            config = DockerConfig(base_url=self._config.engine)
+            self._engine = Engine(config.base_url, request_timeout_s=config.request_timeout_s)
+            self._images = Images(self._engine, config)
+        return self._engine, self._images
+
+    async def reference(self, image: str | None) -> str | None:
+        """What the server has to be told to get an image; ``image`` itself without an engine to ask."""
+        if self._config.engine is None:
+            return image
+        engine, images = self._connected()
+        return await engine.call(images.reference, image)
+
+    async def commit(self, box: OpenSandboxBox, image: str, labels: Mapping[str, str]) -> None:
+        """The server's and this suite's own programs in the box are in the image too."""
+        engine, images = self._connected()
+        await engine.call(images.commit, f"sandbox-{box.sandbox_id}", image, labels)
+
+    async def labels(self, image: str) -> Mapping[str, str] | None:
+        engine, images = self._connected()
+        return await engine.call(images.labels, image)
+
+    async def remove(self, image: str) -> None:
+        engine, images = self._connected()
+        await engine.call(images.remove, image)
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = self._images = None
+
+
+# -- Creation ------------------------------------------------------------------------------------------------------
+# From a spec to a box that runs commands, on a backend whose create may not be repeated and cannot be taken back.
+#
+# Every create is marked in the box's metadata with its key: the spec's, or one of its own. By that mark a box is found
+# again whose making nobody heard of: to be adopted when the spec has an idempotency key, to be destroyed otherwise.
 
 _SHORTEST_TIMEOUT_S = 60
 """What a create may ask for at least; a renewal may set less."""
@@ -113,7 +182,7 @@ class Creation:
                 SandboxImageSpec(str(self._image)),
                 list(spec.entrypoint or _IDLE),
                 {str(name): str(value) for name, value in spec.env.items()} if spec.entrypoint else {},
-                labels.encode(spec.metadata, key=self.key),
+                connection.encode(spec.metadata, key=self.key),
                 timedelta(seconds=max(ttl_s, _SHORTEST_TIMEOUT_S)),
                 resource,
                 EgressPolicy(default_action="deny", egress=[]) if _closed(spec) else None,
@@ -167,7 +236,7 @@ class Creation:
     @property
     def _ready_mark(self) -> str:
         # Of this create alone: its box may be made of another that became an image.
-        return f"{self._config.box_directory.rstrip('/')}/ready-{labels.digest(self.key)}"
+        return f"{self._config.box_directory.rstrip('/')}/ready-{connection.digest(self.key)}"
 
     async def _verify(self, box: OpenSandboxBox) -> None:
         """The box must really run the helper: a missing program, a wrong processor type or an entry point that has

@@ -12,10 +12,19 @@ from typing import Any
 
 from nemo_gym.contract.errors import NemoGymError, SandboxError, SandboxLostError
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecRequest
-from nemo_gym.sandbox.providers.opensandbox.box import OpenSandboxBox
-from nemo_gym.sandbox.providers.opensandbox.connection import Connection, sdk_errors
-from nemo_gym.sandbox.providers.opensandbox.frames import END, STARTED, STDERR, STDOUT, Frame
-from nemo_gym.sandbox.providers.opensandbox.tool import ToolRun, ending, order, put_file, request_argument
+from nemo_gym.sandbox.providers.opensandbox.connection import Connection, OpenSandboxBox, sdk_errors
+from nemo_gym.sandbox.providers.opensandbox.tool import (
+    END,
+    STARTED,
+    STDERR,
+    STDOUT,
+    Frame,
+    ToolRun,
+    ending,
+    order,
+    put_file,
+    request_argument,
+)
 
 _OUTCOMES = {
     "exited": ExecOutcome.EXITED,

@@ -13,20 +13,26 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from nemo_gym._util.tasks import BackgroundTasks
 from nemo_gym.contract.errors import SandboxCreateError, SandboxError, SandboxLostError
 from nemo_gym.contract.sandbox import DEFAULT_READY_TIMEOUT_S, Door, NetworkPolicy, SandboxResources, SandboxSpec
 from nemo_gym.sandbox.base import ExecRequest, SandboxCapabilities, SandboxHandle, SandboxInfo, SandboxStatus
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.labels import MANAGED
-from nemo_gym.sandbox.providers.opensandbox import archives
-from nemo_gym.sandbox.providers.opensandbox.box import OpenSandboxBox, box_of
+from nemo_gym.sandbox.providers.opensandbox import tool
 from nemo_gym.sandbox.providers.opensandbox.config import OpenSandboxConfig
-from nemo_gym.sandbox.providers.opensandbox.connection import Connection, sdk_errors, told
-from nemo_gym.sandbox.providers.opensandbox.creation import Creation
+from nemo_gym.sandbox.providers.opensandbox.connection import (
+    Connection,
+    OpenSandboxBox,
+    box_of,
+    decode,
+    sdk_errors,
+    select,
+    told,
+)
+from nemo_gym.sandbox.providers.opensandbox.creation import NO_ENGINE, Creation, EngineImages
 from nemo_gym.sandbox.providers.opensandbox.doors import RelayedDoor
 from nemo_gym.sandbox.providers.opensandbox.execution import OpenSandboxExec
-from nemo_gym.sandbox.providers.opensandbox.images import NO_ENGINE, EngineImages
-from nemo_gym.sandbox.providers.opensandbox.labels import decode, select
 from nemo_gym.sandbox.providers.opensandbox.tool import sdk_of
 from nemo_gym.sandbox.streaming_provider import StreamingProvider
 
@@ -61,7 +67,7 @@ class OpenSandboxProvider(StreamingProvider):
     def __init__(self, **options: Any) -> None:
         self.config = OpenSandboxConfig.from_mapping(options)
         self._connection = Connection(self.config)
-        self._background: set[asyncio.Future[None]] = set()
+        self._background = BackgroundTasks()
         self._doors: set[RelayedDoor] = set()
         self._images = EngineImages(self.config)
 
@@ -199,8 +205,7 @@ class OpenSandboxProvider(StreamingProvider):
         here = [door for door in self._doors if door.loop is loop]
         self._doors.clear()
         await asyncio.gather(*(door.aclose(quits=True) for door in here))
-        while mine := {task for task in self._background if task.get_loop() is loop}:
-            await asyncio.wait(mine)
+        await self._background.join()
         await self._connection.aclose()
         self._images.close()
 
@@ -214,12 +219,12 @@ class OpenSandboxProvider(StreamingProvider):
     # --------------------------------------------------------------------------------------------------- files
 
     async def put_archive(self, handle: SandboxHandle, path: str, tar: AsyncIterator[bytes]) -> None:
-        await archives.put(self._connection, box_of(handle), path, tar)
+        await tool.put(self._connection, box_of(handle), path, tar)
 
     def get_archive(
         self, handle: SandboxHandle, path: str, *, exclude: Sequence[str] = (), max_bytes: int | None = None
     ) -> AsyncIterator[bytes]:
-        return archives.get(self._connection, box_of(handle), path, exclude=exclude, max_bytes=max_bytes)
+        return tool.get(self._connection, box_of(handle), path, exclude=exclude, max_bytes=max_bytes)
 
     # --------------------------------------------------------------------------------------------------- images
 
@@ -322,9 +327,7 @@ class OpenSandboxProvider(StreamingProvider):
         return info
 
     def _in_background(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(self._told_only(work))
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        self._background.start(self._told_only(work))
 
     @staticmethod
     async def _told_only(work: Awaitable[None]) -> None:

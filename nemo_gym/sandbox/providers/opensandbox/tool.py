@@ -1,29 +1,82 @@
-"""One run of the helper program in a box, heard from its first word to its last, or lost."""
+"""The helper program in a box: its orders, its frames, and archives in and out."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import binascii
 import contextlib
 import json
+import posixpath
+import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nemo_gym.contract.errors import SandboxError, SandboxLostError
-from nemo_gym.sandbox.providers.opensandbox.box import OpenSandboxBox
-from nemo_gym.sandbox.providers.opensandbox.connection import Connection, never_started, sdk_errors, translate
-from nemo_gym.sandbox.providers.opensandbox.frames import END, PING, Frame, FrameParser
+from nemo_gym._util.backoff import Backoff
+from nemo_gym.contract.errors import SandboxArchiveError, SandboxArchiveTooLargeError, SandboxError, SandboxLostError
+from nemo_gym.sandbox.archive_filters import TarFilter
+from nemo_gym.sandbox.providers.opensandbox.connection import (
+    Connection,
+    OpenSandboxBox,
+    never_started,
+    sdk_errors,
+    translate,
+)
+from nemo_gym.sandbox.streaming_provider import absolute
+from nemo_gym.sandbox.tar_stream import ArchiveError, ArchiveTooLargeError
 
 if TYPE_CHECKING:
     from opensandbox.models.execd import OutputMessage
     from opensandbox.sandbox import Sandbox
 
+
+# -- Frames --------------------------------------------------------------------------------------------------------
+
+STARTED, STDOUT, STDERR, PING, END = "s", "o", "e", "p", "x"
+_KINDS = frozenset((STARTED, STDOUT, STDERR, PING, END))
+_LONGEST = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Frame:
+    kind: str
+    data: bytes
+
+    def ending(self) -> dict[str, Any]:
+        """The content of an ``END`` frame. Raises `ValueError` when it is none."""
+        found = json.loads(self.data)
+        if not isinstance(found, dict) or not isinstance(found.get("outcome"), str):
+            raise ValueError("an end without an outcome")  # noqa: TRY004  the text's fault, not its caller's
+        return found
+
+
+class FrameParser:
+    """Puts frames together again. What is no frame is noise of the box's (a dynamic linker's warning, say): dropped,
+    and a frame it damaged is missing, which only ever makes a command lost."""
+
+    def __init__(self) -> None:
+        self._rest = ""
+
+    def feed(self, text: str) -> Iterator[Frame]:
+        pieces = (self._rest + "".join(text.split())).split(";")
+        self._rest = pieces.pop()[-_LONGEST:]
+        for piece in pieces:
+            if piece and piece[0] in _KINDS:
+                try:
+                    yield Frame(piece[0], base64.b64decode(piece[1:], validate=True))
+                except binascii.Error:
+                    continue
+
+
+# -- Orders --------------------------------------------------------------------------------------------------------
+
 _QUIET_S = 15.0
 """Longer than the helper's heartbeat: then the server is asked whether the box still runs (earlier, where less silence
 than this is allowed at all)."""
 _QUEUED_FRAMES = 64
-_RETRIES = 4
+_TRIES = 4
 _LONGEST_ARGUMENT = 60_000
 """Of a request in base64; the kernel allows 128 KiB for one argument."""
 _ATTACH_S = 30.0
@@ -132,18 +185,20 @@ class ToolRun:
 
     async def _run(self) -> None:
         try:
-            for attempt in range(_RETRIES):
+            backoff = Backoff(first_s=0.2, factor=3, tries=_TRIES)
+            while True:
                 try:
                     await self._once()
                     return
                 except sdk_errors() as error:
                     self._failure = error
-                    if self._said_anything or not never_started(error) or attempt == _RETRIES - 1:
+                    if self._said_anything or not never_started(error):
                         return
                     info = await self._connection.info(self._box.sandbox_id)
                     if info is None or info.status.state.lower() not in _ALIVE:
                         return
-                    await asyncio.sleep(0.2 * 3**attempt)
+                    if not await backoff.again():
+                        return
         except sdk_errors() as error:
             self._failure = error
         finally:
@@ -215,3 +270,65 @@ async def request_argument(connection: Connection, box: OpenSandboxBox, request:
     if len(encoded) <= _LONGEST_ARGUMENT:
         return encoded
     return "@" + await put_file(connection, box, data, f"{uuid.uuid4().hex}.json")
+
+
+# -- Archives ------------------------------------------------------------------------------------------------------
+# Trees in and out of a box as tar streams.
+#
+# Packing and unpacking are the helper program's, so no program of the box is needed. What goes in is judged here
+# first, whole: a member that would leave its target is refused before anything of the archive is in the box.
+
+_IN_MEMORY_BYTES = 32 * 1024 * 1024
+
+
+async def put(connection: Connection, box: OpenSandboxBox, path: str, tar: AsyncIterator[bytes]) -> None:
+    """See `SandboxProvider.put_archive`."""
+    path = absolute(path)
+    through = TarFilter()
+    # The backend takes files of a known length only; what does not fit in memory waits in a file of this machine.
+    with tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES) as spool:
+        try:
+            async for chunk in tar:
+                await asyncio.to_thread(spool.write, through.feed(chunk))
+            spool.write(through.finish())
+        except ArchiveError as error:
+            raise SandboxArchiveError(f"the archive for '{path}' is refused: {error}") from error
+        spool.seek(0)
+        inside = await put_file(connection, box, spool, f"{uuid.uuid4().hex}.tar")
+    argument = await request_argument(connection, box, {"path": path, "tar": inside})
+    found = await order(connection, box, "unpack", argument)
+    if found["outcome"] == "error":
+        raise SandboxArchiveError(f"the archive for '{path}' is refused: {found.get('error')}", path=path)
+
+
+async def get(
+    connection: Connection, box: OpenSandboxBox, path: str, *, exclude: Sequence[str], max_bytes: int | None
+) -> AsyncGenerator[bytes, None]:
+    """See `SandboxProvider.get_archive`."""
+    path = absolute(path)
+    strip = 0 if posixpath.basename(path) == "" else 1
+    try:
+        # What the box sends is filtered like what any backend packs: headers are encoded anew, the cap is kept here.
+        through = TarFilter(exclude=exclude, max_bytes=max_bytes, strict=False, strip=strip)
+    except ArchiveError as error:
+        raise SandboxArchiveError(str(error)) from error
+    argument = await request_argument(connection, box, {"path": path, "exclude": list(exclude)})
+    running = ToolRun(connection, box, "pack", argument)
+    running.begin()
+    try:
+        while (frame := await running.next()).kind != END:
+            if frame.kind == STDOUT and (out := through.feed(frame.data)):
+                yield out
+        found = ending(frame)
+        if found["outcome"] == "error":
+            if found.get("kind") == "missing":
+                raise SandboxArchiveError(f"there is nothing at '{path}' in the box", path=path)
+            raise SandboxArchiveError(f"'{path}' cannot be packed: {found.get('error')}", path=path)
+        yield through.finish()
+        await running.settle()
+    except ArchiveTooLargeError as error:
+        raise SandboxArchiveTooLargeError(f"'{path}' cannot be packed: {error}", max_bytes=max_bytes) from error
+    except ArchiveError as error:
+        raise SandboxArchiveError(f"'{path}' cannot be packed: {error}") from error
+    finally:
+        await running.close()

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -19,17 +19,63 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError
 from yarl import URL
 
-from nemo_gym._util.backoff import retry_after_s
+from nemo_gym._util.backoff import NETWORK_JITTER, Backoff, retry_after_s
 from nemo_gym.contract.errors import InvalidBodyError, SandboxError
+from nemo_gym.contract.session import LeaseScope
 from nemo_gym.http.client import watched_socket
+from nemo_gym.sandbox.base import SandboxHandle
+from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.wire import routes
+from nemo_gym.sandbox.wire.models import DoorsView
 from nemo_gym.sandbox.wire.problems import Problem, error_of, parse_problem
+
+# -- Handle --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RemoteBox:
+    """``raw`` of a handle of the remote provider."""
+
+    broker_url: str
+    sandbox_id: str
+    token: str = field(repr=False)
+    scope: LeaseScope
+    expires_at: float
+    """Of the lease, by the broker's clock, as last heard."""
+    lent: set[str] = field(default_factory=set)
+    """Ids of leases that were minted by this handle."""
+    doors: dict[str, DoorStatistics] = field(default_factory=dict)
+    """Doors that this side knows to be open, and what was last heard of them."""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return {"Authorization": f"Bearer {self.token}"}
+
+    def url(self, path: str) -> str:
+        return self.broker_url + path
+
+    def heard(self, view: DoorsView) -> None:
+        """Take over the broker's counts, in the objects that others already hold."""
+        for name, counted in view.doors.items():
+            if counted is None:
+                self.doors.pop(name, None)
+            else:
+                known = self.doors.setdefault(name, DoorStatistics())
+                known.__dict__.update(counted.__dict__)
+
+
+def box_of(handle: SandboxHandle) -> RemoteBox:
+    """Raises `SandboxError` for another provider's handle."""
+    if not isinstance(handle.raw, RemoteBox):
+        raise SandboxError(f"sandbox {handle.sandbox_id} is not a handle of the remote provider")
+    return handle.raw
+
+
+# -- Connection ----------------------------------------------------------------------------------------------------
 
 CONNECT_TIMEOUT_S = 10.0
 KEEPALIVE_S = 3.0
 """Below what servers keep an idle connection for (5 s and more), so that a request rarely meets one being closed."""
-_FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 2.0
 _WAITS = frozenset({"quota", "no_room", "draining", "create_in_progress", "backend_unreachable", "not_a_problem"})
 """Codes that say: later. Another retryable error is the caller's to judge."""
 
@@ -48,25 +94,9 @@ class SourceError(Exception):
         self.error = error
 
 
-class Pauses:
-    """Growing pauses between tries, until a deadline."""
-
-    def __init__(self, patience_s: float) -> None:
-        self._deadline = time.monotonic() + patience_s
-        self._pause_s = _FIRST_PAUSE_S
-
-    @property
-    def left_s(self) -> float:
-        return self._deadline - time.monotonic()
-
-    async def again(self, at_least_s: float = 0.0) -> bool:
-        """Pause; ``False`` at once when no time is left for another try."""
-        pause_s = max(self._pause_s, at_least_s)
-        if pause_s >= self.left_s:
-            return False
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        await asyncio.sleep(pause_s)
-        return True
+def retries(patience_s: float) -> Backoff:
+    """Tries of one request, for ``patience_s`` seconds."""
+    return Backoff(first_s=0.05, longest_s=2.0, patience_s=patience_s, jitter=NETWORK_JITTER)
 
 
 class BrokerConnection:
@@ -115,7 +145,7 @@ class BrokerConnection:
             SourceError: what went wrong in ``stream``.
             NemoGymError: the error the broker answered with, see `nemo_gym.sandbox.wire.problems`.
         """
-        pauses = Pauses(self.patience_s if patience_s is None else patience_s)
+        backoff = retries(self.patience_s if patience_s is None else patience_s)
         sent = _Sent(stream)
         headers = {routes.REQUEST_ID_HEADER: uuid.uuid4().hex, **headers}
         data: Any = None
@@ -141,7 +171,7 @@ class BrokerConnection:
                 sent.raise_its_own()
                 no_connection = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
                 never_started = no_connection or (stream and not sent.taken)
-                if not (never_started or repeatable) or not await pauses.again():
+                if not (never_started or repeatable) or not await backoff.again():
                     raise _unreachable(method, url, error, started="no" if never_started else "unknown") from error
                 continue
             if response.status < 400:
@@ -150,7 +180,7 @@ class BrokerConnection:
             sent.raise_its_own()
             may_repeat = (repeatable or problem.started == "no") and not sent.taken
             waits = problem.retryable and problem.code in _WAITS
-            if not (may_repeat and waits and await pauses.again(retry_after_s)):
+            if not (may_repeat and waits and await backoff.again(at_least_s=retry_after_s)):
                 raise error_of(problem)
         try:
             yield response
@@ -159,13 +189,13 @@ class BrokerConnection:
 
     async def ask(self, method: str, url: str, **options: Any) -> bytes:
         """The whole body of a successful answer; options as in `open`. A broken-off body is another try's reason."""
-        pauses = Pauses(self.patience_s if (given := options.pop("patience_s", None)) is None else given)
+        backoff = retries(self.patience_s if (given := options.pop("patience_s", None)) is None else given)
         while True:
             try:
-                async with self.open(method, url, **options, patience_s=max(pauses.left_s, 0)) as response:
+                async with self.open(method, url, **options, patience_s=max(backoff.left_s, 0)) as response:
                     return await response.read()
             except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-                if not options.get("repeatable") or not await pauses.again():
+                if not options.get("repeatable") or not await backoff.again():
                     raise _unreachable(method, url, error, started="unknown") from error
 
     def _session(self, *, fresh: bool) -> aiohttp.ClientSession:

@@ -8,10 +8,9 @@ import contextlib
 import structlog
 
 from nemo_gym.contract.errors import NemoGymError
-from nemo_gym.sandbox.providers.remote.box import RemoteBox
-from nemo_gym.sandbox.providers.remote.connection import BrokerConnection
+from nemo_gym.sandbox.providers.remote.connection import BrokerConnection, RemoteBox
 from nemo_gym.sandbox.wire import routes
-from nemo_gym.sandbox.wire.doors import DoorsView
+from nemo_gym.sandbox.wire.models import DoorsView
 
 log = structlog.get_logger(__name__)
 

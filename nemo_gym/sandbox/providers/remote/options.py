@@ -1,15 +1,26 @@
-"""What can be configured about the remote provider."""
+"""Options of the remote provider, the brokers they name, and what those brokers can do."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from yarl import URL
 
-from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
+from nemo_gym.contract.errors import ConfigError, SandboxCreateError, reject_unknown_keys
+from nemo_gym.http.correlation import Chooser
+from nemo_gym.sandbox.base import SandboxCapabilities
+from nemo_gym.sandbox.providers.remote.connection import BrokerConnection, BrokerUnreachableError
+from nemo_gym.sandbox.wire import routes
+from nemo_gym.sandbox.wire.models import CapabilitiesView
+from nemo_gym.sandbox.wire.problems import error_of, parse_problem
+
+# -- Options -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -85,3 +96,132 @@ def find_broker(options: RemoteOptions) -> Broker | None:
     if credential is not None:
         headers[CREDENTIAL_HEADER] = credential
     return Broker(ServerClient.load_from_global_config().base_url(name), headers)
+
+
+# -- Brokers -------------------------------------------------------------------------------------------------------
+
+NEXT_BROKER_AFTER_S = 5.0
+"""How long a broker that cannot be reached, or has no room, is tried while there is another one."""
+
+
+def find_brokers(options: RemoteOptions) -> Brokers | None:
+    """The configured brokers; ``None`` when none are. Raises `ConfigError` when a ``server`` is not of this stack."""
+    first = find_broker(options)
+    if first is None:
+        return None
+    if options.server_name is None:
+        return Brokers([first])
+    from nemo_gym.http.client import ServerClient
+
+    urls = ServerClient.load_from_global_config().replica_urls(options.server_name)
+    return Brokers([Broker(url, first.headers) for url in urls])
+
+
+class Brokers:
+    """Brokers with backends of the same kind. A box stays with the broker that made it."""
+
+    def __init__(self, brokers: Sequence[Broker]) -> None:
+        self.all = tuple(brokers)
+        self._urls = [broker.url for broker in brokers]
+        self._chooser = Chooser()
+
+    def in_order(self, key: str | None = None) -> Iterator[tuple[Broker, float | None]]:
+        """Each broker, with how patient to be with it (``None``: as configured), in the order to be tried for
+        something new: the same for the same ``key``, in turn without one."""
+        *others, last = (self.all[number] for number in self._chooser.order(self._urls, key))
+        yield from ((broker, NEXT_BROKER_AFTER_S) for broker in others)
+        yield last, None
+
+    def patience_of(self, broker: Broker) -> float | None:
+        """How patient to be with one that is asked although another could do (``None``: as configured)."""
+        if len(self.all) == 1:
+            return None
+        return 0.0 if self._chooser.is_left_out(broker.url) else NEXT_BROKER_AFTER_S
+
+    def unreachable(self, broker: Broker) -> None:
+        """Ask the others first for a while."""
+        self._chooser.unreachable(broker.url)
+
+    def url_of(self, told: str) -> str | None:
+        """Where a broker is that a reference calls ``told``: of one broker, the address that is configured here (an
+        address may differ between machines); of several, that one; ``None`` for one that is not configured."""
+        if len(self.all) == 1:
+            return self.all[0].url
+        url = told.rstrip("/")
+        return url if url in self._urls else None
+
+
+# -- Capabilities --------------------------------------------------------------------------------------------------
+
+_CARRIED: Mapping[str, str | None] = {
+    "connect": None,
+    "idempotent_create": None,
+    "endpoint": "a port of a box is reached from the broker's host only; use exec, or a door for the way out",
+}
+"""Abilities that do not depend on the broker's backend: see `CapabilitiesView.to_capabilities`."""
+
+
+class Abilities:
+    """Asks once, whichever broker answers: those of one provider have backends of the same kind."""
+
+    def __init__(self, connection: BrokerConnection) -> None:
+        self._connection = connection
+        self.known: SandboxCapabilities | None = None
+
+    def ask_blocking(self, brokers: Brokers) -> SandboxCapabilities:
+        """For who has no event loop. Raises `BrokerUnreachableError`, or what the broker answers."""
+        for broker, patience_s in brokers.in_order():
+            try:
+                return self._ask_blocking(broker)
+            except BrokerUnreachableError:
+                if patience_s is None:
+                    raise
+                brokers.unreachable(broker)
+        raise AssertionError("unreachable: the last broker answers or raises")
+
+    def _ask_blocking(self, broker: Broker) -> SandboxCapabilities:
+        if self.known is None:
+            request = urllib.request.Request(broker.url + routes.CAPABILITIES, headers=dict(broker.headers))
+            # As the asynchronous connections: no proxy of the environment's, and a credential follows no redirection.
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirection)
+            try:
+                with opener.open(request, timeout=self._connection.request_timeout_s) as answer:
+                    self.known = _read(answer.read())
+            except urllib.error.HTTPError as error:
+                raise error_of(parse_problem(error.code, error.read())) from error
+            except OSError as error:
+                raise BrokerUnreachableError(
+                    f"the broker at {broker.url} cannot be asked what it can do: {error}", retryable=True, started="no"
+                ) from error
+        return self.known
+
+    async def ask(self, brokers: Brokers) -> SandboxCapabilities:
+        """Raises `SandboxCreateError` when no broker can be reached: it is asked for the sake of a box."""
+        if self.known is not None:
+            return self.known
+        for broker, patience_s in brokers.in_order():
+            try:
+                answer = await self._connection.ask(
+                    "GET",
+                    broker.url + routes.CAPABILITIES,
+                    headers=broker.headers,
+                    repeatable=True,
+                    patience_s=patience_s,
+                )
+            except BrokerUnreachableError as error:
+                if patience_s is None:
+                    raise SandboxCreateError(str(error), retryable=True, provider="remote") from error
+                brokers.unreachable(broker)
+            else:
+                self.known = _read(answer)
+                return self.known
+        raise AssertionError("unreachable: the last broker answers or raises")
+
+
+class _NoRedirection(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *args: Any, **options: Any) -> None:
+        return None
+
+
+def _read(answer: bytes) -> SandboxCapabilities:
+    return CapabilitiesView.model_validate(json.loads(answer)).to_capabilities(carried=_CARRIED)

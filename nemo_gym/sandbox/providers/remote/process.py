@@ -1,22 +1,33 @@
-"""A command behind a broker: submitted once, under an id of this side's choice; its output resumed where it broke."""
+"""Commands and archives of a box behind a broker: streams that survive broken connections."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from typing import Any
 
 import aiohttp
 import structlog
 
 from nemo_gym.contract.errors import NemoGymError, SandboxError, SandboxLostError
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecRequest
-from nemo_gym.sandbox.providers.remote.box import RemoteBox
-from nemo_gym.sandbox.providers.remote.connection import BrokerConnection, BrokerUnreachableError, Pauses, refusals
+from nemo_gym.sandbox.providers.remote.connection import (
+    BrokerConnection,
+    BrokerUnreachableError,
+    RemoteBox,
+    SourceError,
+    refusals,
+    retries,
+)
+from nemo_gym.sandbox.streaming_provider import absolute
 from nemo_gym.sandbox.wire import routes
-from nemo_gym.sandbox.wire.execs import ExecEndModel, ExecSubmission, SignalExec
 from nemo_gym.sandbox.wire.frames import PING_INTERVAL_S, FrameError, FrameParser
+from nemo_gym.sandbox.wire.models import ExecEndModel, ExecSubmission, SignalExec
+from nemo_gym.sandbox.wire.problems import error_of, parse_problem
+
+# -- Commands ------------------------------------------------------------------------------------------------------
 
 log = structlog.get_logger(__name__)
 
@@ -41,7 +52,7 @@ class RemoteProcess:
         request: ExecRequest,
         *,
         before_end: Callable[[], Awaitable[None]],
-        in_background: Callable[[Awaitable[None]], object],
+        in_background: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         self.exec_id = f"e-{uuid.uuid4().hex}"
         self.truncated: set[str] = set()
@@ -106,25 +117,25 @@ class RemoteProcess:
         self._in_background(self._kill_wherever_it_is())
 
     async def _kill_wherever_it_is(self) -> None:
-        pauses = Pauses(_KILL_PATIENCE_S)
+        backoff = retries(_KILL_PATIENCE_S)
         while True:
             try:
                 await self.kill()
                 return
             except NemoGymError as error:
                 arrives_later = error.details.get("problem") == "exec_not_found"
-                if not arrives_later or not await pauses.again():
+                if not arrives_later or not await backoff.again():
                     log.info("remote_exec_not_killed", exec_id=self.exec_id, error=str(error))
                     return
 
     async def _resumed(self) -> AsyncGenerator[ExecOutput, None]:
         """All output, over as many connections as it takes; then `_end` is known, or nobody knows it."""
-        pauses = Pauses(self._connection.patience_s)
+        backoff = retries(self._connection.patience_s)
         while True:
             before = self._offset
             try:
                 if self._response is None:
-                    await self._open(max(pauses.left_s, 0))
+                    await self._open(max(backoff.left_s, 0))
                 async with contextlib.aclosing(self._one_connection()) as output:
                     async for piece in output:
                         yield piece
@@ -142,8 +153,8 @@ class RemoteProcess:
             await self._opened.aclose()
             self._response = None
             if self._offset > before:
-                pauses = Pauses(self._connection.patience_s)
-            if not await pauses.again():
+                backoff = retries(self._connection.patience_s)
+            if not await backoff.again():
                 return
 
     async def _one_connection(self) -> AsyncGenerator[ExecOutput, None]:
@@ -200,3 +211,70 @@ class RemoteProcess:
 
     def _path(self) -> str:
         return routes.run_exec(self._box.sandbox_id, self.exec_id)
+
+
+# -- Archives ------------------------------------------------------------------------------------------------------
+
+
+async def put(connection: BrokerConnection, box: RemoteBox, path: str, tar: AsyncIterator[bytes]) -> None:
+    """See `SandboxProvider.put_archive`. A stream that was begun is not sent again."""
+    with _lost_when_unreachable():
+        try:
+            await connection.ask(
+                "PUT",
+                box.url(routes.archive(box.sandbox_id)),
+                headers=box.headers,
+                query={"path": absolute(path)},
+                stream=lambda: tar,
+            )
+        except SourceError as failed:
+            raise failed.error from None
+
+
+async def get(
+    connection: BrokerConnection, box: RemoteBox, path: str, *, exclude: Sequence[str], max_bytes: int | None
+) -> AsyncIterator[bytes]:
+    """See `SandboxProvider.get_archive`."""
+    query = [("path", absolute(path)), *(("exclude", item) for item in exclude)]
+    if max_bytes is not None:
+        query.append(("max_bytes", str(max_bytes)))
+    request_id = uuid.uuid4().hex
+    with _lost_when_unreachable():
+        opening = connection.open(
+            "GET",
+            box.url(routes.archive(box.sandbox_id)),
+            headers={**box.headers, "Accept": routes.TAR, routes.REQUEST_ID_HEADER: request_id},
+            query=query,
+            repeatable=True,
+        )
+        try:
+            async with opening as response:
+                async for chunk in response.content.iter_any():
+                    yield chunk
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            raise await _why(connection, box, path, request_id, error) from error
+
+
+async def _why(
+    connection: BrokerConnection, box: RemoteBox, path: str, request_id: str, broken: BaseException
+) -> NemoGymError:
+    """Why an archive broke off: once an answer has begun, only the broker can say, and only when it is asked."""
+    try:
+        answer = await connection.ask(
+            "GET",
+            box.url(routes.archive_failure(box.sandbox_id)),
+            headers=box.headers,
+            query={"request_id": request_id},
+            repeatable=True,
+        )
+    except NemoGymError:
+        return SandboxLostError(f"the archive of {path} broke off ({type(broken).__name__})", retryable=True)
+    return error_of(parse_problem(500, answer))
+
+
+@contextlib.contextmanager
+def _lost_when_unreachable() -> Iterator[None]:
+    try:
+        yield
+    except BrokerUnreachableError as error:
+        raise SandboxLostError(str(error), retryable=True, **error.details) from error

@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import uuid
 from builtins import list as List  # noqa: N812 - the contract has a method of the builtin's name
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, cast
 
 import structlog
 from pydantic import ValidationError
 
+from nemo_gym._util.tasks import BackgroundTasks
 from nemo_gym.contract.errors import (
     ConfigError,
     NemoGymError,
@@ -23,20 +24,24 @@ from nemo_gym.contract.sandbox import DEFAULT_READY_TIMEOUT_S, Door, SandboxSpec
 from nemo_gym.contract.session import LeaseScope, SandboxRef
 from nemo_gym.sandbox.base import ExecRequest, SandboxCapabilities, SandboxHandle, SandboxInfo, SandboxStatus
 from nemo_gym.sandbox.door_statistics import DoorStatistics
-from nemo_gym.sandbox.providers.remote import archives
-from nemo_gym.sandbox.providers.remote.abilities import Abilities
-from nemo_gym.sandbox.providers.remote.box import RemoteBox, box_of
-from nemo_gym.sandbox.providers.remote.brokers import Brokers, find_brokers
-from nemo_gym.sandbox.providers.remote.connection import BrokerConnection, BrokerUnreachableError, refusals
+from nemo_gym.sandbox.providers.remote import process
+from nemo_gym.sandbox.providers.remote.connection import (
+    BrokerConnection,
+    BrokerUnreachableError,
+    RemoteBox,
+    box_of,
+    refusals,
+)
 from nemo_gym.sandbox.providers.remote.doors import DoorCounts
-from nemo_gym.sandbox.providers.remote.options import Broker, RemoteOptions
+from nemo_gym.sandbox.providers.remote.options import Abilities, Broker, Brokers, RemoteOptions, find_brokers
 from nemo_gym.sandbox.providers.remote.process import RemoteProcess
 from nemo_gym.sandbox.streaming_provider import StreamingProvider
 from nemo_gym.sandbox.wire import routes
-from nemo_gym.sandbox.wire.boxes import (
+from nemo_gym.sandbox.wire.models import (
     CommitImage,
     CreatedSandbox,
     CreateSandbox,
+    DoorModel,
     ImageView,
     LeaseView,
     MintLease,
@@ -45,7 +50,6 @@ from nemo_gym.sandbox.wire.boxes import (
     SandboxPage,
     SandboxView,
 )
-from nemo_gym.sandbox.wire.doors import DoorModel
 
 log = structlog.get_logger(__name__)
 
@@ -70,7 +74,7 @@ class RemoteProvider(StreamingProvider):
         )
         self._brokers: Brokers | None = None
         self._abilities = Abilities(self._connection)
-        self._background: set[asyncio.Future[None]] = set()
+        self._background = BackgroundTasks()
         self._doors = DoorCounts(self._connection)
 
     @property
@@ -194,8 +198,7 @@ class RemoteProvider(StreamingProvider):
     async def aclose(self) -> None:
         """Close the connections, once what nobody waits for (kills of abandoned commands) is done."""
         await self._doors.aclose()
-        while mine := {task for task in self._background if task.get_loop() is asyncio.get_running_loop()}:
-            await asyncio.wait(mine)
+        await self._background.join()
         await self._connection.aclose()
 
     # ---------------------------------------------------------------------------------------------- commands
@@ -208,7 +211,7 @@ class RemoteProvider(StreamingProvider):
             box,
             request,
             before_end=lambda: self._doors.hear(box),
-            in_background=self._in_background,
+            in_background=self._background.start,
         )
         await process.start()
         return process
@@ -216,12 +219,12 @@ class RemoteProvider(StreamingProvider):
     # ------------------------------------------------------------------------------------------------- files
 
     async def put_archive(self, handle: SandboxHandle, path: str, tar: AsyncIterator[bytes]) -> None:
-        await archives.put(self._connection, box_of(handle), path, tar)
+        await process.put(self._connection, box_of(handle), path, tar)
 
     def get_archive(
         self, handle: SandboxHandle, path: str, *, exclude: Sequence[str] = (), max_bytes: int | None = None
     ) -> AsyncIterator[bytes]:
-        return archives.get(self._connection, box_of(handle), path, exclude=exclude, max_bytes=max_bytes)
+        return process.get(self._connection, box_of(handle), path, exclude=exclude, max_bytes=max_bytes)
 
     # ------------------------------------------------------------------------------------------------- doors
 
@@ -372,7 +375,7 @@ class RemoteProvider(StreamingProvider):
     def _take_back(self, broker: Broker, key: str, spec: SandboxSpec) -> None:
         # A key of the caller's own may have given its box to somebody else already: that one ends with its lease.
         if spec.idempotency_key is None:
-            self._in_background(self._discard(broker, key))
+            self._background.start(self._discard(broker, key))
 
     async def _discard(self, broker: Broker, key: str) -> None:
         """Take back a create that nobody waits for, whether it has arrived at the broker or is still to come."""
@@ -387,11 +390,6 @@ class RemoteProvider(StreamingProvider):
             )
         except NemoGymError as error:
             log.warning("remote_create_not_taken_back", error=str(error))
-
-    def _in_background(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
 
 def _box(url: str, lease: LeaseView) -> RemoteBox:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import json
@@ -14,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from nemo_gym.sandbox import init_program, linux
+from nemo_gym._util.tasks import finish
+from nemo_gym.sandbox import linux
 from nemo_gym.sandbox.providers.local.protocol import close_all, memory_file
-from nemo_gym.sandbox.providers.local.supervisor import children, disk, user_ids
+from nemo_gym.sandbox.providers.local.supervisor import files, processes
 
 MOVES_IDS = True
 """Boxes can have user ids of their own; see `user_ids`."""
@@ -113,7 +113,7 @@ async def build(plan: BoxPlan) -> BuiltBox:
     ready_read, ready_write = os.pipe()
     stderr_read, stderr_write = os.pipe()
     info_read, info_write = os.pipe()
-    program = init_program.open_program()
+    program = linux.open_program()
     files = {path: memory_file(data, "file") for path, data in plan.network_files.items()}
     inherited = [program, info_write, *files.values()]
     arguments = _bwrap_arguments(plan, program, info_write, files)
@@ -123,21 +123,21 @@ async def build(plan: BoxPlan) -> BuiltBox:
 
     keep = [error_write, unshared_write, mapped_read, ready_write, stderr_write, *inherited]
     try:
-        pid = children.fork(child, keep=keep)
+        pid = processes.fork(child, keep=keep)
     finally:
         close_all(keep)
     pidfd = os.pidfd_open(pid)
     built = False
     try:
-        await children.readable(unshared_read)
+        await processes.readable(unshared_read)
         if os.read(unshared_read, 1):
             write_maps(pid, plan.identity)
         os.close(mapped_write)
         mapped_write = -1
-        await children.readable(ready_read)
-        if os.read(ready_read, 1) != init_program.READY:
-            problem, error_read_done = await children.read_all(error_read), True
-            said, stderr_done = await children.read_all(stderr_read), True
+        await processes.readable(ready_read)
+        if os.read(ready_read, 1) != linux.READY:
+            problem, error_read_done = await processes.read_all(error_read), True
+            said, stderr_done = await processes.read_all(stderr_read), True
             error_read = -1 if error_read_done else error_read
             stderr_read = -1 if stderr_done else stderr_read
             raise BuildError(explain(plan, json.loads(problem) if problem else None, said))
@@ -151,7 +151,7 @@ async def build(plan: BoxPlan) -> BuiltBox:
         if not built:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            await asyncio.shield(children.wait_for_exit(pid, pidfd))
+            await finish(processes.wait_for_exit(pid, pidfd))
 
 
 def write_maps(pid: int, identity: str) -> None:
@@ -177,12 +177,12 @@ def _become_bwrap(
         linux.unshare(linux.CLONE_NEWNS)
         if plan.disk_bytes is not None:
             step = "disk"
-            disk.make_and_mount(plan.directory / "disk.img", plan.writable, plan.disk_bytes)
+            files.make_and_mount(plan.directory / "disk.img", plan.writable, plan.disk_bytes)
         program = os.open(plan.program, os.O_RDONLY | os.O_CLOEXEC)
         namespace = None
         if plan.first_id is not None:
             step = "user namespace"
-            namespace = user_ids.user_namespace(plan.first_id)
+            namespace = processes.user_namespace(plan.first_id)
             step = "moving user ids"
             _move_ids(plan, namespace)
         for overlay in plan.overlays:
@@ -191,13 +191,13 @@ def _become_bwrap(
             mount_overlay(plan, overlay, target if overlay.part == "root" else target / overlay.part)
         step = "user namespace"
         if namespace is not None:
-            user_ids.become_root_of(namespace)
+            processes.become_root_of(namespace)
             os.close(namespace)
         else:
             linux.unshare(linux.CLONE_NEWUSER)
             os.write(unshared_fd, b"u")
             os.read(mapped_fd, 1)
-            user_ids.limit_counters()
+            processes.limit_counters()
         os.close(unshared_fd)
         linux.die_with_parent(parent)
         # Inside, nobody may make further user namespaces: they are how most kernel holes are reached.
@@ -210,7 +210,7 @@ def _become_bwrap(
             os.set_inheritable(descriptor, True)
         os.execve(program, list(arguments), {"PATH": "/usr/bin:/bin"})
     except OSError as error:
-        children.report_error(error_fd, step, error)
+        processes.report_error(error_fd, step, error)
 
 
 def _move_ids(plan: BoxPlan, namespace: int) -> None:

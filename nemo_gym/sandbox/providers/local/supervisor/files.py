@@ -1,4 +1,4 @@
-"""Work on a box's files in short-lived children of ours: archives, files of the spec, and committing a layer.
+"""Work on a box's files in short-lived children of ours: archives, files of the spec, layers; and limits of disks.
 
 A child enters the box's mount namespace and not its pid namespace: it sees the box's files as the box does, runs none
 of its programs, and nothing in the box sees it.
@@ -6,9 +6,16 @@ of its programs, and nothing in the box sees it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
+import fcntl
 import functools
 import os
+import shutil
+import struct
+import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +23,7 @@ from typing import Any
 from nemo_gym._util.files import write_all
 from nemo_gym.sandbox import archive, linux
 from nemo_gym.sandbox.providers.local.images import copy_layer, remove_directory
-from nemo_gym.sandbox.providers.local.supervisor import children, user_ids
+from nemo_gym.sandbox.providers.local.supervisor import processes
 
 _ENTER = linux.CLONE_NEWUSER | linux.CLONE_NEWNS
 
@@ -31,7 +38,7 @@ async def put_archive(init_fd: int, path: str, stream: int) -> dict[str, Any] | 
             os.makedirs(path, exist_ok=True)  # noqa: PTH103 - plain strings throughout
             archive.extract(functools.partial(os.read, stream), path)
 
-    return await children.run(job, keep=[init_fd, stream])
+    return await processes.run(job, keep=[init_fd, stream])
 
 
 async def get_archive(
@@ -49,7 +56,7 @@ async def get_archive(
                 # What is at the path is the box's contents: no failure of ours.
                 raise archive.ArchiveError(f"there is nothing to pack at '{path}': {error.strerror}") from error
 
-    return await children.run(job, keep=[init_fd, stream])
+    return await processes.run(job, keep=[init_fd, stream])
 
 
 async def write_files(init_fd: int, files: Mapping[str, str], directory: str | None) -> dict[str, Any] | None:
@@ -67,7 +74,7 @@ async def write_files(init_fd: int, files: Mapping[str, str], directory: str | N
                 with open(name, "wb") as file:  # noqa: PTH123
                     file.write(text.encode("utf-8", "surrogateescape"))
 
-    return await children.run(job, keep=[init_fd])
+    return await processes.run(job, keep=[init_fd])
 
 
 async def copy_upper(monitor_fd: int, upper: Path, parts: Sequence[str], staged: Path) -> dict[str, Any] | None:
@@ -84,13 +91,13 @@ async def copy_upper(monitor_fd: int, upper: Path, parts: Sequence[str], staged:
                         _empty(staged / part / name)
             os.sync()
 
-    return await children.run(job, keep=[monitor_fd])
+    return await processes.run(job, keep=[monitor_fd])
 
 
 def _enter(init_fd: int) -> None:
     """Enter a box's mounts, as its user 0."""
     linux.setns(init_fd, _ENTER)
-    user_ids.become_root()
+    processes.become_root()
 
 
 def _empty(directory: Path) -> None:
@@ -111,7 +118,123 @@ class _reporting(contextlib.AbstractContextManager["_reporting"]):  # noqa: N801
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, archive.ArchiveError):
             named = "archive_too_large" if isinstance(error, archive.ArchiveTooLargeError) else "archive"
-            children.report(self._descriptor, {"step": self._step, "kind": named, "message": str(error)})
+            processes.report(self._descriptor, {"step": self._step, "kind": named, "message": str(error)})
             os._exit(1)
         if isinstance(error, OSError):
-            children.report_error(self._descriptor, self._step, error)
+            processes.report_error(self._descriptor, self._step, error)
+
+
+# -- Disk limits ---------------------------------------------------------------------------------------------------
+# A disk of limited size for what a box writes: a file system in a sparse file, mounted through a loop device.
+#
+# Only root can mount one. It exists in the mount namespace of its box alone, and goes with it. Elsewhere boxes share
+# the disk of the state directory, and what they write is measured.
+
+_LOOP_CTL_GET_FREE = 0x4C82
+_LOOP_CONFIGURE = 0x4C0A
+_LO_FLAGS_AUTOCLEAR = 4
+_ATTEMPTS = 64
+_MIN_BYTES = 16 * 1024 * 1024
+_PROBE_BYTES = 16 * 1024 * 1024
+
+
+def make_and_mount(file: Path, target: Path, size: int) -> None:
+    """Make a file system of ``size`` bytes in ``file`` and mount it on ``target``, in the calling process's namespace.
+
+    Raises:
+        OSError: a step failed; the message names it.
+    """
+    if size < _MIN_BYTES:
+        raise OSError(errno.EINVAL, f"a disk needs at least {_MIN_BYTES // 1024 // 1024} MiB")
+    program = shutil.which("mkfs.ext4", path="/usr/sbin:/sbin:/usr/bin:/bin")
+    if program is None:
+        raise OSError(errno.ENOENT, "mkfs.ext4 was not found; install the package e2fsprogs")
+    with file.open("xb") as opened:
+        os.truncate(opened.fileno(), size)
+    # Nothing on it survives a crash, so it keeps no journal, and nobody waits for the host's disk when it is unmounted
+    # (barrier=0); it never grows, and nobody else uses it, so nothing is reserved for that or for root.
+    options = [
+        "-q",
+        "-F",
+        "-m",
+        "0",
+        "-O",
+        "^has_journal,^resize_inode",
+        "-E",
+        "lazy_itable_init=1,nodiscard,root_owner=0:0",
+    ]
+    made = subprocess.run([program, *options, str(file)], capture_output=True, check=False, env={"LC_ALL": "C"})
+    if made.returncode:
+        if os.strerror(errno.ENOSPC).encode() in made.stderr:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(errno.EIO, f"mkfs.ext4 failed: {made.stderr.decode(errors='replace').strip()}")
+    target.mkdir(exist_ok=True)
+    device, descriptor = _attach(file)
+    try:
+        linux.mount(device, str(target), "ext4", linux.MS_NODEV | linux.MS_NOSUID, "discard,barrier=0")
+    finally:
+        os.close(descriptor)
+
+
+def _attach(file: Path) -> tuple[str, int]:
+    """A loop device of the file, which detaches itself at the last use; its path, and a descriptor that is one use."""
+    backing = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
+    # struct loop_config: descriptor, block size, loop_info64 with its flags at byte 52, and 64 bytes reserved
+    config = struct.pack("=II52xI176x64x", backing, 0, _LO_FLAGS_AUTOCLEAR)
+    try:
+        for _ in range(_ATTEMPTS):
+            path = f"/dev/loop{fcntl.ioctl(control, _LOOP_CTL_GET_FREE)}"
+            device = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.ioctl(device, _LOOP_CONFIGURE, config)
+            except OSError as error:
+                os.close(device)
+                if error.errno != errno.EBUSY:  # somebody else was faster
+                    raise
+            else:
+                return path, device
+        raise OSError(errno.EBUSY, "no free loop device")
+    finally:
+        os.close(control)
+        os.close(backing)
+
+
+async def measure(directories: Sequence[str]) -> dict[str, int]:
+    """Bytes that each directory takes of its disk; those that are gone are left out."""
+    # A program for this: it is ten times as fast as we could be, and no depth or number of files is too much for it.
+    process = await asyncio.create_subprocess_exec(
+        *("du", "--summarize", "--one-file-system", "--block-size=1", "--null", "--", *directories),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        said, _ = await process.communicate()
+    except BaseException:
+        process.kill()
+        await process.wait()
+        raise
+    sizes = (line.partition(b"\t") for line in said.split(b"\0") if line)
+    return {os.fsdecode(path): int(size) for size, _, path in sizes}
+
+
+async def why_not(directory: Path) -> str | None:
+    """Why disks cannot be limited here, found out by making one; ``None`` when they can."""
+
+    def job(report_fd: int) -> None:
+        file = Path(tempfile.mkdtemp(prefix=".probe-", dir=directory))
+        try:
+            linux.unshare(linux.CLONE_NEWNS)
+            make_and_mount(file / "disk.img", file / "disk", _PROBE_BYTES)
+            linux.umount(str(file / "disk"))
+        except OSError as error:
+            processes.report(
+                report_fd, {"step": "disk", "errno": error.errno, "message": error.strerror or str(error)}
+            )
+        finally:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(file)
+
+    problem = await processes.run(job)
+    return None if problem is None else str(problem["message"])

@@ -16,13 +16,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from nemo_gym.sandbox.providers.local import host_image
+from nemo_gym._util.tasks import BackgroundTasks, finish
+from nemo_gym.sandbox.providers.local import images
 from nemo_gym.sandbox.providers.local.cgroups import Cgroups
 from nemo_gym.sandbox.providers.local.images import ImageError, ImageManifest, ImageStore
 from nemo_gym.sandbox.providers.local.protocol import PROTOCOL_VERSION, Connection, Message, close_all
-from nemo_gym.sandbox.providers.local.supervisor import children, construction, disk, files, user_ids
-from nemo_gym.sandbox.providers.local.supervisor.boxes import Box, remove_files
-from nemo_gym.sandbox.providers.local.supervisor.execs import StartError
+from nemo_gym.sandbox.providers.local.supervisor import construction, files, processes
+from nemo_gym.sandbox.providers.local.supervisor.boxes import Box, StartError, remove_files
 
 Builder = Callable[[construction.BoxPlan], Awaitable[construction.BuiltBox]]
 
@@ -47,7 +47,7 @@ class Client:
     def __init__(self) -> None:
         self.connection: Connection | None = None
         self.commands: set[tuple[str, str]] = set()
-        self.tasks: set[asyncio.Task[None]] = set()
+        self.tasks = BackgroundTasks()
 
 
 class Supervisor:
@@ -76,12 +76,12 @@ class Supervisor:
         self._by_key: dict[str, str] = {}
         self._dead: OrderedDict[str, str] = OrderedDict()
         self._clients: set[Client] = set()
-        self._background: set[asyncio.Task[None]] = set()
+        self._background = BackgroundTasks()
         self._skeleton: asyncio.Task[Path] | None = None
         self._linger: asyncio.TimerHandle | None = None
         self._disk: asyncio.Task[str | None] | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._ids = user_ids.IdRanges()
+        self._ids = processes.IdRanges()
         self.finished = asyncio.Event()
         self._max_uid = _highest_id()
 
@@ -92,9 +92,7 @@ class Supervisor:
         client = Client()
 
         def on_message(message: Message, descriptors: list[int]) -> None:
-            task = asyncio.create_task(self._answer(client, message, descriptors))
-            client.tasks.add(task)
-            task.add_done_callback(client.tasks.discard)
+            client.tasks.start(self._answer(client, message, descriptors))
 
         client.connection = Connection(sock, on_message=on_message, on_close=lambda: self._left(client))
         self._clients.add(client)
@@ -215,7 +213,7 @@ class Supervisor:
                 locks = store.hold_layers(manifest)
             overlays = [construction.Overlay("root", await self._lowers(store, manifest, "root"))]
             if manifest.host_base:
-                for part in host_image.system_directories():
+                for part in images.system_directories():
                     overlays.append(construction.Overlay(part, await self._lowers(store, manifest, part)))
             directory.mkdir(mode=0o700)
             limits: Message = spec["limits"]
@@ -228,7 +226,7 @@ class Supervisor:
             lowers = [lower for overlay in overlays for lower in overlay.lowers if lower.startswith("/")]
             if self._moves_ids and await self._ids.can_move([str(self._boxes_dir), str(store.layers), *lowers]):
                 first_id = self._ids.take()
-            max_uid = self._max_uid if first_id is None else user_ids.COUNT - 1
+            max_uid = self._max_uid if first_id is None else processes.COUNT - 1
             plan = construction.BoxPlan(
                 directory=directory,
                 layers=store.layers,
@@ -243,7 +241,7 @@ class Supervisor:
                 user_overlays=self._user_overlays,
                 identity=f"0 0 {self._max_uid + 1}",
                 first_id=first_id,
-                stage=user_ids.stage_for(directory),
+                stage=processes.stage_for(directory),
                 network_files=_network_files() if spec["open_network"] else {},
             )
             built = await self._make(plan)
@@ -266,7 +264,7 @@ class Supervisor:
             if groups is not None:
                 groups.remove()
             close_all(locks)
-            await asyncio.shield(remove_files(directory))
+            await finish(remove_files(directory))
             if isinstance(error, ImageError | construction.BuildError):
                 raise RequestError("create", str(error)) from error
             if isinstance(error, OSError):
@@ -275,8 +273,8 @@ class Supervisor:
                 raise RequestError("create", said + self._hint(error.errno, store)) from error
             raise
         self._boxes[box_id] = box
-        box.renew(spec["ttl_s"], lambda expired: self._spawn(self._destroy(expired, "its lease ended")))
-        self._spawn(self._bury(box))
+        box.renew(spec["ttl_s"], lambda expired: self._background.start(self._destroy(expired, "its lease ended")))
+        self._background.start(self._bury(box))
         if disk_bytes is not None and not has_disk:
             box.watched_disk_bytes = disk_bytes
             if self._watching is None or self._watching.done():
@@ -294,19 +292,19 @@ class Supervisor:
     async def _makes_disks(self) -> bool:
         """Whether boxes can have disks of a size, found out by making one when it is first wanted."""
         if self._disk is None:
-            self._disk = asyncio.create_task(disk.why_not(self._boxes_dir))
+            self._disk = asyncio.create_task(files.why_not(self._boxes_dir))
         return await asyncio.shield(self._disk) is None
 
     async def _watch_disks(self) -> None:
         """Measure what boxes without such disks have written, again and again, and end those with too much."""
         while watched := [box for box in self._boxes.values() if box.watched_disk_bytes is not None]:
             began = time.monotonic()
-            sizes = await disk.measure([str(box.upper) for box in watched])
+            sizes = await files.measure([str(box.upper) for box in watched])
             for box in watched:
                 limit = box.watched_disk_bytes or 0
                 if sizes.get(str(box.upper), 0) > limit:
                     said = f"it wrote more than the {limit / 1024**3:g} GiB that its limit disk_gib allows"
-                    self._spawn(self._destroy(box, said))
+                    self._background.start(self._destroy(box, said))
             await asyncio.sleep(max(_DISK_PAUSE_S, _DISK_IDLE_SHARE * (time.monotonic() - began)))
 
     async def _lowers(self, store: ImageStore, manifest: ImageManifest, part: str) -> list[str]:
@@ -330,11 +328,11 @@ class Supervisor:
 
         def job(report_fd: int) -> None:
             try:
-                host_image.build_skeleton(path)
+                images.build_skeleton(path)
             except OSError as error:
-                children.report_error(report_fd, "building the host image", error)
+                processes.report_error(report_fd, "building the host image", error)
 
-        problem = await children.run(job)
+        problem = await processes.run(job)
         if problem is not None:
             shutil.rmtree(path, ignore_errors=True)
             raise RequestError("create", f"{problem['step']} failed: {problem['message']}")
@@ -480,11 +478,6 @@ class Supervisor:
         if number in (errno.ENOSPC, errno.EDQUOT):
             return f"; free some on the disks of state_dir {self._state_dir} and image_dir {store.root}, or set others"
         return ""
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
     async def close_everything(self) -> None:
         """Destroy every box and end every conversation."""

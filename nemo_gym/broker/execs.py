@@ -12,15 +12,14 @@ from dataclasses import replace
 import structlog
 
 from nemo_gym.broker.backend import EXEC_VARIABLE, Backend
-from nemo_gym.broker.box import Box
+from nemo_gym.broker.box import Box, ExecRun
 from nemo_gym.broker.boxes import too_many_of_box
-from nemo_gym.broker.exec_run import ExecRun
-from nemo_gym.broker.registry.execs import ExecStore
-from nemo_gym.broker.registry.records import ExecRecord
+from nemo_gym.broker.registry.store import ExecStore
+from nemo_gym.broker.registry.tables import ExecRecord
 from nemo_gym.broker.spool import OutputSpool, SpoolSpace
 from nemo_gym.contract.errors import NemoGymError, SandboxError, SandboxLostError
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, SandboxHandle
-from nemo_gym.sandbox.wire.execs import ExecEndModel, ExecSubmission
+from nemo_gym.sandbox.wire.models import ExecEndModel, ExecSubmission
 from nemo_gym.sandbox.wire.problems import BrokerError
 
 log = structlog.get_logger(__name__)

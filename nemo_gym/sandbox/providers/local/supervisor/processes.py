@@ -1,0 +1,476 @@
+"""Processes of the supervisor: its children, the ids they run under, and how one enters a box."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import resource
+import signal
+import stat
+import struct
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from nemo_gym.sandbox import linux
+
+# -- Children ------------------------------------------------------------------------------------------------------
+
+_RESET_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+
+
+def fork(function: Callable[[], None], *, keep: Sequence[int]) -> int:
+    """Run ``function`` in a child that has only the descriptors in ``keep`` (and 0, 1, 2) and dies with the
+    supervisor. The child ends with 0 when the function returns and with 1 when it raises. Returns the child's id."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        for number in _RESET_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        linux.die_with_parent(parent)
+        close_all_but(keep)
+        function()
+        status = 0
+    except BaseException:  # noqa: BLE001 - a forked child must never return into the supervisor's loop
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def close_all_but(keep: Sequence[int]) -> None:
+    """Close every descriptor above 2 that is not in ``keep``."""
+    start = 3
+    for descriptor in sorted({d for d in keep if d > 2}):
+        os.closerange(start, descriptor)
+        start = descriptor + 1
+    os.closerange(start, 1 << 20)
+
+
+def report(descriptor: int, problem: dict[str, Any]) -> None:
+    """Write what went wrong for the parent's `read_report`."""
+    os.write(descriptor, json.dumps(problem).encode())
+
+
+def report_error(descriptor: int, step: str, error: OSError) -> NoReturn:
+    """Report a system call that failed in ``step``, and end the child."""
+    report(descriptor, {"step": step, "errno": error.errno, "message": error.strerror or str(error)})
+    os._exit(1)
+
+
+async def readable(descriptor: int) -> None:
+    """Wait until a descriptor has data, or its end was reached."""
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+    loop.add_reader(descriptor, lambda: None if ready.done() else ready.set_result(None))
+    try:
+        await ready
+    finally:
+        loop.remove_reader(descriptor)
+
+
+async def read_all(descriptor: int) -> bytes:
+    """Read a pipe to its end, and close it."""
+    os.set_blocking(descriptor, False)
+    chunks: list[bytes] = []
+    try:
+        while True:
+            try:
+                chunk = os.read(descriptor, 65536)
+            except BlockingIOError:
+                await readable(descriptor)
+                continue
+            if not chunk:
+                return b"".join(chunks)
+            chunks.append(chunk)
+    finally:
+        os.close(descriptor)
+
+
+def reap(pid: int) -> int:
+    """Collect a child that has ended, or is about to; its wait status."""
+    return os.waitpid(pid, 0)[1]
+
+
+async def wait_for_exit(pid: int, pidfd: int) -> int:
+    """Wait for a child of this process and reap it; its wait status. Closes ``pidfd``."""
+    try:
+        await readable(pidfd)
+    finally:
+        os.close(pidfd)
+    return reap(pid)
+
+
+async def run(function: Callable[[int], None], *, keep: Sequence[int] = ()) -> dict[str, Any] | None:
+    """Run a blocking job in a child; the problem it reported to the descriptor it was given, or ``None``.
+
+    Cancelling kills the child. A child that dies without a report is a problem too.
+    """
+    read_end, write_end = os.pipe()
+    pid = fork(lambda: function(write_end), keep=[*keep, write_end])
+    os.close(write_end)
+    pidfd = os.pidfd_open(pid)
+    try:
+        said = await read_all(read_end)
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        reap(pid)
+        os.close(pidfd)
+        raise
+    status = await wait_for_exit(pid, pidfd)
+    if said:
+        problem: dict[str, Any] = json.loads(said)
+        return problem
+    if status:
+        return {"step": "helper", "errno": None, "message": f"a helper process ended with wait status {status}"}
+    return None
+
+
+# -- User ids ------------------------------------------------------------------------------------------------------
+# User ids of a box's own: a range of the host's for each, which no file has.
+#
+# The kernel counts inotify instances, queued signals, epoll watches, pipe buffers and more per user. With user 0 of a
+# box being the host's by number, one box that holds all of them leaves none to the host's root and to every other box.
+# So a box has a range of ids for itself, and its user namespace is made by the first of them, to whom the kernel then
+# charges what the box holds. Files keep the owners that they have: the file systems of a box are mounted with their
+# ids moved by as much (idmapped mounts, Linux 5.19 below overlayfs).
+#
+# Where that cannot be had, boxes have the host's ids, and a share of what one user may hold.
+
+COUNT = 65536
+_FIRST = 0x7000_0000
+"""Container managers, systemd and useradd leave what lies between here and 2^31 alone."""
+_RANGES = 0x1000_0000 // COUNT
+_REGISTER = Path("/run/nemo-gym-box-ids")
+"""A byte of it is locked for each range in use, so that supervisors share them out; locks end with their holder."""
+_STAGES = ("/run", "/mnt", "/srv", "/tmp")
+_SHARES = 4
+_COUNTED = ("max_inotify_instances", "max_inotify_watches")
+_LIMITED = (resource.RLIMIT_SIGPENDING, resource.RLIMIT_MSGQUEUE)
+
+
+class IdRanges:
+    """The ranges that this supervisor's boxes have."""
+
+    def __init__(self) -> None:
+        self._taken: set[int] = set()
+        self._register = -1
+        if _all_ids_exist():
+            with contextlib.suppress(OSError):
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                self._register = os.open(_REGISTER, flags, 0o600)
+        self._moves: dict[frozenset[int], bool] = {}
+
+    def take(self) -> int | None:
+        """The first id of a range that nobody has; ``None`` when there is none."""
+        if self._register < 0:
+            return None
+        for number in range(_RANGES):
+            if number not in self._taken:
+                with contextlib.suppress(OSError):
+                    fcntl.lockf(self._register, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
+                    self._taken.add(number)
+                    return _FIRST + number * COUNT
+        return None
+
+    def give_back(self, first: int | None) -> None:
+        """Let others have a range, once no process has an id of it."""
+        if first is not None:
+            number = (first - _FIRST) // COUNT
+            self._taken.discard(number)
+            fcntl.lockf(self._register, fcntl.LOCK_UN, 1, number)
+
+    async def can_move(self, directories: Sequence[str]) -> bool:
+        """Whether the file systems of all these directories can be mounted with their ids moved."""
+        if self._register < 0:
+            return False
+        devices = frozenset(os.stat(directory).st_dev for directory in directories)  # noqa: PTH116 - plain strings
+        if devices not in self._moves:
+
+            def job(report_fd: int) -> None:
+                try:
+                    linux.unshare(linux.CLONE_NEWNS)
+                    namespace = user_namespace(_FIRST)
+                    for directory in directories:
+                        os.close(linux.clone_mount(directory, namespace))
+                except OSError as error:
+                    report_error(report_fd, "moving user ids", error)
+
+            self._moves[devices] = await run(job) is None
+        return self._moves[devices]
+
+
+def _all_ids_exist() -> bool:
+    """Whether every id there is exists for us, as it does outside of any user namespace."""
+    for name in ("uid_map", "gid_map"):
+        first = Path("/proc/self", name).read_text().split()
+        if (int(first[0]), int(first[1])) != (0, 0) or int(first[2]) < _FIRST + _RANGES * COUNT:
+            return False
+    return True
+
+
+def stage_for(directory: Path) -> str:
+    """A directory that everybody may enter, and that a box's own mounts can cover while it is made."""
+    return next(stage for stage in _STAGES if os.path.isdir(stage) and not directory.is_relative_to(stage))  # noqa: PTH112
+
+
+def user_namespace(first: int) -> int:
+    """A descriptor of a new user namespace with the ids from ``first`` on, whose maker the kernel takes for user
+    ``first``. Raises `OSError`."""
+    ready_read, ready_write = os.pipe()
+    done_read, done_write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(done_write)
+            os.setgroups([])
+            # Kept, as some systems let nobody without them make user namespaces.
+            linux.prctl(linux.PR_SET_KEEPCAPS, 1)
+            os.setresgid(first, first, first)
+            os.setresuid(first, first, first)
+            linux.raise_capabilities()
+            linux.unshare(linux.CLONE_NEWUSER)
+            os.write(ready_write, b"\0")
+            os.read(done_read, 1)
+        except OSError as error:
+            os.write(ready_write, bytes([min(error.errno or 255, 255)]))
+        finally:
+            os._exit(0)
+    os.close(done_read)
+    os.close(ready_write)
+    try:
+        number = os.read(ready_read, 1)
+        if number != b"\0":
+            raise OSError(number[0] if number else 0, os.strerror(number[0]) if number else "its maker died")
+        for name in ("uid_map", "gid_map"):
+            Path(f"/proc/{pid}/{name}").write_text(f"0 {first} {COUNT}")
+        return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(ready_read)
+        os.close(done_write)
+        os.waitpid(pid, 0)
+
+
+def become_root_of(namespace: int) -> None:
+    """Enter a user namespace, as its user 0."""
+    linux.setns(namespace, linux.CLONE_NEWUSER)
+    become_root()
+
+
+def become_root() -> None:
+    """Be user 0 of the user namespace that was entered; until then one is whoever one was outside."""
+    with contextlib.suppress(PermissionError):  # an ordinary user's namespace has one group
+        os.setgroups([])
+    os.setresgid(0, 0, 0)
+    os.setresuid(0, 0, 0)
+
+
+def limit_counters() -> None:
+    """In a user namespace with the host's ids: let it hold a share of what its maker may hold, whoever of it does."""
+    for name in _COUNTED:
+        file = Path("/proc/sys/user", name)
+        with contextlib.suppress(OSError):  # kernels without it have no such counter
+            host = int(Path("/proc/sys/fs/inotify", f"max_user_{name.removeprefix('max_inotify_')}").read_text())
+            file.write_text(str(max(1, host // _SHARES)))
+
+
+def limit_process() -> None:
+    """The same for what the kernel limits by process; children have it too, and nobody in a box can raise it."""
+    for kind in _LIMITED:
+        _, hard = resource.getrlimit(kind)
+        share = 1024 if hard == resource.RLIM_INFINITY else max(1, hard // _SHARES)
+        resource.setrlimit(kind, (share, share))
+
+
+# -- Entering a box ------------------------------------------------------------------------------------------------
+
+NOT_EXECUTABLE = 126
+NOT_FOUND = 127
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command as its child needs it."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    cwd: str
+    user: str | None
+    stdin: int
+    stdout: int
+    stderr: int
+    namespaces: int
+    """Mask of the box's namespaces to enter."""
+    max_uid: int
+    """Highest user id that exists in the box."""
+    first_id: int | None
+    """The host's number of the box's user 0, where its ids are the box's alone."""
+    watched: bool
+    """Whether a watcher must keep hold of the process tree, because no cgroup does."""
+
+
+@dataclass(frozen=True)
+class Account:
+    uid: int
+    gid: int
+    groups: Sequence[int]
+    home: str
+    name: str
+
+
+class UserError(Exception):
+    """A user the box does not have."""
+
+
+def enter_and_execute(command: Command, pidfd: int, joins: Sequence[int], report_fd: int, status_fd: int) -> NoReturn:
+    """In a child of the supervisor: start the command as the supervisor's own child, and end.
+
+    Writes ``{"pid": …}`` to ``report_fd``, then a problem if the command could not be started. With ``watched``,
+    the command's wait status goes to ``status_fd``.
+    """
+    if command.first_id is not None:
+        for descriptor in (command.stdin, command.stdout, command.stderr):
+            _own_stream(descriptor, command.first_id, command.first_id)
+    linux.prctl(linux.PR_SET_DUMPABLE, 0)  # until the command itself runs, nothing in the box may look into us
+    linux.setns(pidfd, command.namespaces)
+    os.close(pidfd)
+    pid = linux.fork_as_sibling()
+    if pid:
+        os.write(report_fd, json.dumps({"pid": pid}).encode() + b"\n")
+        os._exit(0)
+    _start(command, joins, report_fd, status_fd)
+
+
+def _own_stream(descriptor: int, uid: int, gid: int) -> None:
+    """Give a pipe to the command's user, who may then open /dev/stdout; a device or a socket stays whose it is."""
+    if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+        os.fchown(descriptor, uid, gid)
+
+
+def _start(command: Command, joins: Sequence[int], report_fd: int, status_fd: int) -> NoReturn:
+    step = "joining the box's control groups"
+    try:
+        for descriptor in joins:
+            os.write(descriptor, b"0")
+            os.close(descriptor)
+        step = "starting the command"
+        os.setsid()
+        if command.watched:
+            _watch(status_fd)
+        else:
+            os.close(status_fd)
+        for wanted, descriptor in enumerate((command.stdin, command.stdout, command.stderr)):
+            os.dup2(descriptor, wanted)
+        for descriptor in {command.stdin, command.stdout, command.stderr} - {0, 1, 2}:
+            os.close(descriptor)
+        account = find_account(command.user, command.max_uid)
+        with contextlib.suppress(OSError):
+            for descriptor in range(3):
+                _own_stream(descriptor, account.uid, account.gid)
+        if command.first_id is None:
+            limit_process()
+        _become(account)
+        os.umask(0o022)
+        env = {"HOME": account.home, "USER": account.name, "LOGNAME": account.name, **command.env}
+        _change_directory(command.cwd)
+        _execute(command.argv, env)
+    except UserError as error:
+        report(report_fd, {"step": "user", "errno": None, "message": str(error)})
+    except OSError as error:
+        report(report_fd, {"step": step, "errno": error.errno, "message": f"{error.strerror}"})
+    finally:
+        os._exit(1)
+
+
+def _become(account: Account) -> None:
+    linux.drop_bounding_capabilities()
+    with contextlib.suppress(PermissionError):  # forbidden in an ordinary user's namespace, which has one group anyway
+        os.setgroups(account.groups)
+    os.setresgid(account.gid, account.gid, account.gid)
+    os.setresuid(account.uid, account.uid, account.uid)
+    linux.drop_capabilities()
+    linux.no_new_privileges()
+    linux.install()
+
+
+def _change_directory(cwd: str) -> None:
+    try:
+        os.chdir(cwd)
+    except OSError as error:
+        os.write(2, f"cannot change to directory {cwd}: {error.strerror}\n".encode("utf-8", "surrogateescape"))
+        os._exit(NOT_EXECUTABLE)
+
+
+def _execute(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
+    try:
+        os.execvpe(argv[0], list(argv), dict(env))
+    except OSError as error:
+        os.write(2, f"{argv[0]}: {error.strerror}\n".encode("utf-8", "surrogateescape"))
+        missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
+        os._exit(NOT_FOUND if missing else NOT_EXECUTABLE)
+
+
+def _watch(status_fd: int) -> None:
+    """Fork; the child returns to become the command. The parent adopts the command's orphans, so that they stay its
+    descendants, reports the command's end, and leaves what is left to the box."""
+    linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
+    child = os.fork()
+    if child == 0:
+        os.close(status_fd)
+        return
+    for descriptor in range(3):
+        os.close(descriptor)
+    os.closerange(3, status_fd)
+    os.closerange(status_fd + 1, 1 << 20)
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            os.write(status_fd, struct.pack("i", status))
+            os._exit(0)
+
+
+def find_account(user: str | None, max_uid: int) -> Account:
+    """The account a command runs as, looked up in the box's own files by our code.
+
+    Raises:
+        UserError: no such user, or its id does not exist in the box.
+    """
+    wanted, _, wanted_group = (user or "0").partition(":")
+    entries = [line.rstrip("\n").split(":") for line in _lines("/etc/passwd")]
+    entry = next((e for e in entries if len(e) >= 7 and wanted in (e[0], e[2])), None)
+    if entry is not None and entry[2].isdigit() and entry[3].isdigit():
+        name, uid, gid, home = entry[0], int(entry[2]), int(entry[3]), entry[5] or "/"
+    elif wanted.isdigit():
+        name, uid, gid, home = wanted, int(wanted), int(wanted), "/root" if wanted == "0" else "/"
+        name = "root" if uid == 0 else name
+    else:
+        raise UserError(f"the box has no user '{wanted}' in /etc/passwd")
+    groups = [line.rstrip("\n").split(":") for line in _lines("/etc/group")]
+    if wanted_group:
+        found = next((g for g in groups if len(g) >= 3 and wanted_group in (g[0], g[2])), None)
+        if found is None and not wanted_group.isdigit():
+            raise UserError(f"the box has no group '{wanted_group}' in /etc/group")
+        gid = int(found[2]) if found is not None else int(wanted_group)
+    if max(uid, gid) > max_uid:
+        why = "an ordinary user's boxes have only user 0" if max_uid == 0 else f"ids end at {max_uid}"
+        raise UserError(f"the box cannot run commands as '{user}' (uid {uid}, gid {gid}): {why}")
+    extra = [int(g[2]) for g in groups if len(g) >= 4 and g[2].isdigit() and name in g[3].split(",")]
+    return Account(uid, gid, sorted({gid, *(g for g in extra if g <= max_uid)}), home, name)
+
+
+def _lines(path: str) -> list[str]:
+    """Lines of a file of the box; none when it is missing, not a file, or unreasonably large."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            return file.read(1 << 20).decode("utf-8", "replace").splitlines()
+    except OSError:
+        return []

@@ -91,6 +91,7 @@ class BoxSpec(SandboxSpecModel):
     """The wire form of a `SandboxSpec`. Its lease, labels and idempotency key are the request's."""
 
     image: Annotated[str, Field(max_length=1024, pattern=r"^[^\x00]*$")] | None = None
+    workdir: Text | None = None
     ttl_s: None = None
     """Of the request (`CreateSandbox.ttl_s`), never of the spec."""
     network: NetworkPolicy = NetworkPolicy.NONE

@@ -173,7 +173,8 @@ class Boxes:
         except Exception as error:
             # The boundary of a provider's own code: whatever it raises, nobody has the box.
             await self._not_created(box, error)
-            raise SandboxCreateError(f"the backend failed: {type(error).__name__}: {error}") from error
+            said = f"the backend failed: {type(error).__name__}: {error}"
+            raise SandboxCreateError(said, retryable=isinstance(error, OSError)) from error
         box.handle, box.backend_id = handle, handle.sandbox_id
         descriptor = await self.backend.describe(handle)
         await self.store.confirm(

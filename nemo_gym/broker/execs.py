@@ -137,8 +137,12 @@ class Execs:
             await run.finish(ExecEnd(ExecOutcome.LOST))
             self._started(run)
             return
-        except NemoGymError as error:
-            judged = await self.backend.judged(error, handle) if isinstance(error, SandboxError) else error
+        except (NemoGymError, OSError) as error:
+            if isinstance(error, OSError):  # no descriptors left, or no memory
+                said = f"the broker's host cannot start a command: {error.strerror}"
+                judged: NemoGymError = SandboxError(said, retryable=True)
+            else:
+                judged = await self.backend.judged(error, handle) if isinstance(error, SandboxError) else error
             try:
                 await self.store.discard(box.sandbox_id, run.exec_id)
             except NemoGymError as failure:  # the intent stays: nothing runs for it until it is sent again

@@ -36,6 +36,7 @@ IDLE_S = 600.0
 """After which a connection on which nothing moves is closed."""
 MAX_CONNECTIONS = 512
 MAX_HEAD_BYTES = 64 * 1024
+_MAX_LENGTH_DIGITS = 18
 _PIECE = 64 * 1024
 _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\r\n\x00]*)")
 _NOT_FORWARDED = frozenset(
@@ -74,7 +75,7 @@ class _Request:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
         except ValueError:
-            host = port = None
+            raise _Refused(400, "bad_request", "the host or port of this request cannot be read") from None
         if method == "CONNECT":
             if host is None or port is None or target != parts.netloc or "@" in target:
                 raise _Refused(400, "bad_request", "CONNECT needs host:port")
@@ -100,7 +101,7 @@ def _headers(lines: Sequence[bytes]) -> tuple[list[bytes], int]:
     if b"transfer-encoding" in values:
         raise _Refused(411, "length_required", "a body through this door needs a Content-Length")
     lengths = {line.partition(b":")[2].strip() for name, line in headers if name == b"content-length"}
-    if len(lengths) > 1 or any(not length.isdigit() for length in lengths):
+    if len(lengths) > 1 or any(not length.isdigit() or len(length) > _MAX_LENGTH_DIGITS for length in lengths):
         raise _Refused(400, "bad_request", "Content-Length is no single number")
     dropped = _NOT_FORWARDED | {word.strip().lower() for word in values.get(b"connection", b"").split(b",")}
     return [line for name, line in headers if name not in dropped], int(next(iter(lengths), b"0"))

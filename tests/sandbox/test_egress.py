@@ -130,6 +130,11 @@ class Proxy:
         (["fd00::/8"], "fd00::1", 443, True),
         (["[fd00::/8]:9000"], "fd00::1", 9000, True),
         (["example.org"], "93.184.216.34", 443, False),
+        (["*.pypi.org"], "elsewhere.example\0.pypi.org", 443, False),
+        (["*.pypi.org"], "8.8.8.8\0.pypi.org", 443, False),
+        (["*.pypi.org"], "elsewhere.example\\.pypi.org", 443, False),
+        (["*.pypi.org"], "elsewhere.example%00.pypi.org", 443, False),
+        (["*.pypi.org"], ".pypi.org", 443, False),
         (["127.0.0.1"], "127.1", 80, False),
         (["127.0.0.1"], "2130706433", 80, False),
     ],
@@ -223,6 +228,10 @@ async def test_plain_request_is_forwarded_without_what_is_the_proxys(site: int) 
         (["CONNECT inner.example:{site} HTTP/1.1"], "is at 127.0.0.3, which is no public address"),
         (["CONNECT 127.0.0.3:{site} HTTP/1.1"], "403 Forbidden"),
         (["CONNECT localhost:{site} HTTP/1.1"], "403 Forbidden"),
+        (["CONNECT 127.0.0.1\0.files.example:{site} HTTP/1.1"], "403 Forbidden"),
+        (["GET http://127.0.0.1\0.files.example:{site}/ HTTP/1.1"], "403 Forbidden"),
+        (["GET http://[::1/ HTTP/1.1"], "400 Bad Request"),
+        (["GET http://files.example:{site}/ HTTP/1.1", "Content-Length: " + "9" * 5000], "400 Bad Request"),
         (["CONNECT u@files.example:{site} HTTP/1.1"], "400 Bad Request"),
         (["CONNECT files.example HTTP/1.1"], "400 Bad Request"),
         (["GET / HTTP/1.1"], "400 Bad Request"),
@@ -241,7 +250,9 @@ async def test_what_is_not_allowed_or_cannot_be_read_is_answered_and_goes_nowher
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         closed = held.getsockname()[1]
-        allow = [f"{name}:{port}" for name in ("files.example", "127.0.0.1") for port in (site, closed)]
+        allow = [
+            f"{name}:{port}" for name in ("files.example", "*.files.example", "127.0.0.1") for port in (site, closed)
+        ]
         async with Proxy(*allow, f"inner.example:{site}") as proxy:
             answer = await proxy.say(*(line.format(site=site, closed=closed) for line in lines))
     assert said in answer, answer

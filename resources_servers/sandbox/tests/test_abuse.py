@@ -7,6 +7,7 @@ import json
 import resource
 import time
 import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +99,27 @@ async def test_name_that_a_database_cannot_hold_is_refused_by_its_field(api: Api
     assert f"spec.{next(iter(spec))}" in answer.json["detail"]
     answer = await api.create(labels={"name": "a\0b"})
     assert (answer.status, answer.code) == (422, "body")
+
+
+async def test_command_that_finds_no_descriptors_is_refused_and_starts_when_it_is_sent_again(
+    start_broker: StartBroker,
+) -> None:
+    broker = start_broker()
+    assert broker.process is not None
+    async with calling(broker) as api:
+        box = await api.box()
+        await box.run("true")
+        used = len(list(Path(f"/proc/{broker.process.pid}/fd").iterdir()))
+        before = resource.prlimit(broker.process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(broker.process.pid, resource.RLIMIT_NOFILE, (used, before[1]))
+        answers = [(await box.submit("echo x >> /tmp/runs", "same"))[1] for _ in range(3)]
+        assert all(answer.status >= 400 and answer.json["retryable"] for answer in answers), answers[0].body
+        assert "Too many open files" in answers[0].json["detail"]
+        resource.prlimit(broker.process.pid, resource.RLIMIT_NOFILE, before)
+        async with asyncio.timeout(30):
+            assert (await box.submit("echo x >> /tmp/runs", "same"))[1].status == 201
+            assert (await box.output("same")).end["outcome"] == "exited"
+        assert (await box.run("wc -l < /tmp/runs")).stdout == b"1\n"
 
 
 async def test_command_whose_output_finds_no_room_on_the_brokers_disk_is_lost_and_not_cut(

@@ -14,6 +14,7 @@ import uvicorn
 from aiohttp import web
 from mcp import MCPError
 from mcp.server import MCPServer
+from mcp.server.caching import CacheHint
 from mcp.server.mcpserver import Context
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -46,6 +47,10 @@ def tools() -> MCPServer[Any]:
         return "rested"
 
     return server
+
+
+async def rest() -> str:
+    return "rested"
 
 
 @asynccontextmanager
@@ -102,6 +107,27 @@ async def test_server_that_says_nothing_of_its_list_is_asked_for_it_by_every_att
             async with connected(url) as connection:
                 await connection.tools()
     assert asked == ["server/discover", "tools/list", "tools/list", "tools/list"]
+
+
+async def test_list_is_used_again_while_its_server_allows_that_and_for_no_server_beside_it() -> None:
+    hints = {"tools/list": CacheHint(ttl_ms=60_000, scope="public")}
+    one, other = MCPServer[Any]("one", cache_hints=hints), MCPServer[Any]("other", cache_hints=hints)
+    one.tool(name="of_one")(rest)
+    other.tool(name="of_other")(rest)
+    asked: list[str] = []
+    apps = {
+        path: server.streamable_http_app(streamable_http_path=path, json_response=True)
+        for path, server in (("/one", one), ("/other", other))
+    }
+
+    async def by_path(scope: Scope, receive: Receive, send: Send) -> None:
+        await apps[scope["path"]](scope, receive, send)
+
+    async with one.session_manager.run(), other.session_manager.run(), serving(recorded(by_path, asked)) as url:
+        for path in ("/one", "/other") * 2:
+            async with connected(url.removesuffix("/mcp") + path) as connection:
+                assert [tool.name for tool in await connection.tools()] == [f"of_{path[1:]}"]
+    assert asked == ["server/discover", "tools/list"] * 2
 
 
 def older(app: ASGIApp) -> ASGIApp:

@@ -18,7 +18,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import httpx2
@@ -41,12 +40,14 @@ from mcp.types import (
 
 from nemo_gym.contract.session import McpServer
 from nemo_gym.http.client import get_global_aiohttp_client
+from nemo_gym.http.correlation import ROLLOUT_PATH_PREFIX
 
 CONNECT_TIMEOUT_S = 30.0
 READ_TIMEOUT_S = 300.0
 """Between two reads: a tool may be silent until it is done, and each call has a limit of its own."""
 
 _MESSAGE_HEADERS = {"Accept": "application/json, text/event-stream", "Content-Type": "application/json"}
+_ROLLOUT = re.compile(f"/{ROLLOUT_PATH_PREFIX}/[^/]+")
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
 
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # it writes a line for every request
@@ -63,8 +64,8 @@ class _Known:
 
 
 _known: dict[tuple[str, str], _Known] = {}
-"""Servers of the current protocol by address and name: attempts after the first do not ask them again what they speak,
-and not for their tools while the server allows that. An environment has one address for all its attempts."""
+"""Servers of the current protocol by URL, without the part that names a rollout, and name: attempts after the first do
+not ask them again what they speak, and not for their tools while the server allows that."""
 MAX_KNOWN = 256
 
 
@@ -113,8 +114,10 @@ async def connect(stack: AsyncExitStack, server: McpServer) -> McpConnection:
     )
     client = await stack.enter_async_context(Client(streamable_http_client(server.url, http_client=http)))
     # A server of an older protocol makes a session for each client, and has to be asked each time.
-    if (said := client.session.discover_result) is not None and len(_known) < MAX_KNOWN:
+    if (said := client.session.discover_result) is not None:
         known = _known[_key(server)] = _Known(said)
+        if len(_known) > MAX_KNOWN:
+            _known.pop(next(iter(_known)))
     return McpConnection(client.session, known)
 
 
@@ -124,8 +127,7 @@ def forget(server: McpServer) -> None:
 
 
 def _key(server: McpServer) -> tuple[str, str]:
-    parts = urlsplit(server.url)
-    return f"{parts.scheme}://{parts.netloc}", server.name
+    return _ROLLOUT.sub("", server.url, count=1), server.name
 
 
 class McpServerError(Exception):

@@ -48,7 +48,7 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:40]
 
 
-def encode(labels: Mapping[str, str], *, key: str) -> dict[str, str]:
+def labels_to_metadata(labels: Mapping[str, str], *, key: str) -> dict[str, str]:
     """Metadata of a box with these labels, made by the create with this ``key``."""
     given = {str(name): str(value) for name, value in labels.items()} | {MANAGED: "true"}
     packed = base64.b32encode(zlib.compress(json.dumps(given).encode(), 9)).decode().rstrip("=")
@@ -61,7 +61,7 @@ def select(labels: Mapping[str, str]) -> dict[str, str]:
     return {_SELECT + digest(f"{name}={value}"): "1" for name, value in labels.items()}
 
 
-def decode(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
+def metadata_to_labels(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
     """The labels that were encoded; ``None`` when this is no box of this suite."""
     held = metadata or {}
     pieces: list[str] = []

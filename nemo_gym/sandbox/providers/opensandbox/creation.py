@@ -23,7 +23,6 @@ from nemo_gym.sandbox.providers.docker.config import DockerConfig
 from nemo_gym.sandbox.providers.docker.engine import Engine
 from nemo_gym.sandbox.providers.docker.images import Images
 from nemo_gym.sandbox.providers.opensandbox import connection
-from nemo_gym.sandbox.providers.opensandbox.boxtool_build import boxtool
 from nemo_gym.sandbox.providers.opensandbox.config import OpenSandboxConfig
 from nemo_gym.sandbox.providers.opensandbox.connection import (
     Connection,
@@ -182,7 +181,7 @@ class Creation:
                 SandboxImageSpec(str(self._image)),
                 list(spec.entrypoint or _IDLE),
                 {str(name): str(value) for name, value in spec.env.items()} if spec.entrypoint else {},
-                connection.encode(spec.metadata, key=self.key),
+                connection.labels_to_metadata(spec.metadata, key=self.key),
                 timedelta(seconds=max(ttl_s, _SHORTEST_TIMEOUT_S)),
                 resource,
                 EgressPolicy(default_action="deny", egress=[]) if _closed(spec) else None,
@@ -213,7 +212,7 @@ class Creation:
 
         spec = self._spec
         box = OpenSandboxBox(sandbox_id, f"{self._config.box_directory.rstrip('/')}/{uuid.uuid4().hex[:12]}")
-        program = await asyncio.to_thread(boxtool, self._config.box_architecture)
+        program = await asyncio.to_thread(helper_program, self._config.box_architecture)
         defaults = {"env": dict(spec.env), "workdir": spec.workdir or "", "user": spec.user or ""}
         async with told("making a new box ready", kind=SandboxCreateError):
             sdk = await sdk_of(self._connection, box, timeout_s=deadline - time.monotonic())
@@ -321,3 +320,18 @@ def _check_egress(said: Mapping[str, Any]) -> None:
 
 def _closed(spec: SandboxSpec) -> bool:
     return spec.network == NetworkPolicy.NONE.value
+
+
+def helper_program(architecture: str | None) -> bytes:
+    """The program that works inside boxes. Raises `SandboxCreateError` where there is none for ``architecture``."""
+    try:
+        from nemo_gym_boxtool import program
+
+        return program(architecture)
+    except ModuleNotFoundError as error:
+        raise SandboxCreateError(
+            "opensandbox: the program that works inside boxes is missing: pip install 'nemo-gym-suite[opensandbox]',"
+            " or scripts/setup and scripts/build-boxtool in a clone"
+        ) from error
+    except FileNotFoundError as error:
+        raise SandboxCreateError(f"opensandbox: {error} (box_architecture)") from error

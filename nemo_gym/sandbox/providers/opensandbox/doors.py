@@ -28,7 +28,7 @@ from nemo_gym.sandbox.providers.opensandbox.tool import END, STARTED, STDOUT, To
 #
 # What the box's clients send comes as output of the helper; what is for them goes into the box as numbered files, each
 # with all messages that came together while the one before was on its way. A file may be sent again: the helper takes
-# each number once. See ``boxtool/relay.go``.
+# each number once. See ``boxtool/nemo_gym_boxtool/source/relay.go``.
 
 OPEN, DATA, FINISH, RESET, CREDIT, QUIT, _DONE = b"c", b"d", b"f", b"r", b"w", b"q", b"z"
 WINDOW_BYTES = 1024 * 1024

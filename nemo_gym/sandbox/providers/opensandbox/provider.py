@@ -25,7 +25,7 @@ from nemo_gym.sandbox.providers.opensandbox.connection import (
     Connection,
     OpenSandboxBox,
     box_of,
-    decode,
+    metadata_to_labels,
     sdk_errors,
     select,
     told,
@@ -310,7 +310,7 @@ class OpenSandboxProvider(StreamingProvider):
                 "configure its url"
             )
         info = await self._running(sandbox_id, "connecting to")
-        if decode(info.metadata) is None:
+        if metadata_to_labels(info.metadata) is None:
             raise SandboxError(f"opensandbox: {sandbox_id} is not a box of this suite")
         directory = str(descriptor.get("directory") or self.config.box_directory).rstrip("/")
         return SandboxHandle(sandbox_id, self.name, OpenSandboxBox(sandbox_id, directory))
@@ -345,7 +345,7 @@ def _status(info: BackendInfo) -> SandboxStatus:
 
 def _info(info: BackendInfo) -> SandboxInfo | None:
     """A box as the contract lists it; ``None`` when it is not of this suite."""
-    given = decode(info.metadata)
+    given = metadata_to_labels(info.metadata)
     if given is None:
         return None
     status = _status(info)

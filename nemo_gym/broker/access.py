@@ -168,7 +168,7 @@ class Access:
         """Whose boxes a caller may see and reap; ``None`` is everybody's."""
         return None if caller.role in (Role.PIPELINE, Role.OPERATOR) else caller.name
 
-    async def anyone(self, request: Request) -> None:
+    async def any_caller(self, request: Request) -> None:
         """A caller, or the holder of any lease that holds. Raises `BrokerError`."""
         token = _bearer(request)
         if token is not None and token.startswith(PREFIX):

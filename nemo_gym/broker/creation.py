@@ -73,7 +73,7 @@ class WarmPools:
                 continue
             while idle and self._boxes.admission.may_have_more(order.owner):
                 box = idle.pop(0)
-                if await self._lives(box) and await self._hand_over(box, order):
+                if await self._is_alive(box) and await self._hand_over(box, order):
                     return box
                 await self._drop(box)
         return None
@@ -85,7 +85,7 @@ class WarmPools:
                 await self._drop(idle.pop())
                 return
 
-    async def _lives(self, box: Box) -> bool:
+    async def _is_alive(self, box: Box) -> bool:
         if not box.ready or box.handle is None:
             return False
         try:

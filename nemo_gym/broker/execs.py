@@ -176,7 +176,7 @@ class Execs:
         if run.process is not None:
             await run.process.signal(number)
 
-    async def end_those_of(self, box: Box, lease_ids: set[str]) -> None:
+    async def end_execs_of(self, box: Box, lease_ids: set[str]) -> None:
         """Kill the commands of leases that were taken back: nothing of theirs goes on in the box."""
         runs = [run for run in box.execs.values() if run.lease_id in lease_ids and run.end is None]
         for run in runs:

@@ -49,9 +49,9 @@ class Reconciler:
         inventory = await boxes.backend.inventory()
         adopting = [box for box in boxes.live.values() if box.adopting]
         await asyncio.gather(
-            *(self._tended(self._adopt(box, records[box.sandbox_id][0], inventory), box) for box in adopting),
-            *(self._tended(self._check(box, inventory.get(box.sandbox_id)), box) for box in before),
-            *(self._tended(boxes.destroy(box, box.reason or "closed"), box) for box in self._stuck()),
+            *(self._logged(self._adopt(box, records[box.sandbox_id][0], inventory), box) for box in adopting),
+            *(self._logged(self._check(box, inventory.get(box.sandbox_id)), box) for box in before),
+            *(self._logged(boxes.destroy(box, box.reason or "closed"), box) for box in self._stuck()),
         )
         for sandbox_id in inventory.keys() - boxes.live.keys():
             await self._reap(sandbox_id)
@@ -64,7 +64,7 @@ class Reconciler:
             if box.state is BoxState.CLOSING and not box.adopting and (box.closing is None or box.closing.done())
         ]
 
-    async def _tended(self, work: object, box: Box) -> None:
+    async def _logged(self, work: object, box: Box) -> None:
         async with self._at_once:
             try:
                 await work  # type: ignore[misc]

@@ -246,7 +246,7 @@ def lease_routes(broker: BrokerService) -> APIRouter:
         await broker.boxes.store.fence(sandbox_id, epoch)
         box.epoch = max(box.epoch, epoch)
         box.owner_lease.epoch = box.epoch
-        await broker.execs.end_those_of(box, {le.lease_id for le in box.leases.values() if le.epoch < box.epoch})
+        await broker.execs.end_execs_of(box, {le.lease_id for le in box.leases.values() if le.epoch < box.epoch})
         return Response(status_code=204)
 
     @router.delete(f"{BOX}/leases/{{lease_id}}", status_code=204, summary="Take one lease back")
@@ -263,7 +263,7 @@ def lease_routes(broker: BrokerService) -> APIRouter:
             raise BrokerError("scope", "the owner's lease ends with the box; delete the box instead")
         await broker.boxes.store.revoke(lease_id)
         lease.revoked = True
-        await broker.execs.end_those_of(box, {lease_id})
+        await broker.execs.end_execs_of(box, {lease_id})
         return Response(status_code=204)
 
     return router

@@ -27,12 +27,12 @@ from nemo_gym.sandbox.providers.opensandbox.config import OpenSandboxConfig
 from nemo_gym.sandbox.providers.opensandbox.connection import (
     Connection,
     OpenSandboxBox,
+    errors_translated,
     sdk_errors,
     status_of,
-    told,
     translate,
 )
-from nemo_gym.sandbox.providers.opensandbox.tool import order, sdk_of
+from nemo_gym.sandbox.providers.opensandbox.tool import run_helper, sdk_of
 from nemo_gym.sandbox.streaming_provider import absolute
 
 if TYPE_CHECKING:
@@ -153,12 +153,14 @@ class Creation:
                 # Another create with this key was under way, and its box is the older one.
                 await self.discard()
                 return await self._adopt(winner.id, deadline)
-        return await self._furnish(sandbox_id, deadline, files=True)
+        return await self._install_helper(sandbox_id, deadline, files=True)
 
     async def _first(self) -> BackendInfo | None:
         """The box that all creates with this key agree on: the oldest one that lives."""
-        async with told("looking for a box with the same idempotency key", kind=SandboxCreateError):
-            found = [i for i in await self._connection.made_by(self.key) if i.status.state.lower() not in _DEAD]
+        async with errors_translated("looking for a box with the same idempotency key", kind=SandboxCreateError):
+            found = [
+                i for i in await self._connection.boxes_created_by(self.key) if i.status.state.lower() not in _DEAD
+            ]
         return min(found, key=lambda info: (info.created_at, info.id), default=None)
 
     async def _create(self) -> str:
@@ -202,11 +204,11 @@ class Creation:
             ) from error
         self.created, self._late_s = str(made.id), None
         if ttl_s < _SHORTEST_TIMEOUT_S:
-            async with told("setting the lease of a new box", kind=SandboxCreateError):
+            async with errors_translated("setting the lease of a new box", kind=SandboxCreateError):
                 await (await self._connection.manager()).renew_sandbox(made.id, timedelta(seconds=ttl_s))
         return str(made.id)
 
-    async def _furnish(self, sandbox_id: str, deadline: float, *, files: bool) -> OpenSandboxBox:
+    async def _install_helper(self, sandbox_id: str, deadline: float, *, files: bool) -> OpenSandboxBox:
         """Put a helper of this call's own into the box, and the spec's files, and at last the mark that they are."""
         from opensandbox.models.filesystem import WriteEntry
 
@@ -214,7 +216,7 @@ class Creation:
         box = OpenSandboxBox(sandbox_id, f"{self._config.box_directory.rstrip('/')}/{uuid.uuid4().hex[:12]}")
         program = await asyncio.to_thread(helper_program, self._config.box_architecture)
         defaults = {"env": dict(spec.env), "workdir": spec.workdir or "", "user": spec.user or ""}
-        async with told("making a new box ready", kind=SandboxCreateError):
+        async with errors_translated("making a new box ready", kind=SandboxCreateError):
             sdk = await sdk_of(self._connection, box, timeout_s=deadline - time.monotonic())
             entries = [
                 WriteEntry(path=absolute(path), data=text.encode("utf-8", "surrogateescape"), mode=644)
@@ -241,7 +243,7 @@ class Creation:
         """The box must really run the helper: a missing program, a wrong processor type or an entry point that has
         ended show here, and not in somebody's command."""
         try:
-            found = await order(self._connection, box, "signal", "0", "0")
+            found = await run_helper(self._connection, box, "signal", "0", "0")
         except SandboxLostError as error:
             info = await self._connection.info(box.sandbox_id)
             state = "gone" if info is None else f"{info.status.state}: {info.status.message}"
@@ -261,14 +263,14 @@ class Creation:
             try:
                 sdk = await sdk_of(self._connection, box, timeout_s=deadline - time.monotonic())
                 await sdk.files.get_file_info([self._ready_mark])
-                return await self._furnish(sandbox_id, deadline, files=False)
+                return await self._install_helper(sandbox_id, deadline, files=False)
             except sdk_errors() as error:
-                async with told(f"waiting for box {sandbox_id}", kind=SandboxCreateError):
+                async with errors_translated(f"waiting for box {sandbox_id}", kind=SandboxCreateError):
                     info = await self._connection.info(sandbox_id)
                 if info is None or info.status.state.lower() in _DEAD:
                     raise translate(error, f"waiting for box {sandbox_id}", kind=SandboxCreateError) from error
             if time.monotonic() > patience:
-                return await self._furnish(sandbox_id, deadline, files=True)
+                return await self._install_helper(sandbox_id, deadline, files=True)
             await asyncio.sleep(0.1)
 
     async def discard(self) -> None:
@@ -288,7 +290,7 @@ class Creation:
         last: SandboxError | None = None
         while True:
             try:
-                found = await self._connection.made_by(self.key)
+                found = await self._connection.boxes_created_by(self.key)
                 for info in found:
                     await self._connection.kill(info.id)
                 last = None

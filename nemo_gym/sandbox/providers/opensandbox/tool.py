@@ -234,7 +234,7 @@ class ToolRun:
         await self.close()
 
 
-async def order(
+async def run_helper(
     connection: Connection, box: OpenSandboxBox, *arguments: str, timeout_s: float | None = None
 ) -> dict[str, Any]:
     """Run the helper for something that has no output, to its end.
@@ -296,7 +296,7 @@ async def put(connection: Connection, box: OpenSandboxBox, path: str, tar: Async
         spool.seek(0)
         inside = await put_file(connection, box, spool, f"{uuid.uuid4().hex}.tar")
     argument = await request_argument(connection, box, {"path": path, "tar": inside})
-    found = await order(connection, box, "unpack", argument)
+    found = await run_helper(connection, box, "unpack", argument)
     if found["outcome"] == "error":
         raise SandboxArchiveError(f"the archive for '{path}' is refused: {found.get('error')}", path=path)
 

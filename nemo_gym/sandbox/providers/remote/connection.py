@@ -54,7 +54,7 @@ class RemoteBox:
     def url(self, path: str) -> str:
         return self.broker_url + path
 
-    def heard(self, view: DoorsView) -> None:
+    def update_doors(self, view: DoorsView) -> None:
         """Take over the broker's counts, in the objects that others already hold."""
         for name, counted in view.doors.items():
             if counted is None:

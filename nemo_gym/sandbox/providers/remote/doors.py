@@ -25,7 +25,7 @@ class DoorCounts:
         self._connection = connection
         self._watching: dict[str, asyncio.Task[None]] = {}
 
-    async def hear(self, box: RemoteBox) -> None:
+    async def refresh(self, box: RemoteBox) -> None:
         """Ask the broker now. Counts are evidence beside a result: without them the result still is one."""
         if not box.doors:
             return
@@ -37,7 +37,7 @@ class DoorCounts:
                 repeatable=True,
                 patience_s=_PATIENCE_S,
             )
-            box.heard(DoorsView.model_validate_json(answer))
+            box.update_doors(DoorsView.model_validate_json(answer))
         except NemoGymError as error:
             log.info("remote_doors_not_heard", sandbox_id=box.sandbox_id, error=str(error))
 
@@ -55,7 +55,7 @@ class DoorCounts:
 
     async def _watch(self, box: RemoteBox) -> None:
         while True:
-            await self.hear(box)
+            await self.refresh(box)
             await asyncio.sleep(_POLL_S)
 
     @staticmethod

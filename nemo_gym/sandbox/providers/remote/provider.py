@@ -210,7 +210,7 @@ class RemoteProvider(StreamingProvider):
             self._connection,
             box,
             request,
-            before_end=lambda: self._doors.hear(box),
+            before_end=lambda: self._doors.refresh(box),
             in_background=self._background.start,
         )
         await process.start()

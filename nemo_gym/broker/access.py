@@ -161,7 +161,7 @@ class Access:
         return caller
 
     def is_outsider(self, caller: Caller) -> bool:
-        """Whether a caller was told from the configuration's tokens, and is no server of the stack."""
+        """Whether a caller showed a token of the configuration, and so is no server of the stack."""
         return caller.name in self._tokens
 
     def sees(self, caller: Caller) -> str | None:

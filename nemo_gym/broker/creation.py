@@ -152,7 +152,7 @@ class WarmPools:
             await asyncio.sleep(pause_s)
 
     def _has_place(self) -> bool:
-        """Whether a warm box takes the place of nobody."""
+        """Whether there is room for a warm box while no create waits."""
         return not self._boxes.admission.waiting and self._boxes.admission.has_place
 
     async def _make(self, spec: BoxSpec) -> Box:
@@ -178,7 +178,7 @@ class WarmPools:
 
 
 def _bare(spec: BoxSpec) -> BoxSpec:
-    """What a box is, without what can be had later: its doors; and how long somebody would wait for it."""
+    """The spec without doors and ready_timeout_s, which a running box can still be given."""
     return spec.model_copy(update={"doors": (), "ready_timeout_s": None})
 
 

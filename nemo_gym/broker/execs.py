@@ -51,7 +51,7 @@ class Execs:
 
         Raises:
             BrokerError: ``exec_conflict``, when the id was used for another command.
-            SandboxError: the command cannot be started; then surely nothing of it ran.
+            SandboxError: the command cannot be started; nothing of it ran.
         """
         run = box.execs.get(exec_id)
         if run is not None:
@@ -66,8 +66,8 @@ class Execs:
         except BaseException as error:
             self._never_started(box, run, error)
             raise
-        # An intent without an end, in a box whose commands are all in memory, is one whose writing was told to have
-        # failed, or that nobody waited for: nothing was started for it.
+        # All commands of this box are in memory. A record without an end is then left over from a write that was
+        # reported as failed, or whose caller had gone: nothing was started for it.
         if known is not None and (known.end is not None or known.body_digest != digest):
             return self._found(box, run, known), False
         if submission.stdin == "attached":

@@ -112,7 +112,7 @@ class Images:
         return f"{PRIVATE}{hashlib.sha256(asked).hexdigest()[:40]}"
 
     async def _belongs_to_another(self, image: str) -> bool:
-        """Whether there is an image of a name that an agent gives to one of its own, prepared by whomever."""
+        """Whether somebody else has prepared an image under the name that an agent wants for its own."""
         return await self._store.find(image) is not None or await self._snapshots().image_labels(image) is not None
 
     def _check_owner(self, caller: Caller, known: ImageRecord, image: str) -> None:

@@ -83,7 +83,7 @@ class Reconciler:
         log.info("box_without_record_reaped", sandbox_id=sandbox_id, boxes=len(reaped))
 
     async def _check(self, box: Box, info: SandboxInfo | None) -> None:
-        """A running box that the backend may have ended by itself."""
+        """A running box that may have ended in the backend."""
         if not box.ready:
             return
         if info is None:

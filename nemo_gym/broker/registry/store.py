@@ -338,7 +338,7 @@ class ExecStore:
         await self._writer.call(operation, self._durability)
 
     async def discard(self, sandbox_id: str, exec_id: str) -> None:
-        """Forget an exec that surely never started."""
+        """Forget an exec that never started."""
         values = {"of_box": sandbox_id, "of_exec": exec_id}
         await self._writer.call(lambda connection: connection.execute(_DISCARD, values) and None, self._durability)
 

@@ -224,7 +224,7 @@ def lease_routes(broker: BrokerService) -> APIRouter:
         summary="Mint a narrower lease",
     )
     async def mint(request: Request, sandbox_id: str) -> Response:
-        """Takes the owner's lease. The token is told in this answer alone."""
+        """Takes the owner's lease. Only this answer contains the token."""
         grant = await broker.access.box(request, sandbox_id, LeaseScope.OWNER)
         body = await parse(request, MintLease, small)
         if not narrower(body.scope, grant.scope):

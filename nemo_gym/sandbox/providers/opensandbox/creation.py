@@ -99,7 +99,7 @@ class EngineImages:
 # From a spec to a box that runs commands, on a backend whose create may not be repeated and cannot be taken back.
 #
 # Every create is marked in the box's metadata with its key: the spec's, or one of its own. By that mark a box is found
-# again whose making nobody heard of: to be adopted when the spec has an idempotency key, to be destroyed otherwise.
+# again when the answer to its create was lost: to be adopted when the spec has an idempotency key, else destroyed.
 
 _SHORTEST_TIMEOUT_S = 60
 """What a create may ask for at least; a renewal may set less."""
@@ -284,7 +284,7 @@ class Creation:
             await self._connection.kill(self.created)
             self.created = None
         if self._late_s is None or self._spec.idempotency_key:
-            # The box of an idempotency key may be another create's by now; its lease is what ends it.
+            # A box with an idempotency key may belong to another create by now; its lease ends it.
             return
         deadline = time.monotonic() + self._late_s
         last: SandboxError | None = None

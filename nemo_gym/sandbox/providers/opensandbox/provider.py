@@ -134,7 +134,7 @@ class OpenSandboxProvider(StreamingProvider):
             raise
         except SandboxCreateError as error:
             if error.retryable:
-                # Whether the server made something may show only later; nobody should wait for that.
+                # What the server made may show only later; the caller does not wait for that.
                 self._in_background(self._take_back(creation, creating))
             else:
                 await self._take_back(creation, creating)
@@ -200,7 +200,7 @@ class OpenSandboxProvider(StreamingProvider):
         return ids
 
     async def aclose(self) -> None:
-        """Close the connections, once what nobody waits for (boxes nobody wants, abandoned commands) is done."""
+        """Finish background work (removing unwanted boxes, killing abandoned commands), then close the connections."""
         loop = asyncio.get_running_loop()
         here = [door for door in self._doors if door.loop is loop]
         self._doors.clear()
@@ -331,7 +331,7 @@ class OpenSandboxProvider(StreamingProvider):
 
     @staticmethod
     async def _errors_logged(work: Awaitable[None]) -> None:
-        # Nobody waits for it, so nobody can be told but the log; a lease ends what it could not.
+        # No caller waits for it, so errors go to the log; the lease ends what this could not.
         with contextlib.suppress(asyncio.CancelledError):
             try:
                 await work

@@ -173,7 +173,7 @@ class ToolRun:
             return
         if quiet_s >= self._connection.config.silence_s:
             raise SandboxLostError(
-                f"opensandbox: nothing was heard of box {self._box.sandbox_id} for {quiet_s:.0f} s; is it paused?"
+                f"opensandbox: box {self._box.sandbox_id} has been silent for {quiet_s:.0f} s; is it paused?"
             )
         try:
             async with asyncio.timeout(5):
@@ -228,7 +228,7 @@ class ToolRun:
                 await asyncio.wait({self._task})
 
     async def settle(self, timeout_s: float = 1.0) -> None:
-        """After the end was heard: let the answer end by itself, so that its connection can be used again."""
+        """After the end frame: read the rest of the answer, so that its connection can be used again."""
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=timeout_s)
         await self.close()

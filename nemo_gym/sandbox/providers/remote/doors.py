@@ -1,4 +1,4 @@
-"""What the broker counted at the doors of its boxes, kept near enough to the truth on this side."""
+"""Statistics of the doors of remote boxes, fetched from the broker and kept fresh enough here."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _PATIENCE_S = 1.0
 
 
 class DoorCounts:
-    """Hears the counts when it is told to, and by itself for the boxes that somebody watches."""
+    """Refreshes the statistics of a box on request, and regularly while the box is watched."""
 
     def __init__(self, connection: BrokerConnection) -> None:
         self._connection = connection
         self._watching: dict[str, asyncio.Task[None]] = {}
 
     async def refresh(self, box: RemoteBox) -> None:
-        """Ask the broker now. Counts are evidence beside a result: without them the result still is one."""
+        """Ask the broker now. Statistics are evidence beside a result, which stands without them."""
         if not box.doors:
             return
         try:

@@ -161,14 +161,14 @@ class Access:
         return caller
 
     def is_outsider(self, caller: Caller) -> bool:
-        """Whether a caller was told from the configuration's tokens, and is no server of the stack."""
+        """Whether a caller showed a token of the configuration, and so is no server of the stack."""
         return caller.name in self._tokens
 
     def sees(self, caller: Caller) -> str | None:
         """Whose boxes a caller may see and reap; ``None`` is everybody's."""
         return None if caller.role in (Role.PIPELINE, Role.OPERATOR) else caller.name
 
-    async def anyone(self, request: Request) -> None:
+    async def any_caller(self, request: Request) -> None:
         """A caller, or the holder of any lease that holds. Raises `BrokerError`."""
         token = _bearer(request)
         if token is not None and token.startswith(PREFIX):

@@ -128,7 +128,7 @@ class Backend:
         return found
 
     async def kill_strays(self, handle: SandboxHandle, exec_ids: list[str]) -> None:
-        """Kill what is left of commands whose output nobody reads any more."""
+        """Kill leftover commands that have no reader."""
         script = ["/bin/sh", "-c", _KILL_STRAYS, "sh", EXEC_VARIABLE, "|".join(exec_ids)]
         with contextlib.suppress(SandboxLostError):
             result = await self.provider.exec(handle, script, timeout_s=_STRAYS_TIMEOUT_S, user="root")

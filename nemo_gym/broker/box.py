@@ -167,7 +167,7 @@ class ExecRun:
         return True
 
     async def finish(self, end: ExecEnd, *, truncated: tuple[Stream, ...] = ()) -> None:
-        """Record the end, and tell it to nobody before it is durable."""
+        """Record the end; readers learn of it once it is durable."""
         if self.end is not None:
             return
         if end.outcome is not ExecOutcome.EXITED:
@@ -259,7 +259,7 @@ class Box:
         box = cls(
             sandbox_id=record.sandbox_id,
             creator=record.creator,
-            # Of a release that kept no roles: whose it is nobody knows any more, so it may what anybody may.
+            # A release without roles wrote this record: its creator is unknown, so it gets the least rights.
             creator_role=record.creator_role or Role.AGENT,
             owner=record.owner,
             idempotency_key=record.idempotency_key,
@@ -310,7 +310,7 @@ class Box:
         return min(own, self.left_s)
 
     def lease_has_ended(self, lease: LeaseRecord) -> bool:
-        """Whether a lease ended by itself; the box's own end is told otherwise."""
+        """Whether the lease ran out. The end of the box itself is a state, not a lease's end."""
         return lease.expires_at is not None and self.lease_left_s(lease) <= 0 < self.left_s
 
     def has_labels(self, wanted: Mapping[str, str]) -> bool:

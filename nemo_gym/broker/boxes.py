@@ -141,7 +141,7 @@ class Boxes:
         try:
             await self.store.insert(record, lease, doors)
         except BaseException:
-            # Perhaps it was written all the same: then the next reconciliation finds a create that nobody makes.
+            # The write may have succeeded all the same; the next reconciliation then finds a create without a maker.
             del self.live[sandbox_id]
             self.admission.leave(owner)
             raise
@@ -255,7 +255,7 @@ class Boxes:
             await asyncio.wait({creating})
 
     async def lost(self, box: Box, reason: str = "lost") -> None:
-        """The backend has no such box any more, and nobody asked for that."""
+        """The backend lost the box without being asked to close it."""
         if box.state is BoxState.GONE:
             return
         try:

@@ -73,7 +73,7 @@ class WarmPools:
                 continue
             while idle and self._boxes.admission.may_have_more(order.owner):
                 box = idle.pop(0)
-                if await self._lives(box) and await self._hand_over(box, order):
+                if await self._is_alive(box) and await self._hand_over(box, order):
                     return box
                 await self._drop(box)
         return None
@@ -85,7 +85,7 @@ class WarmPools:
                 await self._drop(idle.pop())
                 return
 
-    async def _lives(self, box: Box) -> bool:
+    async def _is_alive(self, box: Box) -> bool:
         if not box.ready or box.handle is None:
             return False
         try:
@@ -152,7 +152,7 @@ class WarmPools:
             await asyncio.sleep(pause_s)
 
     def _has_place(self) -> bool:
-        """Whether a warm box takes the place of nobody."""
+        """Whether there is room for a warm box while no create waits."""
         return not self._boxes.admission.waiting and self._boxes.admission.has_place
 
     async def _make(self, spec: BoxSpec) -> Box:
@@ -178,7 +178,7 @@ class WarmPools:
 
 
 def _bare(spec: BoxSpec) -> BoxSpec:
-    """What a box is, without what can be had later: its doors; and how long somebody would wait for it."""
+    """The spec without doors and ready_timeout_s, which a running box can still be given."""
     return spec.model_copy(update={"doors": (), "ready_timeout_s": None})
 
 

@@ -54,7 +54,7 @@ class Execs:
 
         Raises:
             BrokerError: ``exec_conflict``, when the id was used for another command; ``too_many_of_box``.
-            SandboxError: the command cannot be started; then surely nothing of it ran.
+            SandboxError: the command cannot be started; nothing of it ran.
         """
         run = box.execs.get(exec_id)
         if run is not None:
@@ -71,8 +71,8 @@ class Execs:
         except BaseException as error:
             self._never_started(box, run, error)
             raise
-        # An intent without an end, in a box whose commands are all in memory, is one whose writing was told to have
-        # failed, or that nobody waited for: nothing was started for it.
+        # All commands of this box are in memory. A record without an end is then left over from a write that was
+        # reported as failed, or whose caller had gone: nothing was started for it.
         if known is not None and (known.end is not None or known.body_digest != digest):
             return self._found(box, run, known), False
         if submission.stdin == "attached":
@@ -185,7 +185,7 @@ class Execs:
         if run.process is not None:
             await run.process.signal(number)
 
-    async def end_those_of(self, box: Box, lease_ids: set[str]) -> None:
+    async def end_execs_of(self, box: Box, lease_ids: set[str]) -> None:
         """Kill the commands of leases that were taken back: nothing of theirs goes on in the box."""
         runs = [run for run in box.execs.values() if run.lease_id in lease_ids and run.end is None]
         for run in runs:

@@ -51,7 +51,7 @@ class Images:
             known = await self._store.find(name)
             if known is not None:
                 self._check_owner(owner, known, image)
-            elif name != image and await self._is_anothers(image):
+            elif name != image and await self._belongs_to_another(image):
                 raise _owned(owner, image)
             else:
                 await self._store.claim(ImageRecord(name, owner.name, owner.role, time.time()))
@@ -77,7 +77,7 @@ class Images:
             if known is not None:
                 self._check_owner(caller, known, image)
             elif name != image:
-                if await self._is_anothers(image):
+                if await self._belongs_to_another(image):
                     raise _owned(caller, image)
                 return
             await snapshots.remove_image(name)
@@ -111,8 +111,8 @@ class Images:
         asked = "\0".join((self._identity, caller.name, image)).encode("utf-8", "surrogateescape")
         return f"{PRIVATE}{hashlib.sha256(asked).hexdigest()[:40]}"
 
-    async def _is_anothers(self, image: str) -> bool:
-        """Whether there is an image of a name that an agent gives to one of its own, prepared by whomever."""
+    async def _belongs_to_another(self, image: str) -> bool:
+        """Whether somebody else has prepared an image under the name that an agent wants for its own."""
         return await self._store.find(image) is not None or await self._snapshots().image_labels(image) is not None
 
     def _check_owner(self, caller: Caller, known: ImageRecord, image: str) -> None:

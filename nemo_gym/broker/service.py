@@ -26,7 +26,7 @@ from nemo_gym.broker.config import BrokerConfig
 from nemo_gym.broker.creation import Creations, WarmPools
 from nemo_gym.broker.execs import Execs
 from nemo_gym.broker.images import Images
-from nemo_gym.broker.registry.database import Durability, GroupCommitWriter, open_engine
+from nemo_gym.broker.registry.database import Durability, RegistryWriter, open_engine
 from nemo_gym.broker.registry.store import BoxStore, ExecStore, ImageStore
 from nemo_gym.broker.spool import SpoolSpace
 from nemo_gym.broker.upkeep import Reconciler, Upkeep
@@ -101,7 +101,7 @@ log = structlog.get_logger(__name__)
 @dataclass
 class BrokerService:
     config: BrokerConfig
-    writer: GroupCommitWriter
+    writer: RegistryWriter
     backend: Backend
     boxes: Boxes
     execs: Execs
@@ -164,7 +164,7 @@ def assemble(
         identity = config.identity or _kept(state_dir / "identity", lambda: f"broker-{uuid.uuid4().hex[:16]}")
         derive = _keys(state_dir, credentials)
         url = config.database_url or f"sqlite:///{state_dir / 'broker.sqlite'}"
-        writer = GroupCommitWriter(open_engine(url))
+        writer = RegistryWriter(open_engine(url))
     except BaseException:
         held.close()
         raise

@@ -49,9 +49,9 @@ class Reconciler:
         inventory = await boxes.backend.inventory()
         adopting = [box for box in boxes.live.values() if box.adopting]
         await asyncio.gather(
-            *(self._tended(self._adopt(box, records[box.sandbox_id][0], inventory), box) for box in adopting),
-            *(self._tended(self._check(box, inventory.get(box.sandbox_id)), box) for box in before),
-            *(self._tended(boxes.destroy(box, box.reason or "closed"), box) for box in self._stuck()),
+            *(self._logged(self._adopt(box, records[box.sandbox_id][0], inventory), box) for box in adopting),
+            *(self._logged(self._check(box, inventory.get(box.sandbox_id)), box) for box in before),
+            *(self._logged(boxes.destroy(box, box.reason or "closed"), box) for box in self._stuck()),
         )
         for sandbox_id in inventory.keys() - boxes.live.keys():
             await self._reap(sandbox_id)
@@ -64,7 +64,7 @@ class Reconciler:
             if box.state is BoxState.CLOSING and not box.adopting and (box.closing is None or box.closing.done())
         ]
 
-    async def _tended(self, work: object, box: Box) -> None:
+    async def _logged(self, work: object, box: Box) -> None:
         async with self._at_once:
             try:
                 await work  # type: ignore[misc]
@@ -83,7 +83,7 @@ class Reconciler:
         log.info("box_without_record_reaped", sandbox_id=sandbox_id, boxes=len(reaped))
 
     async def _check(self, box: Box, info: SandboxInfo | None) -> None:
-        """A running box that the backend may have ended by itself."""
+        """A running box that may have ended in the backend."""
         if not box.ready:
             return
         if info is None:

@@ -17,7 +17,8 @@ from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
 DEFAULT_PORTS = (80, 443)
 """Of an entry that names none."""
 _LABEL = r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
-_NAME = re.compile(rf"(?:\*\.)?(?:{_LABEL}\.)*{_LABEL}")
+_PLAIN_NAME = re.compile(rf"(?:{_LABEL}\.)*{_LABEL}")
+_NAME = re.compile(rf"(?:\*\.)?{_PLAIN_NAME.pattern}")
 _ENDS_IN_NUMBER = re.compile(r"(?:.*\.)?(?:\d+|0x[0-9a-f]*)")
 """Names that resolvers read as addresses (``127.1``, ``0x7f000001``)."""
 _TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
@@ -81,6 +82,9 @@ class AllowedHosts:
         host = host.lower().removesuffix(".")
         with contextlib.suppress(ValueError):
             return self._holds(_plain(ipaddress.ip_address(host)), port)
+        # A resolver stops at a zero byte: what is before it would be asked for, and what is behind it judged.
+        if _PLAIN_NAME.fullmatch(host) is None:
+            return False
         return any(entry.names(host) and port in entry.ports for entry in self._entries)
 
     def reaches(self, address: Address, port: int) -> bool:

@@ -59,7 +59,7 @@ _HOST_ERRORS = frozenset([errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO])
 _DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 Chown = Literal["keep"] | tuple[int, int] | None
-"""Whose the extracted files are: those the archive names, one (uid, gid), or whoever extracts."""
+"""Owners of extracted files: those in the archive, one (uid, gid), or the extracting user."""
 
 
 def pack(

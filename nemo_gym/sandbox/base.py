@@ -48,7 +48,7 @@ class SandboxHandle:
     sandbox_id: str
     provider_name: str
     raw: Any = None
-    """The provider's own object; nobody else looks inside."""
+    """The provider's own object; callers do not look inside."""
 
 
 class ExecOutcome(StrEnum):
@@ -148,7 +148,7 @@ class ExecProcess(Protocol):
 
 @dataclass(frozen=True)
 class SandboxInfo:
-    """A box as the backend lists it, for whoever holds only labels."""
+    """A box as the backend lists it by labels."""
 
     sandbox_id: str
     status: SandboxStatus

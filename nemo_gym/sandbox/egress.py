@@ -195,7 +195,7 @@ class EgressProxy:
         self, request: _Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, exchange: Exchange
     ) -> None:
         addresses = await self._addresses(request, exchange)
-        upstream_reader, upstream = await self._dialled(request, addresses, exchange)
+        upstream_reader, upstream = await self._connect_upstream(request, addresses, exchange)
         try:
             exchange.answers(200, {})
             if request.method == "CONNECT":
@@ -235,7 +235,7 @@ class EgressProxy:
             )
         return allowed
 
-    async def _dialled(
+    async def _connect_upstream(
         self, request: _Request, addresses: Sequence[str], exchange: Exchange
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         said = ""

@@ -85,7 +85,7 @@ class AsyncSandbox:
         return self
 
     async def _create(self, spec: SandboxSpec) -> SandboxHandle:
-        # A task of its own: a provider that finishes although it is cancelled must not leave its box to nobody.
+        # A task of its own: a provider may finish although it is cancelled, and its box must not lose its owner.
         creating = asyncio.ensure_future(self._provider.create(spec))
         try:
             return await asyncio.shield(creating)
@@ -203,7 +203,7 @@ class AsyncSandbox:
 async def keep_renewed(provider: SandboxProvider, handle: SandboxHandle, ttl_s: float) -> AsyncIterator[None]:
     """Renew a box's lease while the context is open, so that it outlives its owner by at most ``ttl_s`` seconds.
 
-    A box found gone ends the renewals; whoever uses it learns that from the next exec (``LOST``).
+    Renewals stop when the box is gone; its user learns so from the next exec (``LOST``).
     """
     renewing = asyncio.create_task(_renew_forever(provider, handle, ttl_s), name=f"renew {handle.sandbox_id}")
     try:

@@ -1,4 +1,4 @@
-"""Names of the labels this suite writes on every box, so that whoever holds only labels can find and reap it."""
+"""Names of the labels this suite writes on every box, so that its labels are enough to find and reap it."""
 
 from __future__ import annotations
 

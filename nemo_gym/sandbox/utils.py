@@ -1,4 +1,4 @@
-"""Small helpers for whoever builds a `SandboxSpec`."""
+"""Small helpers for building a `SandboxSpec`."""
 
 from __future__ import annotations
 

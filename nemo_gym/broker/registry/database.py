@@ -174,7 +174,7 @@ class _Request(Waiting):
     durability: Durability
 
 
-class GroupCommitWriter(GroupCommitThread[_Request]):
+class RegistryWriter(GroupCommitThread[_Request]):
     """Runs operations in order on its own thread. An operation raises `NemoGymError` before it writes, or not at
     all."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 from sqlalchemy import Connection, Row, bindparam, delete, exists, insert, select, update
 
-from nemo_gym.broker.registry.database import Durability, GroupCommitWriter
+from nemo_gym.broker.registry.database import Durability, RegistryWriter
 from nemo_gym.broker.registry.tables import (
     BoxRecord,
     BoxState,
@@ -38,7 +38,7 @@ _IMAGE_COLUMNS = [column for column in images.c if column.name != "identity"]
 class BoxStore:
     """Boxes of one broker, named by ``identity``."""
 
-    def __init__(self, writer: GroupCommitWriter, identity: str) -> None:
+    def __init__(self, writer: RegistryWriter, identity: str) -> None:
         self._writer = writer
         self._identity = identity
 
@@ -237,7 +237,7 @@ class BoxStore:
 class ImageStore:
     """Whose the images are that were made of boxes of one broker."""
 
-    def __init__(self, writer: GroupCommitWriter, identity: str) -> None:
+    def __init__(self, writer: RegistryWriter, identity: str) -> None:
         self._writer, self._identity = writer, identity
 
     async def find(self, name: str) -> ImageRecord | None:
@@ -308,7 +308,7 @@ class ExecStore:
             does for a short command.
     """
 
-    def __init__(self, writer: GroupCommitWriter, durability: Durability = Durability.PROCESS) -> None:
+    def __init__(self, writer: RegistryWriter, durability: Durability = Durability.PROCESS) -> None:
         self._writer, self._durability = writer, durability
 
     async def insert(self, sandbox_id: str, exec_id: str, body_digest: bytes) -> ExecRecord | None:
@@ -338,7 +338,7 @@ class ExecStore:
         await self._writer.call(operation, self._durability)
 
     async def discard(self, sandbox_id: str, exec_id: str) -> None:
-        """Forget an exec that surely never started."""
+        """Forget an exec that never started."""
         values = {"of_box": sandbox_id, "of_exec": exec_id}
         await self._writer.call(lambda connection: connection.execute(_DISCARD, values) and None, self._durability)
 

@@ -228,7 +228,7 @@ def lease_routes(broker: BrokerService) -> APIRouter:
         summary="Mint a narrower lease",
     )
     async def mint(request: Request, sandbox_id: str) -> Response:
-        """Takes the owner's lease. The token is told in this answer alone."""
+        """Takes the owner's lease. Only this answer contains the token."""
         grant = await broker.access.box(request, sandbox_id, LeaseScope.OWNER)
         body = await parse(request, MintLease, broker.config)
         if not narrower(body.scope, grant.scope):
@@ -252,7 +252,7 @@ def lease_routes(broker: BrokerService) -> APIRouter:
         await broker.boxes.store.fence(sandbox_id, epoch)
         box.epoch = max(box.epoch, epoch)
         box.owner_lease.epoch = box.epoch
-        await broker.execs.end_those_of(box, {le.lease_id for le in box.leases.values() if le.epoch < box.epoch})
+        await broker.execs.end_execs_of(box, {le.lease_id for le in box.leases.values() if le.epoch < box.epoch})
         return Response(status_code=204)
 
     @router.delete(f"{BOX}/leases/{{lease_id}}", status_code=204, summary="Take one lease back")
@@ -269,7 +269,7 @@ def lease_routes(broker: BrokerService) -> APIRouter:
             raise BrokerError("scope", "the owner's lease ends with the box; delete the box instead")
         await broker.boxes.store.revoke(lease_id)
         lease.revoked = True
-        await broker.execs.end_those_of(box, {lease_id})
+        await broker.execs.end_execs_of(box, {lease_id})
         return Response(status_code=204)
 
     return router

@@ -46,7 +46,7 @@ def service_routes(broker: BrokerService) -> APIRouter:
     @router.get(CAPABILITIES, response_model=CapabilitiesView, summary="What this broker and its backend can do")
     async def capabilities(request: Request) -> Response:
         """Takes a caller's credential, or a lease of any scope."""
-        await broker.access.anyone(request)
+        await broker.access.any_caller(request)
         config = broker.config
         view = CapabilitiesView.of(
             await broker.backend.capabilities(),

@@ -42,7 +42,7 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class WireModel(BaseModel):
-    """Immutable, and without room for keys that nobody reads."""
+    """Immutable; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -143,7 +143,7 @@ TerminationReason = Literal["closed", "reaped", "expired", "exited", "out_of_mem
 
 
 class SandboxView(WireModel):
-    """One box, as whoever may read it sees it."""
+    """One box, as its readers see it."""
 
     sandbox_id: Identifier
     state: SandboxStatus
@@ -185,7 +185,7 @@ class ReapedView(WireModel):
 
 
 class LeaseView(WireModel):
-    """A right to a box. The token is told once, when the lease is made."""
+    """A right to a box. Only the answer that makes the lease contains the token."""
 
     lease_id: Identifier
     sandbox_id: Identifier
@@ -245,7 +245,7 @@ class ExecSubmission(WireModel):
     user: Text | None = None
     merge_stderr: bool = False
     max_output_bytes: int = Field(DEFAULT_MAX_OUTPUT_BYTES, ge=0, le=MAX_OUTPUT_BYTES)
-    """Kept per stream; the broker's own limit may be lower, and what is cut is told by the end."""
+    """Kept per stream; the broker's own limit may be lower. The end names the streams that were cut."""
     stdin: Literal["none", "attached"] = "none"
     """``attached``: the command waits for ``PUT …/stdin`` before it starts."""
 
@@ -292,7 +292,7 @@ class ExecEndModel(WireModel):
     signal: int | None = None
     duration_s: float = 0.0
     output_bytes: int = Field(ge=0)
-    """All that the stream held, of both outputs: whoever got fewer bytes has not got all."""
+    """Of both streams together: a reader with fewer bytes has missed some."""
     truncated: tuple[Literal["stdout", "stderr"], ...] = ()
 
     @model_validator(mode="after")

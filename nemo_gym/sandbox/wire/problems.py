@@ -1,7 +1,7 @@
 """Errors on the wire: RFC 9457 problem bodies, and their way from and to the suite's errors.
 
 ``started`` answers the one question a client must ask before it tries again: whether the request may have had an
-effect. ``no`` means surely not; ``yes`` that it has; ``unknown`` that nobody can say.
+effect. ``no``: certainly not; ``yes``: it has; ``unknown``: either is possible.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from nemo_gym.broker.registry.database import GroupCommitWriter
+from nemo_gym.broker.registry.database import RegistryWriter
 from nemo_gym.sandbox import registry
 from resources_servers.sandbox.tests.broker_process import APP
 
@@ -36,16 +36,16 @@ def boundary(name: str) -> None:
 
 
 def around_commits() -> None:
-    commit = GroupCommitWriter._commit
+    commit = RegistryWriter._commit
 
-    def killing(self: GroupCommitWriter, batch: list[Any]) -> bool:
+    def killing(self: RegistryWriter, batch: list[Any]) -> bool:
         name = "+".join(sorted({request.operation.__qualname__.split(".<locals>")[0] for request in batch}))
         boundary(f"before commit of {name}")
         done = commit(self, batch)
         boundary(f"after commit of {name}")
         return done
 
-    GroupCommitWriter._commit = killing  # type: ignore[method-assign]
+    RegistryWriter._commit = killing  # type: ignore[method-assign]
 
 
 def around_backend() -> None:

@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import Connection
 
 from nemo_gym.broker.registry import database
-from nemo_gym.broker.registry.database import Durability, GroupCommitWriter, open_engine
+from nemo_gym.broker.registry.database import Durability, RegistryWriter, open_engine
 from nemo_gym.broker.registry.store import BoxStore, ExecStore, ImageStore
 from nemo_gym.broker.registry.tables import BoxRecord, BoxState, ExecRecord, ImageRecord, LeaseRecord
 from nemo_gym.contract.credentials import Role
@@ -41,8 +41,8 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @asynccontextmanager
-async def writing(url: str) -> AsyncIterator[GroupCommitWriter]:
-    writer = GroupCommitWriter(open_engine(url))
+async def writing(url: str) -> AsyncIterator[RegistryWriter]:
+    writer = RegistryWriter(open_engine(url))
     try:
         yield writer
     finally:
@@ -55,7 +55,7 @@ def waits_for_disk(connection: Connection) -> bool:
 
 
 async def in_one_transaction(
-    writer: GroupCommitWriter, *asked: tuple[Callable[[Connection], bool], Durability]
+    writer: RegistryWriter, *asked: tuple[Callable[[Connection], bool], Durability]
 ) -> list[bool]:
     """Outcomes of operations that waited while the writer had another to do."""
     entered, leave = threading.Event(), threading.Event()
@@ -87,13 +87,13 @@ async def test_exec_records_are_written_as_durably_as_configured(
     url: str, durability: Durability, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Durability] = []
-    call = GroupCommitWriter.call
+    call = RegistryWriter.call
 
-    def noted(self: GroupCommitWriter, operation: Callable[[Connection], object], wanted: Durability) -> object:
+    def noted(self: RegistryWriter, operation: Callable[[Connection], object], wanted: Durability) -> object:
         asked.append(wanted)
         return call(self, operation, wanted)
 
-    monkeypatch.setattr(GroupCommitWriter, "call", noted)
+    monkeypatch.setattr(RegistryWriter, "call", noted)
     async with writing(url) as writer:
         store = ExecStore(writer, durability)
         assert await store.insert("box", "exec", b"digest") is None

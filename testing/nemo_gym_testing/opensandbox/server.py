@@ -21,6 +21,7 @@ from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider
 from nemo_gym_testing.opensandbox import execd
 from nemo_gym_testing.opensandbox.execd import problem
 from nemo_gym_testing.opensandbox.faults import Faults, Seen
+from nemo_gym_testing.opensandbox.go_build import build_boxtool
 
 KEY_HEADER = "OPEN-SANDBOX-API-KEY"
 _FAKE = "opensandbox.fake"
@@ -270,7 +271,9 @@ def _moment(seconds: float) -> str:
 
 @contextlib.asynccontextmanager
 async def serving(fake: FakeOpenSandbox, *, port: int = 0) -> AsyncIterator[str]:
-    """Serve on loopback, on any free port for 0; gives the URL. Boxes are destroyed at the end."""
+    """Serve on loopback, on any free port for 0; gives the URL. Boxes are destroyed at the end. The helper program
+    that the provider puts into boxes is compiled first, if its sources changed."""
+    await asyncio.to_thread(build_boxtool)
     runner = web.AppRunner(fake.application(), handler_cancellation=True, shutdown_timeout=1, access_log=None)
     await runner.setup()
     try:

@@ -28,7 +28,7 @@ from docker.errors import ImageNotFound
 
 from nemo_gym.sandbox.providers.docker.engine import Engine
 from nemo_gym.sandbox.providers.docker.images import ensure_host_image
-from nemo_gym.sandbox.providers.opensandbox.boxtool_build import build
+from nemo_gym_testing.opensandbox.go_build import build, build_boxtool
 from tests.sandbox.opensandbox.double import API_KEY
 
 HERE = Path(__file__).parent
@@ -174,6 +174,7 @@ def opensandbox_server(
     directory: Path, engine_url: str, *, mounts: Sequence[Path] = (), egress_mode: str = "dns+nft"
 ) -> Iterator[Server]:
     """A server whose state is in ``directory``. Boxes may mount what is beside it, and below ``mounts``."""
+    build_boxtool()
     installed = subprocess.run([str(INSTALL)], capture_output=True, text=True, timeout=900)
     assert installed.returncode == 0, f"scripts/install-opensandbox-server: {installed.stderr[-2000:]}"
     client = docker.DockerClient(base_url=engine_url, timeout=120)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym.contract.errors import ConfigError
+import nemo_gym_boxtool
+from nemo_gym.contract.errors import ConfigError, SandboxCreateError
 from nemo_gym.sandbox.labels import MANAGED
 from nemo_gym.sandbox.providers.opensandbox import connection
 from nemo_gym.sandbox.providers.opensandbox.config import OpenSandboxConfig
 from nemo_gym.sandbox.providers.opensandbox.connection import Connection, OpenSandboxBox
+from nemo_gym.sandbox.providers.opensandbox.creation import helper_program
 from nemo_gym.sandbox.providers.opensandbox.tool import STDOUT, Frame, FrameParser, ToolRun
 
 _VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
@@ -24,8 +28,8 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)
 
 @given(st.dictionaries(texts, texts, max_size=8))
 def test_labels_survive_and_are_metadata_that_kubernetes_takes(given_labels: dict[str, str]) -> None:
-    metadata = connection.encode(given_labels, key="k")
-    assert connection.decode(metadata) == {**given_labels, MANAGED: "true"}
+    metadata = connection.labels_to_metadata(given_labels, key="k")
+    assert connection.metadata_to_labels(metadata) == {**given_labels, MANAGED: "true"}
     for name, value in metadata.items():
         assert _NAME.fullmatch(name)
         assert _VALUE.fullmatch(value)
@@ -37,7 +41,7 @@ def test_labels_survive_and_are_metadata_that_kubernetes_takes(given_labels: dic
 
 @pytest.mark.parametrize("metadata", [None, {}, {"app": "x"}, {"nemo-gym.data.0": "NOTBASE32!"}])
 def test_metadata_of_others_is_no_box_of_ours(metadata: dict[str, str] | None) -> None:
-    assert connection.decode(metadata) is None
+    assert connection.metadata_to_labels(metadata) is None
 
 
 @given(st.lists(st.tuples(st.sampled_from("soepx"), st.binary(max_size=300)), max_size=12), st.data())
@@ -92,3 +96,24 @@ async def test_reader_that_is_cancelled_just_as_a_frame_comes_ends(steps: int) -
         reading.cancel()
         await asyncio.wait({reading})
         assert reading.cancelled()
+
+
+def test_missing_or_stale_helper_says_how_to_compile_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    binary, stamp = tmp_path / "boxtool-amd64", tmp_path / "SOURCE"
+    monkeypatch.setattr(nemo_gym_boxtool, "BINARIES", tmp_path)
+    with pytest.raises(SandboxCreateError, match=r"scripts/build-boxtool"):
+        helper_program("x86_64")
+    binary.write_bytes(b"\x7fELF")
+    stamp.write_text(nemo_gym_boxtool.source_digest())
+    assert helper_program("amd64") == b"\x7fELF"
+    stamp.write_text("of other sources")
+    with pytest.raises(SandboxCreateError, match=r"scripts/build-boxtool"):
+        helper_program("amd64")
+    with pytest.raises(SandboxCreateError, match=r"amd64 and arm64, not for 'riscv64'"):
+        helper_program("riscv64")
+
+
+def test_missing_distribution_of_the_helper_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nemo_gym_boxtool", None)
+    with pytest.raises(SandboxCreateError, match=r"pip install 'nemo-gym-suite\[opensandbox\]'"):
+        helper_program(None)

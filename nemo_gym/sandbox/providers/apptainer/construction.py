@@ -198,7 +198,7 @@ async def build(plan: BoxPlan) -> BuiltBox:
         if os.read(said_read, 1):
             write_maps(maker, plan.identity)
             os.write(go_write, _GO)
-            monitor = int(os.read(said_read, 16) or b"0") if await _said_more(said_read) else 0
+            monitor = int(os.read(said_read, 16) or b"0") if await _becomes_readable(said_read) else 0
         if monitor:
             monitor_fd = os.pidfd_open(monitor)
             os.write(go_write, _GO)
@@ -238,7 +238,7 @@ async def build(plan: BoxPlan) -> BuiltBox:
         await finish(processes.wait_for_exit(maker, maker_fd))
 
 
-async def _said_more(descriptor: int) -> bool:
+async def _becomes_readable(descriptor: int) -> bool:
     await processes.readable(descriptor)
     return True
 

@@ -227,7 +227,7 @@ class SupervisorClient:
         """What the supervisor says of itself and this machine; blocking, with a connection of its own.
 
         Raises:
-            SandboxLostError: supervisor after supervisor left before it answered; whoever asks again may be told.
+            SandboxLostError: several supervisors in a row ended before they answered; asking again may help.
         """
         backoff = _start_attempts()
         while True:

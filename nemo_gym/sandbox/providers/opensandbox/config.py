@@ -44,7 +44,7 @@ class OpenSandboxConfig:
     request_timeout_s: float = 60.0
     """Longest silence of the server within one request that does not wait for a box."""
     silence_s: float = 45.0
-    """A command of which nothing was heard for this long is lost; while it runs, it is heard of every 10 seconds."""
+    """A command that is silent for this long is lost; the helper sends a heartbeat every 10 seconds."""
     box_directory: str = "/.nemo-gym"
     """Where in each box this suite's helper program lies. Whoever commands run as must be able to run programs
     there, and the server's own daemon to write there."""

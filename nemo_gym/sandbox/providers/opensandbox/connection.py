@@ -48,7 +48,7 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:40]
 
 
-def encode(labels: Mapping[str, str], *, key: str) -> dict[str, str]:
+def labels_to_metadata(labels: Mapping[str, str], *, key: str) -> dict[str, str]:
     """Metadata of a box with these labels, made by the create with this ``key``."""
     given = {str(name): str(value) for name, value in labels.items()} | {MANAGED: "true"}
     packed = base64.b32encode(zlib.compress(json.dumps(given).encode(), 9)).decode().rstrip("=")
@@ -61,7 +61,7 @@ def select(labels: Mapping[str, str]) -> dict[str, str]:
     return {_SELECT + digest(f"{name}={value}"): "1" for name, value in labels.items()}
 
 
-def decode(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
+def metadata_to_labels(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
     """The labels that were encoded; ``None`` when this is no box of this suite."""
     held = metadata or {}
     pieces: list[str] = []
@@ -239,7 +239,7 @@ class Connection:
             await asyncio.sleep(0.1)
         return False
 
-    async def every(self, metadata: dict[str, str]) -> list[BackendInfo]:
+    async def list_boxes(self, metadata: dict[str, str]) -> list[BackendInfo]:
         """All boxes with this metadata, over all pages."""
         from opensandbox.models.sandboxes import SandboxFilter
 
@@ -253,9 +253,9 @@ class Connection:
                 return list(found.values())
             page += 1
 
-    async def made_by(self, key: str) -> list[BackendInfo]:
+    async def boxes_created_by(self, key: str) -> list[BackendInfo]:
         """The boxes that creates with this key have made."""
-        return await self.every({KEY: digest(key)})
+        return await self.list_boxes({KEY: digest(key)})
 
     async def aclose(self) -> None:
         transport, manager, same = self._transport, self._manager, self._loop is _running_loop()
@@ -335,7 +335,7 @@ def translate(
 
 
 @contextlib.asynccontextmanager
-async def told(doing: str, *, kind: type[SandboxError] = SandboxError) -> AsyncIterator[None]:
+async def errors_translated(doing: str, *, kind: type[SandboxError] = SandboxError) -> AsyncIterator[None]:
     """Turns the SDK's errors into this suite's."""
     try:
         yield

@@ -23,17 +23,16 @@ from nemo_gym.sandbox.providers.docker.config import DockerConfig
 from nemo_gym.sandbox.providers.docker.engine import Engine
 from nemo_gym.sandbox.providers.docker.images import Images
 from nemo_gym.sandbox.providers.opensandbox import connection
-from nemo_gym.sandbox.providers.opensandbox.boxtool_build import boxtool
 from nemo_gym.sandbox.providers.opensandbox.config import OpenSandboxConfig
 from nemo_gym.sandbox.providers.opensandbox.connection import (
     Connection,
     OpenSandboxBox,
+    errors_translated,
     sdk_errors,
     status_of,
-    told,
     translate,
 )
-from nemo_gym.sandbox.providers.opensandbox.tool import order, sdk_of
+from nemo_gym.sandbox.providers.opensandbox.tool import run_helper, sdk_of
 from nemo_gym.sandbox.streaming_provider import absolute
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ class EngineImages:
 # From a spec to a box that runs commands, on a backend whose create may not be repeated and cannot be taken back.
 #
 # Every create is marked in the box's metadata with its key: the spec's, or one of its own. By that mark a box is found
-# again whose making nobody heard of: to be adopted when the spec has an idempotency key, to be destroyed otherwise.
+# again when the answer to its create was lost: to be adopted when the spec has an idempotency key, else destroyed.
 
 _SHORTEST_TIMEOUT_S = 60
 """What a create may ask for at least; a renewal may set less."""
@@ -154,12 +153,14 @@ class Creation:
                 # Another create with this key was under way, and its box is the older one.
                 await self.discard()
                 return await self._adopt(winner.id, deadline)
-        return await self._furnish(sandbox_id, deadline, files=True)
+        return await self._install_helper(sandbox_id, deadline, files=True)
 
     async def _first(self) -> BackendInfo | None:
         """The box that all creates with this key agree on: the oldest one that lives."""
-        async with told("looking for a box with the same idempotency key", kind=SandboxCreateError):
-            found = [i for i in await self._connection.made_by(self.key) if i.status.state.lower() not in _DEAD]
+        async with errors_translated("looking for a box with the same idempotency key", kind=SandboxCreateError):
+            found = [
+                i for i in await self._connection.boxes_created_by(self.key) if i.status.state.lower() not in _DEAD
+            ]
         return min(found, key=lambda info: (info.created_at, info.id), default=None)
 
     async def _create(self) -> str:
@@ -182,7 +183,7 @@ class Creation:
                 SandboxImageSpec(str(self._image)),
                 list(spec.entrypoint or _IDLE),
                 {str(name): str(value) for name, value in spec.env.items()} if spec.entrypoint else {},
-                connection.encode(spec.metadata, key=self.key),
+                connection.labels_to_metadata(spec.metadata, key=self.key),
                 timedelta(seconds=max(ttl_s, _SHORTEST_TIMEOUT_S)),
                 resource,
                 EgressPolicy(default_action="deny", egress=[]) if _closed(spec) else None,
@@ -203,19 +204,19 @@ class Creation:
             ) from error
         self.created, self._late_s = str(made.id), None
         if ttl_s < _SHORTEST_TIMEOUT_S:
-            async with told("setting the lease of a new box", kind=SandboxCreateError):
+            async with errors_translated("setting the lease of a new box", kind=SandboxCreateError):
                 await (await self._connection.manager()).renew_sandbox(made.id, timedelta(seconds=ttl_s))
         return str(made.id)
 
-    async def _furnish(self, sandbox_id: str, deadline: float, *, files: bool) -> OpenSandboxBox:
+    async def _install_helper(self, sandbox_id: str, deadline: float, *, files: bool) -> OpenSandboxBox:
         """Put a helper of this call's own into the box, and the spec's files, and at last the mark that they are."""
         from opensandbox.models.filesystem import WriteEntry
 
         spec = self._spec
         box = OpenSandboxBox(sandbox_id, f"{self._config.box_directory.rstrip('/')}/{uuid.uuid4().hex[:12]}")
-        program = await asyncio.to_thread(boxtool, self._config.box_architecture)
+        program = await asyncio.to_thread(helper_program, self._config.box_architecture)
         defaults = {"env": dict(spec.env), "workdir": spec.workdir or "", "user": spec.user or ""}
-        async with told("making a new box ready", kind=SandboxCreateError):
+        async with errors_translated("making a new box ready", kind=SandboxCreateError):
             sdk = await sdk_of(self._connection, box, timeout_s=deadline - time.monotonic())
             entries = [
                 WriteEntry(path=absolute(path), data=text.encode("utf-8", "surrogateescape"), mode=644)
@@ -242,7 +243,7 @@ class Creation:
         """The box must really run the helper: a missing program, a wrong processor type or an entry point that has
         ended show here, and not in somebody's command."""
         try:
-            found = await order(self._connection, box, "signal", "0", "0")
+            found = await run_helper(self._connection, box, "signal", "0", "0")
         except SandboxLostError as error:
             info = await self._connection.info(box.sandbox_id)
             state = "gone" if info is None else f"{info.status.state}: {info.status.message}"
@@ -262,14 +263,14 @@ class Creation:
             try:
                 sdk = await sdk_of(self._connection, box, timeout_s=deadline - time.monotonic())
                 await sdk.files.get_file_info([self._ready_mark])
-                return await self._furnish(sandbox_id, deadline, files=False)
+                return await self._install_helper(sandbox_id, deadline, files=False)
             except sdk_errors() as error:
-                async with told(f"waiting for box {sandbox_id}", kind=SandboxCreateError):
+                async with errors_translated(f"waiting for box {sandbox_id}", kind=SandboxCreateError):
                     info = await self._connection.info(sandbox_id)
                 if info is None or info.status.state.lower() in _DEAD:
                     raise translate(error, f"waiting for box {sandbox_id}", kind=SandboxCreateError) from error
             if time.monotonic() > patience:
-                return await self._furnish(sandbox_id, deadline, files=True)
+                return await self._install_helper(sandbox_id, deadline, files=True)
             await asyncio.sleep(0.1)
 
     async def discard(self) -> None:
@@ -283,13 +284,13 @@ class Creation:
             await self._connection.kill(self.created)
             self.created = None
         if self._late_s is None or self._spec.idempotency_key:
-            # The box of an idempotency key may be another create's by now; its lease is what ends it.
+            # A box with an idempotency key may belong to another create by now; its lease ends it.
             return
         deadline = time.monotonic() + self._late_s
         last: SandboxError | None = None
         while True:
             try:
-                found = await self._connection.made_by(self.key)
+                found = await self._connection.boxes_created_by(self.key)
                 for info in found:
                     await self._connection.kill(info.id)
                 last = None
@@ -321,3 +322,18 @@ def _check_egress(said: Mapping[str, Any]) -> None:
 
 def _closed(spec: SandboxSpec) -> bool:
     return spec.network == NetworkPolicy.NONE.value
+
+
+def helper_program(architecture: str | None) -> bytes:
+    """The program that works inside boxes. Raises `SandboxCreateError` where there is none for ``architecture``."""
+    try:
+        from nemo_gym_boxtool import program
+
+        return program(architecture)
+    except ModuleNotFoundError as error:
+        raise SandboxCreateError(
+            "opensandbox: the program that works inside boxes is missing: pip install 'nemo-gym-suite[opensandbox]',"
+            " or scripts/setup and scripts/build-boxtool in a clone"
+        ) from error
+    except FileNotFoundError as error:
+        raise SandboxCreateError(f"opensandbox: {error} (box_architecture)") from error

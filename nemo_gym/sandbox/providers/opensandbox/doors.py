@@ -28,7 +28,7 @@ from nemo_gym.sandbox.providers.opensandbox.tool import END, STARTED, STDOUT, To
 #
 # What the box's clients send comes as output of the helper; what is for them goes into the box as numbered files, each
 # with all messages that came together while the one before was on its way. A file may be sent again: the helper takes
-# each number once. See ``boxtool/relay.go``.
+# each number once. See ``boxtool/nemo_gym_boxtool/source/relay.go``.
 
 OPEN, DATA, FINISH, RESET, CREDIT, QUIT, _DONE = b"c", b"d", b"f", b"r", b"w", b"q", b"z"
 WINDOW_BYTES = 1024 * 1024
@@ -125,7 +125,7 @@ class Relay:
             try:
                 await self._put(f"{self._inbox}/{file}", data)
             except SandboxError:
-                # Of no use without it; whoever waits for the next message hears of the end.
+                # The relay is useless without it; the reader of the next message learns that it has ended.
                 if self._running is not None:
                     await self._running.close()
                 return
@@ -143,8 +143,8 @@ class Relay:
                     raise
 
     async def aclose(self, *, quits: bool) -> None:
-        """Stop. With ``quits`` the helper is told and heard to the end, so that its port is free; else it is left to
-        find out that nobody listens to it."""
+        """Stop. With ``quits`` the helper is told to quit and read to its end, so that its port is free; without, it
+        notices by itself that it has no reader."""
         if quits and self._sender is not None and not self._sender.done():
             self.send(QUIT, 0)
             # A box that does not answer keeps its port; it has nobody to talk to there.

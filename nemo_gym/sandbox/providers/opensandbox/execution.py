@@ -21,9 +21,9 @@ from nemo_gym.sandbox.providers.opensandbox.tool import (
     Frame,
     ToolRun,
     ending,
-    order,
     put_file,
     request_argument,
+    run_helper,
 )
 
 _OUTCOMES = {
@@ -199,7 +199,7 @@ class OpenSandboxExec:
         if number == signals.SIGKILL:
             self._killed = True
         with contextlib.suppress(SandboxLostError):
-            found = await order(
+            found = await run_helper(
                 self._connection, self._box, "signal", self.exec_id, str(int(number)), timeout_s=_SIGNAL_TIMEOUT_S
             )
             if found["outcome"] == "error":

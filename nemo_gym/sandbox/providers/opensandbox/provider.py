@@ -25,10 +25,10 @@ from nemo_gym.sandbox.providers.opensandbox.connection import (
     Connection,
     OpenSandboxBox,
     box_of,
-    decode,
+    errors_translated,
+    metadata_to_labels,
     sdk_errors,
     select,
-    told,
 )
 from nemo_gym.sandbox.providers.opensandbox.creation import NO_ENGINE, Creation, EngineImages
 from nemo_gym.sandbox.providers.opensandbox.doors import RelayedDoor
@@ -134,7 +134,7 @@ class OpenSandboxProvider(StreamingProvider):
             raise
         except SandboxCreateError as error:
             if error.retryable:
-                # Whether the server made something may show only later; nobody should wait for that.
+                # What the server made may show only later; the caller does not wait for that.
                 self._in_background(self._take_back(creation, creating))
             else:
                 await self._take_back(creation, creating)
@@ -175,19 +175,19 @@ class OpenSandboxProvider(StreamingProvider):
     async def renew(self, handle: SandboxHandle, ttl_s: float) -> None:
         """Let the box live ``ttl_s`` seconds from now, which may be less than it had."""
         await self._running(handle.sandbox_id, "renewing the lease of")
-        async with told(f"renewing the lease of box {handle.sandbox_id}"):
+        async with errors_translated(f"renewing the lease of box {handle.sandbox_id}"):
             manager = await self._connection.manager()
             await manager.renew_sandbox(handle.sandbox_id, timedelta(seconds=ttl_s))
 
     async def close(self, handle: SandboxHandle) -> None:
         await self._close_doors(box_of(handle))
-        async with told(f"destroying box {handle.sandbox_id}"):
+        async with errors_translated(f"destroying box {handle.sandbox_id}"):
             await self._connection.kill(handle.sandbox_id)
 
     async def list(self, labels: Mapping[str, str] | None = None) -> List[SandboxInfo]:
         wanted = {**(labels or {}), MANAGED: "true"}
-        async with told("listing boxes"):
-            found = await self._connection.every(select(wanted))
+        async with errors_translated("listing boxes"):
+            found = await self._connection.list_boxes(select(wanted))
         infos = [info for one in found if (info := _info(one)) is not None]
         return [info for info in infos if wanted.items() <= info.labels.items()]
 
@@ -195,12 +195,12 @@ class OpenSandboxProvider(StreamingProvider):
         if not labels:
             raise SandboxError("reap needs at least one label, as without any it would destroy every box")
         ids = [info.sandbox_id for info in await self.list(labels)]
-        async with told("destroying boxes"):
+        async with errors_translated("destroying boxes"):
             await asyncio.gather(*(self._connection.kill(sandbox_id) for sandbox_id in ids))
         return ids
 
     async def aclose(self) -> None:
-        """Close the connections, once what nobody waits for (boxes nobody wants, abandoned commands) is done."""
+        """Finish background work (removing unwanted boxes, killing abandoned commands), then close the connections."""
         loop = asyncio.get_running_loop()
         here = [door for door in self._doors if door.loop is loop]
         self._doors.clear()
@@ -283,7 +283,7 @@ class OpenSandboxProvider(StreamingProvider):
         """Raises `SandboxError` when the provider goes through the server's proxy; see its capabilities."""
         if self.config.use_server_proxy:
             raise SandboxError(f"opensandbox: no port is given out: {self.capabilities.reasons['endpoint']}")
-        async with told(f"asking for port {port} of box {handle.sandbox_id}"):
+        async with errors_translated(f"asking for port {port} of box {handle.sandbox_id}"):
             sdk = await sdk_of(self._connection, box_of(handle))
             found = await sdk.get_endpoint(port)
         scheme = self.config.url.partition("://")[0]
@@ -310,7 +310,7 @@ class OpenSandboxProvider(StreamingProvider):
                 "configure its url"
             )
         info = await self._running(sandbox_id, "connecting to")
-        if decode(info.metadata) is None:
+        if metadata_to_labels(info.metadata) is None:
             raise SandboxError(f"opensandbox: {sandbox_id} is not a box of this suite")
         directory = str(descriptor.get("directory") or self.config.box_directory).rstrip("/")
         return SandboxHandle(sandbox_id, self.name, OpenSandboxBox(sandbox_id, directory))
@@ -319,7 +319,7 @@ class OpenSandboxProvider(StreamingProvider):
 
     async def _running(self, sandbox_id: str, doing: str) -> BackendInfo:
         """The server's description of a box that runs. Raises `SandboxLostError` when it does not."""
-        async with told(f"{doing} box {sandbox_id}"):
+        async with errors_translated(f"{doing} box {sandbox_id}"):
             info = await self._connection.info(sandbox_id)
         if info is None or _status(info) in (SandboxStatus.STOPPED, SandboxStatus.ERROR):
             state = "gone" if info is None else info.status.state
@@ -327,11 +327,11 @@ class OpenSandboxProvider(StreamingProvider):
         return info
 
     def _in_background(self, work: Awaitable[None]) -> None:
-        self._background.start(self._told_only(work))
+        self._background.start(self._errors_logged(work))
 
     @staticmethod
-    async def _told_only(work: Awaitable[None]) -> None:
-        # Nobody waits for it, so nobody can be told but the log; a lease ends what it could not.
+    async def _errors_logged(work: Awaitable[None]) -> None:
+        # No caller waits for it, so errors go to the log; the lease ends what this could not.
         with contextlib.suppress(asyncio.CancelledError):
             try:
                 await work
@@ -345,7 +345,7 @@ def _status(info: BackendInfo) -> SandboxStatus:
 
 def _info(info: BackendInfo) -> SandboxInfo | None:
     """A box as the contract lists it; ``None`` when it is not of this suite."""
-    given = decode(info.metadata)
+    given = metadata_to_labels(info.metadata)
     if given is None:
         return None
     status = _status(info)

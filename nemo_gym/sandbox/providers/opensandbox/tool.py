@@ -173,7 +173,7 @@ class ToolRun:
             return
         if quiet_s >= self._connection.config.silence_s:
             raise SandboxLostError(
-                f"opensandbox: nothing was heard of box {self._box.sandbox_id} for {quiet_s:.0f} s; is it paused?"
+                f"opensandbox: box {self._box.sandbox_id} has been silent for {quiet_s:.0f} s; is it paused?"
             )
         try:
             async with asyncio.timeout(5):
@@ -228,13 +228,13 @@ class ToolRun:
                 await asyncio.wait({self._task})
 
     async def settle(self, timeout_s: float = 1.0) -> None:
-        """After the end was heard: let the answer end by itself, so that its connection can be used again."""
+        """After the end frame: read the rest of the answer, so that its connection can be used again."""
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=timeout_s)
         await self.close()
 
 
-async def order(
+async def run_helper(
     connection: Connection, box: OpenSandboxBox, *arguments: str, timeout_s: float | None = None
 ) -> dict[str, Any]:
     """Run the helper for something that has no output, to its end.
@@ -296,7 +296,7 @@ async def put(connection: Connection, box: OpenSandboxBox, path: str, tar: Async
         spool.seek(0)
         inside = await put_file(connection, box, spool, f"{uuid.uuid4().hex}.tar")
     argument = await request_argument(connection, box, {"path": path, "tar": inside})
-    found = await order(connection, box, "unpack", argument)
+    found = await run_helper(connection, box, "unpack", argument)
     if found["outcome"] == "error":
         raise SandboxArchiveError(f"the archive for '{path}' is refused: {found.get('error')}", path=path)
 

@@ -1,6 +1,6 @@
 """HTTP to a broker: one session per event loop, bounded retries of what may be repeated, problems as errors.
 
-A request is sent again when it surely had no effect (no connection could be made, or the broker says ``started: no``
+A request is sent again when it had no effect (no connection could be made, or the broker says ``started: no``
 with a retryable code), or when it is *repeatable*: repeating it changes nothing, because its effect is keyed by an id
 that this side chose. Everything else is sent once.
 """
@@ -45,7 +45,7 @@ class RemoteBox:
     lent: set[str] = field(default_factory=set)
     """Ids of leases that were minted by this handle."""
     doors: dict[str, DoorStatistics] = field(default_factory=dict)
-    """Doors that this side knows to be open, and what was last heard of them."""
+    """Doors that this side opened, and their latest statistics."""
 
     @property
     def headers(self) -> Mapping[str, str]:
@@ -54,7 +54,7 @@ class RemoteBox:
     def url(self, path: str) -> str:
         return self.broker_url + path
 
-    def heard(self, view: DoorsView) -> None:
+    def update_doors(self, view: DoorsView) -> None:
         """Take over the broker's counts, in the objects that others already hold."""
         for name, counted in view.doors.items():
             if counted is None:
@@ -87,7 +87,7 @@ class BrokerUnreachableError(SandboxError):
 
 
 class SourceError(Exception):
-    """The stream that was to be sent failed by itself, with ``error``."""
+    """Reading the stream to send failed with ``error``; the connection did not."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))

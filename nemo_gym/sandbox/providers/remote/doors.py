@@ -1,4 +1,4 @@
-"""What the broker counted at the doors of its boxes, kept near enough to the truth on this side."""
+"""Statistics of the doors of remote boxes, fetched from the broker and kept fresh enough here."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _PATIENCE_S = 1.0
 
 
 class DoorCounts:
-    """Hears the counts when it is told to, and by itself for the boxes that somebody watches."""
+    """Refreshes the statistics of a box on request, and regularly while the box is watched."""
 
     def __init__(self, connection: BrokerConnection) -> None:
         self._connection = connection
         self._watching: dict[str, asyncio.Task[None]] = {}
 
-    async def hear(self, box: RemoteBox) -> None:
-        """Ask the broker now. Counts are evidence beside a result: without them the result still is one."""
+    async def refresh(self, box: RemoteBox) -> None:
+        """Ask the broker now. Statistics are evidence beside a result, which stands without them."""
         if not box.doors:
             return
         try:
@@ -37,7 +37,7 @@ class DoorCounts:
                 repeatable=True,
                 patience_s=_PATIENCE_S,
             )
-            box.heard(DoorsView.model_validate_json(answer))
+            box.update_doors(DoorsView.model_validate_json(answer))
         except NemoGymError as error:
             log.info("remote_doors_not_heard", sandbox_id=box.sandbox_id, error=str(error))
 
@@ -55,7 +55,7 @@ class DoorCounts:
 
     async def _watch(self, box: RemoteBox) -> None:
         while True:
-            await self.hear(box)
+            await self.refresh(box)
             await asyncio.sleep(_POLL_S)
 
     @staticmethod

@@ -41,8 +41,8 @@ class RemoteProcess:
     """A running command (`nemo_gym.sandbox.base.ExecProcess`).
 
     Args:
-        before_end: awaited when the command has ended and nobody was told yet.
-        in_background: runs what must be done although nobody waits for it.
+        before_end: awaited when the command has ended, before its end is passed on.
+        in_background: runs work that must be done without a caller waiting.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class RemoteProcess:
                     return
 
     async def _resumed(self) -> AsyncGenerator[ExecOutput, None]:
-        """All output, over as many connections as it takes; then `_end` is known, or nobody knows it."""
+        """All output, over as many connections as it takes. `_end` is set afterwards, unless the exec is lost."""
         backoff = retries(self._connection.patience_s)
         while True:
             before = self._offset

@@ -196,7 +196,7 @@ class RemoteProvider(StreamingProvider):
         return [each for answer in answers for each in ReapedView.model_validate_json(cast(bytes, answer)).reaped]
 
     async def aclose(self) -> None:
-        """Close the connections, once what nobody waits for (kills of abandoned commands) is done."""
+        """Finish background work (killing abandoned commands), then close the connections."""
         await self._doors.aclose()
         await self._background.join()
         await self._connection.aclose()
@@ -210,7 +210,7 @@ class RemoteProvider(StreamingProvider):
             self._connection,
             box,
             request,
-            before_end=lambda: self._doors.hear(box),
+            before_end=lambda: self._doors.refresh(box),
             in_background=self._background.start,
         )
         await process.start()
@@ -299,7 +299,7 @@ class RemoteProvider(StreamingProvider):
             raise SandboxError(f"a box is lent with the scope {', '.join(LeaseScope)}, not with '{scope}'") from None
         token, expires_at = box.token, box.expires_at
         if wanted is not box.scope:
-            # A lease whose token nobody heard is no harm: it ends with the box.
+            # A lease whose token was lost on the way does no harm: it ends with the box.
             answer = await self._on(
                 box, "POST", routes.leases(box.sandbox_id), body=MintLease(scope=wanted), repeatable=True
             )
@@ -373,12 +373,12 @@ class RemoteProvider(StreamingProvider):
         return SandboxView.model_validate_json(answer)
 
     def _take_back(self, broker: Broker, key: str, spec: SandboxSpec) -> None:
-        # A key of the caller's own may have given its box to somebody else already: that one ends with its lease.
+        # With a key of the caller's own, another create may already use the box: its lease ends it.
         if spec.idempotency_key is None:
             self._background.start(self._discard(broker, key))
 
     async def _discard(self, broker: Broker, key: str) -> None:
-        """Take back a create that nobody waits for, whether it has arrived at the broker or is still to come."""
+        """Take back an abandoned create, whether or not it has reached the broker yet."""
         try:
             await self._connection.ask(
                 "DELETE",

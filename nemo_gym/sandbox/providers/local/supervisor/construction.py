@@ -331,7 +331,7 @@ def _protect_proc() -> list[str]:
 
 
 def explain(plan: BoxPlan, problem: dict[str, Any] | None, said: bytes) -> str:
-    """One sentence for whoever reads the error: what failed, and what to do."""
+    """The error message: what failed, and what to do."""
     if problem is None:
         text = said.decode("utf-8", "replace").strip() or "it ended without a word"
         return f"{plan.program} could not make the box: {text}"

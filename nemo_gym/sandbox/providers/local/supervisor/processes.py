@@ -266,7 +266,7 @@ def become_root_of(namespace: int) -> None:
 
 
 def become_root() -> None:
-    """Be user 0 of the user namespace that was entered; until then one is whoever one was outside."""
+    """Become user 0 of the user namespace just entered; before, the process has its outside user."""
     with contextlib.suppress(PermissionError):  # an ordinary user's namespace has one group
         os.setgroups([])
     os.setresgid(0, 0, 0)

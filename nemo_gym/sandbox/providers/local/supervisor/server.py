@@ -274,7 +274,7 @@ class Supervisor:
             raise
         self._boxes[box_id] = box
         box.renew(spec["ttl_s"], lambda expired: self._background.start(self._destroy(expired, "its lease ended")))
-        self._background.start(self._bury(box))
+        self._background.start(self._remove_when_dead(box))
         if disk_bytes is not None and not has_disk:
             box.watched_disk_bytes = disk_bytes
             if self._watching is None or self._watching.done():
@@ -349,7 +349,7 @@ class Supervisor:
         finally:
             os.close(null)
 
-    async def _bury(self, box: Box) -> None:
+    async def _remove_when_dead(self, box: Box) -> None:
         await box.died()
         await self._destroy(box, "its first process was killed from outside")
 

@@ -1,4 +1,4 @@
-"""The helper program that runs in boxes: compiled from ``boxtool/`` with Go's tool chain, once per version of it."""
+"""Compiling Go programs: the tests' daemons, and ahead of every release the helper program of OpenSandbox's boxes."""
 
 from __future__ import annotations
 
@@ -12,43 +12,29 @@ import sys
 import tempfile
 from pathlib import Path
 
-from nemo_gym.contract.errors import SandboxCreateError
+from nemo_gym._util.directories import cache_root
+from nemo_gym_boxtool import ARCHITECTURES, BINARIES, SOURCE, source_digest
 
-_SOURCES = Path(__file__).parent / "boxtool"
-_ARCHITECTURES = {"x86_64": "amd64", "amd64": "amd64", "aarch64": "arm64", "arm64": "arm64"}
 _BUILD_TIMEOUT_S = 900
 
 
 def go_program() -> str:
-    """The Go tool: the one of this Python environment (extra ``opensandbox``), else of ``PATH``.
-
-    Raises:
-        SandboxCreateError: there is none.
-    """
+    """The Go tool: the one of this Python environment (extra ``dev``), else of ``PATH``."""
     beside = Path(sys.executable).parent / "go"
     found = str(beside) if beside.is_file() else shutil.which("go")
     if found is None:
-        raise SandboxCreateError(
-            "opensandbox: the program that works inside boxes is compiled with Go, and there is no 'go' here; "
-            "install it with: pip install 'nemo-gym-suite[opensandbox]'"
-        )
+        raise RuntimeError("there is no 'go' here; install it with: pip install 'nemo-gym-suite[dev]'")
     return found
 
 
 def build(sources: Path, name: str, architecture: str | None = None) -> Path:
-    """A static Linux program of the Go module in ``sources``, from the cache where it has been built before.
-
-    Raises:
-        SandboxCreateError: there is no Go, or the module does not compile.
-    """
-    goarch = architecture or _ARCHITECTURES.get(platform.machine())
-    if goarch is None:
-        raise SandboxCreateError(f"opensandbox: set box_architecture; '{platform.machine()}' is not known")
+    """A static Linux program of the Go module in ``sources``, from the cache where it has been built before. Raises
+    `RuntimeError` when there is no Go, or the module does not compile."""
+    goarch = ARCHITECTURES[architecture or platform.machine()]
     seen = hashlib.sha256(goarch.encode())
     for path in sorted([*sources.glob("*.go"), sources / "go.mod"]):
         seen.update(path.name.encode() + path.read_bytes())
-    configured = os.environ.get("XDG_CACHE_HOME")
-    cache = (Path(configured) if configured else Path("~").expanduser() / ".cache") / "nemo-gym" / "opensandbox"
+    cache = cache_root() / "opensandbox"
     target = cache / f"{name}-{goarch}-{seen.hexdigest()[:16]}"
     if target.is_file():
         return target
@@ -81,13 +67,23 @@ def build(sources: Path, name: str, architecture: str | None = None) -> Path:
                     timeout=_BUILD_TIMEOUT_S,
                 )
             except subprocess.CalledProcessError as error:
-                raise SandboxCreateError(f"opensandbox: '{name}' does not compile: {error.stderr[-2000:]}") from error
-            except (OSError, subprocess.TimeoutExpired) as error:
-                raise SandboxCreateError(f"opensandbox: '{name}' cannot be compiled: {error}") from error
+                raise RuntimeError(f"'{name}' does not compile: {error.stderr[-2000:]}") from error
             made.replace(target)
     return target
 
 
-def boxtool(architecture: str | None = None) -> bytes:
-    """The helper program for boxes of that architecture (``None``: of this machine's)."""
-    return build(_SOURCES, "boxtool", architecture).read_bytes()
+def build_boxtool() -> None:
+    """Compile the helper program for every architecture into its distribution, unless it is already there."""
+    stamp, digest = BINARIES / "SOURCE", source_digest()
+    wanted = {goarch: BINARIES / f"boxtool-{goarch}" for goarch in sorted(set(ARCHITECTURES.values()))}
+    if stamp.is_file() and stamp.read_text().strip() == digest and all(path.is_file() for path in wanted.values()):
+        return
+    BINARIES.mkdir(exist_ok=True)
+    stamp.unlink(missing_ok=True)
+    for goarch, target in wanted.items():
+        shutil.copyfile(build(SOURCE, "boxtool", goarch), target)
+    stamp.write_text(digest + "\n")
+
+
+if __name__ == "__main__":
+    build_boxtool()

@@ -12,13 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from nemo_gym.base_responses_api_model import SimpleResponsesAPIModel, reward_in
+from nemo_gym.base_responses_api_model import SimpleResponsesAPIModel
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import CredentialError, InvalidBodyError
 from nemo_gym.gateway.capture import CallCapture, make_capture
 from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
 from nemo_gym.gateway.engines.types import EngineCheck
+from nemo_gym.gateway.model_server import reward_in
 from nemo_gym.gateway.refusals import dialect_of
 from nemo_gym.gateway.service.backend import Backend
 from nemo_gym.gateway.service.call import CallRequest

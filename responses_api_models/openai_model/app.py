@@ -17,11 +17,9 @@ from pydantic import Field, PrivateAttr, field_validator
 from starlette.responses import Response, StreamingResponse
 
 from nemo_gym.base_responses_api_model import (
-    EVENT_STREAM,
     BaseResponsesAPIModelConfig,
     InferenceCall,
     SimpleResponsesAPIModel,
-    upstream_error,
 )
 from nemo_gym.contract.errors import ModelError
 from nemo_gym.contract.model_limits import (
@@ -35,6 +33,7 @@ from nemo_gym.gateway.dialects import Dialect, messages_chat, responses_chat
 from nemo_gym.gateway.dialects.streams import stream_of
 from nemo_gym.gateway.engines import EngineConnections, EngineEndpoint, OpenAIEngine
 from nemo_gym.gateway.engines.types import EngineCheck
+from nemo_gym.gateway.model_server import EVENT_STREAM, upstream_error
 from nemo_gym.gateway.refusals import relayed_error
 from nemo_gym.gateway.usage import Usage
 from nemo_gym.http.client import get_global_aiohttp_client

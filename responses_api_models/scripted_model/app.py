@@ -16,7 +16,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nemo_gym.base_responses_api_model import (
-    EVENT_STREAM,
     BaseResponsesAPIModelConfig,
     InferenceCall,
     RateLimitedError,
@@ -26,6 +25,7 @@ from nemo_gym.contract.errors import ConfigError, ModelError
 from nemo_gym.gateway.dialects import Dialect, messages_chat, responses_chat
 from nemo_gym.gateway.dialects.adapters import adapter_of
 from nemo_gym.gateway.dialects.streams import stream_of
+from nemo_gym.gateway.model_server import EVENT_STREAM
 from nemo_gym.gateway.usage import Usage
 from nemo_gym.http.problems import JsonResponse
 from nemo_gym.prompt import resolve_path

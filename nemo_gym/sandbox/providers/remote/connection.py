@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -21,6 +21,7 @@ from yarl import URL
 
 from nemo_gym._util.backoff import retry_after_s
 from nemo_gym.contract.errors import InvalidBodyError, SandboxError
+from nemo_gym.http.client import close_with_the_loop
 from nemo_gym.http.watched_socket import watched_socket
 from nemo_gym.sandbox.wire import routes
 from nemo_gym.sandbox.wire.problems import Problem, error_of, parse_problem
@@ -79,14 +80,17 @@ class BrokerConnection:
 
     def __init__(self, *, request_timeout_s: float, patience_s: float) -> None:
         self.request_timeout_s, self.patience_s = request_timeout_s, patience_s
-        self._sessions: dict[tuple[asyncio.AbstractEventLoop, bool], aiohttp.ClientSession] = {}
+        self._sessions: dict[
+            tuple[asyncio.AbstractEventLoop, bool], tuple[aiohttp.ClientSession, AsyncGenerator[None]]
+        ] = {}
+        """With each session, the generator that closes it."""
 
     async def aclose(self) -> None:
-        """Close the running loop's connections; those of loops that ended are gone with them."""
+        """Close the running loop's connections; those of loops that ended were closed with them."""
         for fresh in (False, True):
-            session = self._sessions.pop((asyncio.get_running_loop(), fresh), None)
-            if session is not None:
-                await session.close()
+            _, owner = self._sessions.pop((asyncio.get_running_loop(), fresh), (None, None))
+            if owner is not None:
+                await owner.aclose()
 
     @contextlib.asynccontextmanager
     async def open(
@@ -172,17 +176,18 @@ class BrokerConnection:
         """The session to use. ``fresh`` connections for what is sent once: a kept one may be closed by the other side
         just as it is used again."""
         key = (asyncio.get_running_loop(), fresh)
-        session = self._sessions.get(key)
+        session, _ = self._sessions.get(key, (None, None))
         if session is None or session.closed:
-            self._sessions = {known: session for known, session in self._sessions.items() if not known[0].is_closed()}
+            self._sessions = {known: owned for known, owned in self._sessions.items() if not known[0].is_closed()}
             kept: dict[str, Any] = {"force_close": True} if fresh else {"keepalive_timeout": KEEPALIVE_S}
-            session = self._sessions[key] = aiohttp.ClientSession(
+            session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, socket_factory=watched_socket, **kept),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
                 read_bufsize=2**20,
                 skip_auto_headers=("User-Agent", "Accept-Encoding"),
             )
+            self._sessions[key] = session, close_with_the_loop(session)
         return session
 
 

@@ -34,6 +34,7 @@ import uvloop
 from campaigns.bench.gateway_parts import conversations
 from campaigns.bench.gateway_parts.conversations import Load
 from campaigns.bench.gateway_parts.doors import ChatTalk, GatewayDoor, gateway, text_kind, token_kind
+from campaigns.bench.gateway_parts.engine import Scenario
 from campaigns.bench.gateway_parts.large_policy import make_large_policy, tool_outputs
 from campaigns.bench.gateway_parts.mechanisms import MECHANISMS, VARIABLE
 from campaigns.bench.gateway_parts.processes import on_socket
@@ -76,7 +77,7 @@ class Ablation:
         self._connections = {door: Connection(door.url) for door in pair}
         self._amount = amount
 
-    async def play(self, answer: conversations.Scenario) -> None:
+    async def play(self, answer: Scenario) -> None:
         connection = Connection(self._engine_url)
         (await connection.post("/scenario", answer.to_json())).json()
         connection.close()
@@ -181,7 +182,7 @@ def without(name: str | None) -> Iterator[None]:
 
 async def run(names: list[str], amount: int) -> tuple[dict[str, Any], list[Bar]]:
     raise_file_limit()
-    conversations.results = tool_outputs  # type: ignore[assignment]
+    conversations.results = tool_outputs
     found: dict[str, Any] = {}
     with contextlib.ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory()))

@@ -87,9 +87,9 @@ def turns_of(
         {"role": "user", "content": text(source, 2000)},
     ]
     stop = policy.stops[policy.turn_end] if policy.turn_end is not None else None
-    found = []
+    found: list[dict[str, float]] = []
     for turn in range(turns):
-        calls = [
+        calls: list[dict[str, Any]] = [
             {
                 "id": f"call_{turn}_{number}",
                 "type": "function",
@@ -97,8 +97,9 @@ def turns_of(
             }
             for number in range(3)
         ]
-        answer = {"role": "assistant", "content": text(source, 1000), "tool_calls": calls}
-        ids = policy.encode(answer["content"] + "".join(call["function"]["arguments"] for call in calls))
+        content = text(source, 1000)
+        answer = {"role": "assistant", "content": content, "tool_calls": calls}
+        ids = policy.encode(content + "".join(str(call["function"]["arguments"]) for call in calls))
         sampled = Sampled(ids if stop is None else [*ids, stop], [-0.5] * (len(ids) + (stop is not None)), "stop", "1")
         body = orjson.dumps({"messages": messages, "tools": TOOLS})
         COLD[::64] = bytes(len(COLD) // 64)

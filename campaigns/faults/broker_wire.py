@@ -177,7 +177,7 @@ def main(arguments: list[str] | None = None) -> int:
         ("shaken_work", shaken_work, {"boxes": chosen.boxes}),
     ):
         with tempfile.TemporaryDirectory(prefix="broker-wire-") as place, database(chosen.database) as settings:
-            found, met = asyncio.run(part(Path(place), settings=settings, **common, **size))  # type: ignore[operator]
+            found, met = asyncio.run(part(Path(place), settings=settings, **common, **size))
         figures[name], bars = found, bars + met
     return print_report(figures, bars, as_json=chosen.json)
 

@@ -127,7 +127,7 @@ async def cut_and_retry(
     if count is None:
         await call.whole()
     else:
-        await call.bytes(count)
+        await call.read_bytes(count)
     length = len(call.read)
     call.leave(how)
     if count is not None and call.is_whole:  # its times have fewer digits than the measured one's: nothing was cut
@@ -224,7 +224,7 @@ async def while_sampling(folder: Path, dialects: Sequence[Dialect], rounds: int)
             call = await there.send(client, conversation.body(stream=stream, max_tokens=MAX_TOKENS))
             await _until(lambda: client.tag in there.calls())
             if stream and number % 2:
-                await call.bytes(200 + number)  # the headers, and into the pings
+                await call.read_bytes(200 + number)  # the headers, and into the pings
                 pinged += 1
             call.leave(how)
             await _until(lambda: there.calls()[client.tag][0].outcome != "killed")
@@ -274,7 +274,7 @@ async def while_streaming(folder: Path, dialects: Sequence[Dialect], stride: int
             conversation.user(f"{client.tag} says something")
             body = conversation.body(stream=True, max_tokens=MAX_TOKENS)
             call = await there.send(client, body)
-            await call.bytes(at)
+            await call.read_bytes(at)
             call.leave(Leave.CLOSE)
             second = await there.send(client, body)
             status, data = await second.whole()

@@ -194,10 +194,12 @@ def damaged(target: Target, findings: Findings, examples: int, seed: int) -> Non
 def schema(target: Target, findings: Findings, examples: int, seed: int) -> None:
     """Bodies from the routes' own description, right and wrong."""
     import schemathesis
+    from schemathesis.core.result import Ok
     from schemathesis.generation import GenerationMode
 
     described = schemathesis.openapi.from_dict(document())
     for result in described.get_all_operations():
+        assert isinstance(result, Ok), "the description of the routes is right"
         operation = result.ok()
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
 

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, too
 
@@ -43,7 +44,7 @@ HANGING_POLICY = {
 }
 
 
-def run_case(sandbox: str, victim: str, workspace: Path) -> dict[str, object]:
+def run_case(sandbox: str, victim: str, workspace: Path) -> dict[str, Any]:
     """One run that is hit in the middle; what it left behind."""
     state_dir = workspace / "state"
     docker_host = os.environ.get("DOCKER_HOST") if sandbox == "docker" else None

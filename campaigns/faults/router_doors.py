@@ -113,7 +113,7 @@ class LibrarySession:
             raise TurnError(error.message, error.status, None if after is None else str(after)) from error
         self.ids += answer.token_ids
         parts = tuple(part.tokens for part in answer.segments) or (len(answer.token_ids),)
-        self.door.answers.append(Answered(call, answer.token_ids, parts))
+        self.door.answers.append(Answered(call, tuple(answer.token_ids), parts))
 
     async def close(self) -> None:
         self.door.pool.forget(self.name)

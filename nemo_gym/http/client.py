@@ -103,14 +103,20 @@ def get_global_aiohttp_client() -> aiohttp.ClientSession:
             trust_env=False,
             read_bufsize=2**18,
         )
-        owner = _closed_with_the_loop(session)
-        with contextlib.suppress(StopIteration):
-            owner.asend(None).send(None)
-        _sessions[loop] = session, owner
+        _sessions[loop] = session, close_with_the_loop(session)
     return session
 
 
-async def _closed_with_the_loop(session: aiohttp.ClientSession) -> AsyncGenerator[None]:
+def close_with_the_loop(session: aiohttp.ClientSession) -> AsyncGenerator[None]:
+    """Close ``session`` when the running event loop ends, or when the returned generator's ``aclose`` is awaited. Keep
+    the generator for as long as the session is used."""
+    owner = _close_at_the_end(session)
+    with contextlib.suppress(StopIteration):
+        owner.asend(None).send(None)
+    return owner
+
+
+async def _close_at_the_end(session: aiohttp.ClientSession) -> AsyncGenerator[None]:
     """Whoever ends an event loop properly ends its asynchronous generators first; nothing else of a loop can be
     waited for by code that did not start it."""
     try:
@@ -130,7 +136,8 @@ def encode_json(value: Any) -> bytes:
     """JSON bytes of plain data and pydantic models; a model's unset fields are left out. Raises `InvalidBodyError` for
     data that JSON of this suite cannot hold."""
     if isinstance(value, BaseModel):
-        return value.model_dump_json(exclude_unset=True).encode()
+        # A model that was built without validation may hold anything; its receiver names what is wrong.
+        return value.model_dump_json(exclude_unset=True, warnings=False).encode()
     try:
         return orjson.dumps(value, default=_encode_other, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:

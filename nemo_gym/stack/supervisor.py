@@ -310,18 +310,25 @@ class Supervisor:
         then the nursery. Idempotent."""
         self._stopping = True
         await self._tasks.cancel()
+        orderly = asyncio.ensure_future(self._stop_in_order())
         try:
-            async with asyncio.timeout(self.settings.shutdown_timeout_s):
-                for server_type in STOP_ORDER:
-                    group = [server for server in self.servers.values() if server.block.server_type == server_type]
-                    for server in group:
-                        self._signal(server, signal.SIGTERM)
-                    await asyncio.gather(*(server.ended.wait() for server in group))
-        except TimeoutError:
-            late = [server.instance for server in self.servers.values() if not server.ended.is_set()]
-            self._say(f"killing what did not stop in {self.settings.shutdown_timeout_s:g} s: {', '.join(late)}")
+            # The task that stops a stack at its end was cancelled itself. In such a task, `asyncio.timeout` raises no
+            # TimeoutError before Python 3.11.3.
+            done, _ = await asyncio.wait([orderly], timeout=self.settings.shutdown_timeout_s)
+            for task in done:
+                task.result()
+            if late := [server.instance for server in self.servers.values() if not server.ended.is_set()]:
+                self._say(f"killing what did not stop in {self.settings.shutdown_timeout_s:g} s: {', '.join(late)}")
         finally:
+            orderly.cancel()
             self.kill()
+
+    async def _stop_in_order(self) -> None:
+        for server_type in STOP_ORDER:
+            group = [server for server in self.servers.values() if server.block.server_type == server_type]
+            for server in group:
+                self._signal(server, signal.SIGTERM)
+            await asyncio.gather(*(server.ended.wait() for server in group))
 
     def kill(self) -> None:
         """SIGKILL everything that is left, at once."""

@@ -191,9 +191,9 @@ async def apply_patch(site: EvalSite, handle: SandboxHandle, patch: bytes) -> Ev
         max_output_bytes=MAX_LIST_BYTES,
     )
     if result.outcome is ExecOutcome.EXITED and result.return_code == _CANNOT_LOOK:
-        said = result.stdout_bytes[-500:].decode("utf-8", "replace").strip()
+        complaint = result.stdout_bytes[-500:].decode("utf-8", "replace").strip()
         raise VerifierError(
-            f"the evaluation box cannot apply patches: {said}; its image needs git, findutils, coreutils"
+            f"the evaluation box cannot apply patches: {complaint}; its image needs git, findutils, coreutils"
         )
     said, way, listed, changed = (*result.stdout_bytes.split(seam.encode()), b"", b"", b"")[:4]
     apply_log = said[-4000:].decode("utf-8", "replace")

@@ -166,7 +166,7 @@ class PolicyModel:
         except ContextExceededError as error:
             status = CONTEXT_EXCEEDED if self.answers else FIRST_CONTEXT_EXCEEDED
             self.stopped_by = error.message
-            extra = {"exit_status": status, "submission": ""}
+            extra: dict[str, Any] = {"exit_status": status, "submission": ""}
             raise LimitsExceeded({"role": "exit", "content": error.message, "extra": extra}) from None
         self.answers += 1
         usage = completion.get("usage") or {}

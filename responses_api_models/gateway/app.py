@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from nemo_gym.base_responses_api_model import SimpleResponsesAPIModel, reward_in
+from nemo_gym.base_responses_api_model import SimpleResponsesAPIModel
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import CredentialError, InvalidBodyError
 from nemo_gym.gateway.backend import Backend
@@ -25,6 +25,7 @@ from nemo_gym.gateway.durable_sessions import DurableSessions
 from nemo_gym.gateway.engines.types import EngineCheck
 from nemo_gym.gateway.inference import CallRequest, Inference, StreamTiming
 from nemo_gym.gateway.live_session import LiveSession
+from nemo_gym.gateway.model_server import reward_in
 from nemo_gym.gateway.routes import LENGTH_DIGITS, InferenceDoor, OpenSession, PathTokenMiddleware, engine_routes
 from nemo_gym.gateway.routing.pool import EnginePool
 from nemo_gym.gateway.sessions import GatewaySessions, opener_of

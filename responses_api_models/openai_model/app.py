@@ -18,11 +18,9 @@ from starlette.responses import Response, StreamingResponse
 
 from nemo_gym._util.backoff import NETWORK_JITTER, Backoff
 from nemo_gym.base_responses_api_model import (
-    EVENT_STREAM,
     BaseResponsesAPIModelConfig,
     InferenceCall,
     SimpleResponsesAPIModel,
-    upstream_error,
 )
 from nemo_gym.contract.errors import ModelError
 from nemo_gym.contract.model_limits import (
@@ -39,6 +37,7 @@ from nemo_gym.gateway.dialects.adapters import stream_of
 from nemo_gym.gateway.dialects.errors import relayed_error
 from nemo_gym.gateway.engines import EngineConnections, EngineEndpoint, OpenAIEngine
 from nemo_gym.gateway.engines.types import EngineCheck
+from nemo_gym.gateway.model_server import EVENT_STREAM, upstream_error
 from nemo_gym.gateway.policy_request import Usage
 from nemo_gym.http.client import get_global_aiohttp_client
 from nemo_gym.http.problems import JsonResponse

@@ -16,7 +16,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nemo_gym.base_responses_api_model import (
-    EVENT_STREAM,
     BaseResponsesAPIModelConfig,
     InferenceCall,
     RateLimitedError,
@@ -27,6 +26,7 @@ from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects import messages as messages_chat
 from nemo_gym.gateway.dialects import responses as responses_chat
 from nemo_gym.gateway.dialects.adapters import adapter_of, stream_of
+from nemo_gym.gateway.model_server import EVENT_STREAM
 from nemo_gym.gateway.policy_request import Usage
 from nemo_gym.http.problems import JsonResponse
 from nemo_gym.prompt import resolve_path

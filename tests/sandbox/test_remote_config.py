@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
+import aiohttp
 import pytest
 
 from nemo_gym.config.launch import ServerLaunch, set_current_launch
@@ -13,7 +15,7 @@ from nemo_gym.contract.errors import ConfigError, InvalidBodyError, SandboxError
 from nemo_gym.contract.sandbox import NetworkPolicy, SandboxSpec
 from nemo_gym.sandbox.base import SandboxCapabilities, SandboxHandle
 from nemo_gym.sandbox.providers.remote import RemoteProvider
-from nemo_gym.sandbox.providers.remote.connection import encode
+from nemo_gym.sandbox.providers.remote.connection import BrokerConnection, encode
 from nemo_gym.sandbox.providers.remote.options import RemoteOptions, find_broker
 from nemo_gym.sandbox.registry import create_provider
 from nemo_gym.sandbox.wire.models import CreateSandbox
@@ -97,3 +99,11 @@ async def test_absurd_box_is_refused_before_it_is_asked_for(
     with pytest.raises(InvalidBodyError, match=next(iter(changes)).replace("metadata", "labels")):
         await provider.create(SandboxSpec(**changes))
     await provider.aclose()
+
+
+def test_connections_to_a_broker_are_closed_with_the_loop_that_made_them() -> None:
+    async def use() -> list[aiohttp.ClientSession]:
+        connection = BrokerConnection(request_timeout_s=1, patience_s=1)
+        return [connection._session(fresh=fresh) for fresh in (False, True)]
+
+    assert all(session.closed for session in asyncio.run(use()))

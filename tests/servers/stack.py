@@ -70,11 +70,15 @@ class Stack:
             instance=name, config=self.config, credentials=credentials, state_dir=self.state_dir, run_id="run"
         )
         client = ServerClient(global_config_dict=self.config)
-        server = cls(config=cls.config_from(name, self.config), server_client=client)
-        server.secure(credentials, launch)
+        try:
+            server = cls(config=cls.config_from(name, self.config), server_client=client)
+            server.secure(credentials, launch)
+            self.served[name] = Served(server, listener)
+        except BaseException:
+            listener.close()
+            raise
         self.servers[name] = server
         self.roles[name] = role
-        self.served[name] = Served(server, listener)
         return self.url(name)
 
     def url(self, name: str) -> str:

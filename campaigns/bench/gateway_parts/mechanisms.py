@@ -83,31 +83,31 @@ class _AiohttpConnections:
 def _aiohttp_client() -> None:
     from nemo_gym.gateway.routing import pool
 
-    pool.EngineConnections = _AiohttpConnections  # type: ignore[assignment,misc]
+    pool.EngineConnections = _AiohttpConnections
 
 
 def _no_echo_comparison() -> None:
     from nemo_gym.gateway.engines import http, vllm
 
-    http.without_echo = vllm.without_echo = lambda raw, prompt_json: raw  # type: ignore[attr-defined]
+    http.without_echo = vllm.without_echo = lambda raw, prompt_json: raw
 
 
 def _whole_decoder() -> None:
     from nemo_gym.gateway.engines import vllm
 
-    vllm.long_completion = lambda raw: None  # type: ignore[attr-defined]
+    vllm.long_completion = lambda raw: None
 
 
 def _tokenizer_encodes() -> None:
     from nemo_gym.gateway.tokens import policy
 
-    policy.ascii_words = lambda tokenizer: None  # type: ignore[attr-defined]
+    policy.ascii_words = lambda tokenizer: None
 
 
 def _tokenizer_decodes() -> None:
     from nemo_gym.gateway.tokens import policy
 
-    policy.token_bytes = lambda tokenizer: None  # type: ignore[attr-defined]
+    policy.token_bytes = lambda tokenizer: None
 
 
 def _no_numpy() -> None:
@@ -116,23 +116,23 @@ def _no_numpy() -> None:
     from nemo_gym.gateway.tokens import turns
 
     packed.LARGE = 1 << 60
-    decoding.LARGE = turns.LARGE = 1 << 60  # type: ignore[attr-defined]
+    decoding.LARGE = turns.LARGE = 1 << 60
 
 
 def _parse_whole_bodies() -> None:
     from nemo_gym.gateway.dialects.conversation_cache import ConversationCache
 
-    ConversationCache.parse = lambda self, raw: orjson.loads(raw)  # type: ignore[method-assign]
+    ConversationCache.parse = lambda self, raw: orjson.loads(raw)
 
 
 def _lower_whole_bodies() -> None:
     from nemo_gym.gateway.dialects.conversation_cache import ConversationCache
 
-    ConversationCache.lowered = lambda self, context, raw, lower_from: [  # type: ignore[method-assign]
+    ConversationCache.lowered = lambda self, context, raw, lower_from: [
         message for _, group in lower_from(0) for message in group
     ]
-    ConversationCache.parameters = lambda self, use, name, given, make: make()  # type: ignore[method-assign,misc]
-    ConversationCache.tools = lambda self, raw, lower: lower()  # type: ignore[method-assign,misc]
+    ConversationCache.parameters = lambda self, use, name, given, make: make()
+    ConversationCache.tools = lambda self, raw, lower: lower()
 
 
 def _digest_whole_bodies() -> None:
@@ -156,13 +156,13 @@ def _no_prefix_memory() -> None:
 def _prompts_written_anew() -> None:
     from nemo_gym.gateway.tokens.turns import Prompt, json_of
 
-    Prompt.json = lambda self: json_of(self.ids())  # type: ignore[method-assign]
+    Prompt.json = lambda self: json_of(self.ids())
 
 
 def _histories_written_anew() -> None:
     from nemo_gym.gateway.text_backend import HistoryJson
 
-    HistoryJson.array = lambda self, messages: orjson.dumps([*messages])  # type: ignore[method-assign]
+    HistoryJson.array = lambda self, messages: orjson.dumps([*messages])
 
 
 def _large_texts_stay() -> None:
@@ -174,13 +174,13 @@ def _large_texts_stay() -> None:
 def _framework_routes() -> None:
     from nemo_gym.http.application import DirectRoutesMiddleware
 
-    DirectRoutesMiddleware._find = lambda self, scope: None  # type: ignore[method-assign]
+    DirectRoutesMiddleware._find = lambda self, scope: None
 
 
 def _all_layers() -> None:
     from nemo_gym.gateway.routes import InferenceDoor
 
-    InferenceDoor.__call__ = lambda self, scope, receive, send: None  # type: ignore[method-assign]
+    InferenceDoor.__call__ = lambda self, scope, receive, send: None
 
 
 def _layers_and_framework_routes() -> None:
@@ -191,7 +191,7 @@ def _layers_and_framework_routes() -> None:
 def _two_writes() -> None:
     from nemo_gym.http import protocol
 
-    protocol.JoinedWrites = lambda transport, loop: transport  # type: ignore[misc,assignment]
+    protocol.JoinedWrites = lambda transport, loop: transport
 
 
 def _framework_replies() -> None:
@@ -209,8 +209,8 @@ def _framework_replies() -> None:
         await JsonResponse.__call__(self, scope, receive, send)
         self._sent()
 
-    delivered.DeliveredJson.__init__ = begin  # type: ignore[method-assign]
-    delivered.DeliveredJson.__call__ = call  # type: ignore[method-assign]
+    delivered.DeliveredJson.__init__ = begin
+    delivered.DeliveredJson.__call__ = call
 
 
 def _sandbox_looks_up() -> None:
@@ -223,7 +223,7 @@ def _sandbox_looks_up() -> None:
         del type(environment).getattr
         return environment
 
-    template.jinja_environment = plain  # type: ignore[attr-defined]
+    template.jinja_environment = plain
 
 
 def _memory_goes_back() -> None:
@@ -235,7 +235,7 @@ def _memory_goes_back() -> None:
 def _frequent_collections() -> None:
     from nemo_gym.http import webserver
 
-    webserver.GC_THRESHOLDS = (700, 10, 10)  # type: ignore[attr-defined]
+    webserver.GC_THRESHOLDS = (700, 10, 10)
 
 
 MECHANISMS: Mapping[str, Mechanism] = {

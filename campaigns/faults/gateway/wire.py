@@ -50,7 +50,7 @@ class Call:
         await loop.sock_sendall(sock, "\r\n".join(lines).encode() + data)
         return cls(sock)
 
-    async def bytes(self, count: int) -> bytes:
+    async def read_bytes(self, count: int) -> bytes:
         """Exactly so many more bytes, fewer only at the end."""
         loop = asyncio.get_running_loop()
         found = b""
@@ -69,13 +69,13 @@ class Call:
     async def whole(self) -> tuple[int, bytes]:
         """Status and body of the answer."""
         while b"\r\n\r\n" not in self.read:
-            if not await self.bytes(1):
+            if not await self.read_bytes(1):
                 raise ConnectionError(f"the connection ended in the headers: {self.read!r}")
         head, _, body = self.read.partition(b"\r\n\r\n")
         headers = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
         status = int(head.split(b" ", 2)[1])
         if (length := headers.get(b"content-length")) is not None:
-            body += await self.bytes(int(length) - len(body))
+            body += await self.read_bytes(int(length) - len(body))
             return status, body
         while not body.endswith(b"0\r\n\r\n"):
             piece = await asyncio.get_running_loop().sock_recv(self.sock, 1 << 16)

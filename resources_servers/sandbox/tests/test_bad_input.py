@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from yarl import URL
 
 from resources_servers.sandbox.tests.api import Answer, Api, LentBox, calling, eventually
 from resources_servers.sandbox.tests.broker_process import BrokerProcess
@@ -92,7 +93,7 @@ async def test_unknown_field_is_refused_wherever_it_is_and_the_nearest_is_named(
 @pytest.mark.parametrize("ttl_s", [0, -1, -0.0, 1e12, 1e400, "NaN", "Infinity", "1h", [], True])
 async def test_absurd_ttl_is_refused_wherever_one_is_given(ttl_s: object, api: Api) -> None:
     box = await api.box()
-    said = {"ttl_s": str(ttl_s)} if ttl_s == 1e400 else {"ttl_s": ttl_s}
+    said: dict[str, Any] = {"ttl_s": str(ttl_s)} if ttl_s == 1e400 else {"ttl_s": ttl_s}
     created = await api.create(**{**said, "labels": {"ttl": "absurd"}})
     for answer in (
         created,
@@ -116,7 +117,7 @@ async def test_absurd_ttl_is_refused_wherever_one_is_given(ttl_s: object, api: A
 async def test_exec_id_that_is_no_plain_name_is_refused_and_writes_nothing(exec_id: str, api: Api) -> None:
     box = await api.box()
     before = {path for path in api.broker.state_dir.rglob("*") if "spool" not in path.parts}
-    url = aiohttp.client.URL(f"{api.broker.url}{box.path}/execs/{exec_id}", encoded=True)
+    url = URL(f"{api.broker.url}{box.path}/execs/{exec_id}", encoded=True)
     headers = {"Authorization": f"Bearer {box.token}", "Content-Type": "application/json"}
     async with api.session.put(url, headers=headers, data=b'{"command": "echo x"}') as response:
         assert response.status in (400, 404, 405, 422), await response.text()
@@ -151,7 +152,7 @@ async def test_image_name_that_climbs_reaches_no_file_of_the_host(api: Api, tmp_
         answer = await box.ask("POST", "/images", json={"image": name})
         assert answer.status < 500, (name, answer.body)
         encoded = name.replace("/", "%2F").replace(".", "%2E")
-        gone = await api.call("DELETE", aiohttp.client.URL(f"/v1/images/{encoded}", encoded=True).raw_path)
+        gone = await api.call("DELETE", URL(f"/v1/images/{encoded}", encoded=True).raw_path)
         assert gone.status < 500
     state = api.broker.state_dir
     assert not [path for place in (Path("/etc"), state.parent, state.parent.parent) for path in place.glob("escaped*")]

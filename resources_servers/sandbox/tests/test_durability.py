@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -123,12 +124,16 @@ async def test_exec_records_need_no_other_thread_when_the_registry_is_a_file_tha
     assert threads[1] == (here if url.startswith("sqlite") else writers)
 
 
+def _append(ran: list[int], number: int, _: Connection) -> None:
+    ran.append(number)
+
+
 async def test_operations_are_run_in_order_whoever_runs_them(url: str) -> None:
     ran: list[int] = []
     async with writing(url) as writer:
         for number in range(300):
             durability = Durability.MACHINE if number % 7 == 0 else Durability.PROCESS
-            call = writer.call(lambda _, number=number: ran.append(number), durability)
+            call = writer.call(partial(_append, ran, number), durability)
             if number % 11 == 0:
                 await call
         await call

@@ -127,7 +127,7 @@ class ControlStore:
         self.directory = directory or default_controls_dir()
 
     @classmethod
-    def of(cls, directory: str | None) -> ControlStore:
+    def of(cls, directory: str | Path | None) -> ControlStore:
         return cls(Path(directory).expanduser() if directory else None)
 
     def require(self, row: SweBenchRow, image_content: str) -> RowControls:

@@ -249,7 +249,7 @@ class _Collector(AssertionRewriter):
                     self._note(key, "matches", pattern)
         return super().visit_With(node)
 
-    visit_AsyncWith = visit_With  # type: ignore[assignment]  # noqa: N815
+    visit_AsyncWith = visit_With  # noqa: N815
 
     def visit_If(self, node: ast.If) -> ast.stmt:  # noqa: N802
         test = node.test
@@ -468,8 +468,8 @@ class _WrongMaker:
                 yield from self._made(test, "raises", False, [("sibling", new)], node)
         elif one.op == "input":
             if isinstance(node, ast.Constant) and type(node.value) is int and node.value > 1:
-                for kind, number in (("smaller input", node.value // 2), ("larger input", node.value * 2 + 1)):
-                    yield from self._made(test, kind, True, [("input", ast.Constant(number))], node)
+                for size, number in (("smaller input", node.value // 2), ("larger input", node.value * 2 + 1)):
+                    yield from self._made(test, size, True, [("input", ast.Constant(number))], node)
         elif isinstance(node, ast.expr):
             kind = {"==": "equality", "is": "equality", "count": "equality", "close": "nearness", "almost": "nearness"}
             excluding = one.op in _EXCLUDING

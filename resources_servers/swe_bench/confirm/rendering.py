@@ -225,9 +225,9 @@ def _constants(body: Sequence[ast.stmt]) -> set[str]:
                     if isinstance(one, ast.Name):
                         values.setdefault(one.id, []).append(node.value)
         elif isinstance(node, ast.For):
-            for one in ast.walk(node.target):
-                if isinstance(one, ast.Name):
-                    values.setdefault(one.id, []).append(node.iter)
+            for part in ast.walk(node.target):
+                if isinstance(part, ast.Name):
+                    values.setdefault(part.id, []).append(node.iter)
     found: set[str] = set()
     for _ in range(3):
         checker = AssertionRewriter(Blinding("discover", {}, {}), found)
@@ -347,8 +347,8 @@ def _plain_call(tree: ast.Module, classes: tuple[str, ...], function: FunctionNo
         found = parametrisation(decorator)
         if found is None:
             continue
-        names, values = found
-        rows = case_rows(tree, values)
+        names, table = found
+        rows = case_rows(tree, table)
         if rows is None:
             return None
         made = []

@@ -10,10 +10,15 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def functions_of(tree: ast.Module) -> Iterator[tuple[tuple[str, ...], FunctionNode, list[ast.stmt]]]:
+PlacedFunction = tuple[tuple[str, ...], FunctionNode, list[ast.stmt]]
+
+
+def functions_of(tree: ast.Module) -> Iterator[PlacedFunction]:
     """Every function at module or class level: the classes around it, itself, and the body that holds it."""
 
-    def visit(body: list[ast.stmt], classes: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], FunctionNode, list]]:
+    def visit(
+        body: list[ast.stmt], classes: tuple[str, ...]
+    ) -> Iterator[tuple[tuple[str, ...], FunctionNode, list[ast.stmt]]]:
         for node in list(body):
             if isinstance(node, FunctionNode):
                 yield classes, node, body
@@ -125,12 +130,12 @@ class _Cleaner(ast.NodeTransformer):
                     node.target = ast.Name("_", ast.Store())
         elif isinstance(node.iter, ast.Call) and isinstance(node.target, ast.Tuple) and len(node.target.elts) == 2:
             source = node.iter.func
-            items = isinstance(source, ast.Attribute) and source.attr == "items" and isinstance(source.value, ast.Dict)
-            if items and self.gone(node.target.elts[1]):
-                values = source.value.values  # type: ignore[union-attr]
+            shown = source.value if isinstance(source, ast.Attribute) and source.attr == "items" else None
+            if isinstance(shown, ast.Dict) and self.gone(node.target.elts[1]):
+                values = shown.values
                 if any(not isinstance(one, ast.Constant) or one.value is not None for one in values):
                     self._remove(*values)
-                    source.value.values = [ast.Constant(None) for _ in values]  # type: ignore[union-attr]
+                    shown.values = [ast.Constant(None) for _ in values]
         return node
 
     def visit_With(self, node: ast.With) -> ast.stmt | None:
@@ -181,7 +186,7 @@ def parametrisation(decorator: ast.expr) -> tuple[list[str], ast.expr] | None:
     if isinstance(names, ast.Constant) and isinstance(names.value, str):
         return [name.strip() for name in names.value.split(",") if name.strip()], cases
     if isinstance(names, ast.Tuple | ast.List):
-        return [one.value for one in names.elts if isinstance(one, ast.Constant)], cases
+        return [str(one.value) for one in names.elts if isinstance(one, ast.Constant)], cases
     return None
 
 

@@ -163,7 +163,7 @@ def _equal_objects(one: Value, other: Value, *, said: bool) -> bool:
     object in the place of a plain value, or the reverse, has to say what that value says."""
     if "cut" in (one[0], other[0]):
         # What is too large to record is no answer where gold's was not.
-        return one[0] == other[0]
+        return bool(one[0] == other[0])
     if one[0] in ("object", "error") and other[0] in ("object", "error"):
         return not said or one[2] == other[2]
     thing, plain = (one, other) if one[0] in ("object", "error") else (other, one)

@@ -11,7 +11,7 @@ import ast
 import random
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from resources_servers.swe_bench.confirm.labels import PYTHON_WORDS, TOKEN, naming_constants, other_words
 from resources_servers.swe_bench.confirm.slicing import functions_of
@@ -78,7 +78,7 @@ class Variation:
     ) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Constant) and id(child) not in skipped:
-                child.value = self._value(child.value, kinds)
+                child.value = cast(Any, self._value(child.value, kinds))
             self._visit(child, tests.get(id(child), kinds), tests, skipped)
 
     def _value(self, value: object, kinds: frozenset[Kind]) -> object:
@@ -128,7 +128,8 @@ class Variation:
 
 
 def _other_length(rng: random.Random, word: str) -> int:
-    return rng.choice([length for length in (len(word) - 1, *range(len(word) + 1, len(word) + 4)) if length > 1])
+    others: list[int] = [length for length in (len(word) - 1, *range(len(word) + 1, len(word) + 4)) if length > 1]
+    return rng.choice(others)
 
 
 def _other_numbers(rng: random.Random, tree: ast.AST, named: Iterable[int]) -> dict[int, int]:

@@ -213,7 +213,7 @@ async def test_server_answers_others_while_it_parses_a_log_that_has_no_end(
     monkeypatch.setattr(grading, "PARSE_TIMEOUT_S", 3.0)
     with running_stack() as stack:
         stack.add("swe_bench", SweBenchServer, Role.ENVIRONMENT, sandbox_provider={"local": {}})
-        session = {"rollout": rollout().model_dump()}
+        session: dict[str, Any] = {"rollout": rollout().model_dump()}
         seeded = await post(stack, "/seed_session", {**django_row, "_ng_session": session})
         session["artifacts"] = [Artifact.of("patch", "git_diff", QUADRATIC).model_dump()]
         work = {**django_row, "response": response(), "_ng_session": session}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import re
@@ -141,7 +142,7 @@ def test_missing_parser_is_told_with_the_extra_that_brings_it(monkeypatch: pytes
         raise ImportError(f"No module named {name!r}")
 
     syntax._parser.cache_clear()
-    monkeypatch.setattr(syntax.importlib, "import_module", missing)
+    monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(VerifierError, match="swe-bench-javascript"):
         Code.parse("1", "a.js")
 
@@ -445,7 +446,7 @@ async def test_values_earn_a_reward_and_reports_do_not_in_javascript_either(
     controls = ControlStore(tmp_path / "controls").require(row, image.content)
     assert controls.plain_covers_all, controls.notes
 
-    async def played(patch: str) -> tuple[bool, float, list[str]]:
+    async def played(patch: str) -> tuple[bool, float | None, list[str]]:
         verdict = (await judge(site, row, Artifact.of("patch", "git_diff", patch.encode()), controls)).verdict
         return verdict.official["resolved"], verdict.reward, [finding.kind for finding in verdict.findings]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from nemo_gym.agent.harness.base import HarnessEnded
 from nemo_gym.contract.session import AgentOutcome
+from nemo_gym.rollout_observability import ToolCallObservation
 from nemo_gym.sandbox.base import ExecOutcome
 from responses_api_agents.opencode_agent.app import Opencode
 from responses_api_agents.opencode_agent.events import OpencodeReader
@@ -59,7 +60,8 @@ def test_failed_tool_call_is_read_as_failed() -> None:
     event["part"]["state"] = {"status": "error", "input": {"command": "x"}, "error": "not allowed"}
     transcript = read(event).transcript
     assert transcript.items[1]["output"] == "not allowed"
-    assert transcript.bundle("opencode").records[1].status == "failed"
+    record = transcript.bundle("opencode").records[1]
+    assert isinstance(record, ToolCallObservation) and record.status == "failed"
 
 
 def test_event_of_another_shape_is_a_gap_and_no_error() -> None:

@@ -47,7 +47,9 @@ class Notes(SimpleResourcesServer):
         app.post("/finish")(self.finish)
         return app
 
-    async def seed_session(self, request: Request, body: BaseSeedSessionRequest) -> BaseSeedSessionResponse:
+    async def seed_session(  # type: ignore[override] # as NeMo Gym's plugins do
+        self, request: Request, body: BaseSeedSessionRequest
+    ) -> BaseSeedSessionResponse:
         self.words[request.session[SESSION_ID_KEY]] = []
         return BaseSeedSessionResponse()
 
@@ -68,7 +70,9 @@ class Notes(SimpleResourcesServer):
     async def finish(self) -> dict[str, Any]:
         return {"done": True}
 
-    async def verify(self, request: Request, body: BaseVerifyRequest) -> BaseVerifyResponse:
+    async def verify(  # type: ignore[override]
+        self, request: Request, body: BaseVerifyRequest
+    ) -> BaseVerifyResponse:
         return BaseVerifyResponse(**body.model_dump(), reward=float(len(self.words[request.session[SESSION_ID_KEY]])))
 
 
@@ -175,7 +179,7 @@ async def test_tool_that_says_done_ends_the_attempt_where_that_is_asked_for(tmp_
 class OneNoteAgent(SimpleAgent):
     """As NeMo Gym's plugins are made: the model is asked and the tool called by ``server_client``."""
 
-    async def responses(
+    async def responses(  # type: ignore[override]
         self,
         request: Request,
         response: Response,

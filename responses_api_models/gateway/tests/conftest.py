@@ -70,7 +70,7 @@ class Opened:
 
     async def say(self, text: str, **body: Any) -> dict[str, Any]:
         """One more exchange in the conversation."""
-        answer = (await self.chat(**body))["choices"][0]["message"]
+        answer: dict[str, Any] = (await self.chat(**body))["choices"][0]["message"]
         self.messages += [answer, {"role": "user", "content": text}]
         return answer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,7 @@ async def test_gateway_goes_on_by_itself_once_its_full_disk_has_room_again(
     gateway: GatewayStack, tmp_path: Path, durability: str
 ) -> None:
     with small_disk(tmp_path / "disk", "1m"):
-        disk = {"journal_dir": str(tmp_path / "disk" / "journal"), "durability": durability}
+        disk: dict[str, Any] = {"journal_dir": str(tmp_path / "disk" / "journal"), "durability": durability}
         await gateway.restart(**disk)
         session, other = await gateway.open(), await gateway.open(rollout_id="other")
         await session.say("and then?")
@@ -79,7 +80,7 @@ async def test_ends_of_sessions_that_the_full_disk_did_not_take_can_be_made_agai
     gateway: GatewayStack, tmp_path: Path
 ) -> None:
     with small_disk(tmp_path / "disk", "1m"):
-        disk = {"journal_dir": str(tmp_path / "disk" / "journal")}
+        disk: dict[str, Any] = {"journal_dir": str(tmp_path / "disk" / "journal")}
         await gateway.restart(**disk)
         sessions = [await gateway.open(rollout_id=f"r{n}") for n in range(3)]
         for session in sessions:

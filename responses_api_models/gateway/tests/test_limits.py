@@ -51,7 +51,8 @@ async def test_request_beyond_a_limit_is_told_which(gateway: GatewayStack, path:
     assert (await said(asked(path, 20)))[0] == 200
     status, text = await said(asked(path, 21))
     assert status == 413 and "max_messages" in text, text
-    for more in ({"metadata": [[]] * 300}, {"tools": [[[0] * 300]]}, {"stop": [1] * 300}):
+    wrong: tuple[dict[str, Any], ...] = ({"metadata": [[]] * 300}, {"tools": [[[0] * 300]]}, {"stop": [1] * 300})
+    for more in wrong:
         status, text = await said(asked(path, 1, **more))
         assert status == 413 and "max_body_values" in text, text
     assert (await said(asked(path, 1, metadata={"text": "[],{}" * 300})))[0] == 200
@@ -69,7 +70,7 @@ async def test_count_of_tokens_has_the_same_limits(gateway: GatewayStack) -> Non
     ("limit", "key"), [({"max_session_messages": 6}, "max_session_messages"), ({"max_session_bytes": 3000}, "bytes")]
 )
 async def test_session_that_has_kept_all_that_it_may_gets_no_further_answer(
-    gateway: GatewayStack, limit: dict[str, int], key: str
+    gateway: GatewayStack, limit: dict[str, Any], key: str
 ) -> None:
     await gateway.restart(**limit)
     session, other = await gateway.open(), await gateway.open(rollout_id="other")

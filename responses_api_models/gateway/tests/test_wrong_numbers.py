@@ -65,7 +65,7 @@ def written(body: dict[str, Any]) -> bytes:
     return json.dumps(body).encode()
 
 
-ALONE = {"retries": {"max_tries": 1}, "routing": {"probe_interval_s": 0.05}}
+ALONE: dict[str, Any] = {"retries": {"max_tries": 1}, "routing": {"probe_interval_s": 0.05}}
 """Each call fails at once."""
 
 

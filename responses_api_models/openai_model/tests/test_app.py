@@ -157,7 +157,9 @@ class Session:
     async def finalize(self) -> dict[str, Any]:
         path = f"/sessions/{self._opened['session_id']}/finalize"
         headers = {CONTROL_TOKEN_HEADER: self._opened["control_token"]}
-        return await (await self._stack.client().post("model", path, json={}, headers=headers)).json()
+        reply = await self._stack.client().post("model", path, json={}, headers=headers)
+        summary: dict[str, Any] = await reply.json()
+        return summary
 
 
 async def session(stack: Stack, url: str, **block: Any) -> Session:

@@ -37,7 +37,8 @@ async def session(stack: Stack, **block: Any) -> dict[str, Any]:
     if "model" not in stack.served:
         stack.add("model", ScriptedModel, Role.MODEL, **({"script": str(EXAMPLE)} | block))
     reply = await stack.client().post("model", "/sessions", json={"rollout": rollout().model_dump()})
-    return await reply.json()
+    opened: dict[str, Any] = await reply.json()
+    return opened
 
 
 async def post(opened: dict[str, Any], path: str, body: dict[str, Any]) -> aiohttp.ClientResponse:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -91,7 +91,8 @@ def model(directory: Path, **block: Any) -> ScriptedModel:
     path = directory / "script.json"
     path.write_text(json.dumps(SCRIPT))
     values = {"responses_api_models": {"m": {"entrypoint": "app.py", "host": "127.0.0.1", "port": 1, **block}}}
-    return ScriptedModel.model_construct(config=ScriptedModel.config_from("m", {"m": values}))
+    config = ScriptedModel.config_from("m", {"m": values})
+    return ScriptedModel.model_construct(config=cast(Any, config), server_client=cast(Any, None))
 
 
 def test_model_does_not_start_when_nobody_says_how_the_harness_spells_it(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ async def test_answer_that_the_kernel_has_not_taken_is_given_again_after_a_kill(
     async with setting(tmp_path) as there:
         there.engine.letters = LONG
         slow = await there.ask(stream=stream, buffer_bytes=4096)
-        await slow.bytes(1000)
+        await slow.read_bytes(1000)
         await there.request("GET", "/engines")  # the gateway has gone on since
         await asyncio.sleep(0.3)
         await there.restart()
@@ -95,7 +95,7 @@ async def test_slow_answer_that_was_read_whole_counts_as_delivered_after_a_kill(
     async with setting(tmp_path) as there:
         there.engine.letters = LONG
         slow = await there.ask(stream=False, buffer_bytes=4096)
-        await slow.bytes(1000)
+        await slow.read_bytes(1000)
         await asyncio.sleep(0.3)
         await slow.whole()
         await asyncio.sleep(1.0)  # after which it has been looked at again
@@ -109,7 +109,7 @@ async def test_slow_answer_that_was_read_whole_counts_as_delivered_after_a_kill(
 async def test_answer_whose_caller_left_unread_is_given_again_after_a_kill(tmp_path: Path, how: Leave) -> None:
     async with setting(tmp_path) as there:
         gone = await there.ask(stream=False)
-        await gone.bytes(20)
+        await gone.read_bytes(20)
         await asyncio.sleep(0.1)
         gone.leave(how)
         await asyncio.sleep(0.1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from yarl import URL
 from nemo_gym._util.backoff import NETWORK_JITTER, Backoff, retry_after_s
 from nemo_gym.contract.errors import InvalidBodyError, SandboxError
 from nemo_gym.contract.session import LeaseScope
-from nemo_gym.http.client import watched_socket
+from nemo_gym.http.client import close_with_the_loop, watched_socket
 from nemo_gym.sandbox.base import SandboxHandle
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.wire import routes
@@ -109,14 +109,17 @@ class BrokerConnection:
 
     def __init__(self, *, request_timeout_s: float, patience_s: float) -> None:
         self.request_timeout_s, self.patience_s = request_timeout_s, patience_s
-        self._sessions: dict[tuple[asyncio.AbstractEventLoop, bool], aiohttp.ClientSession] = {}
+        self._sessions: dict[
+            tuple[asyncio.AbstractEventLoop, bool], tuple[aiohttp.ClientSession, AsyncGenerator[None]]
+        ] = {}
+        """With each session, the generator that closes it."""
 
     async def aclose(self) -> None:
-        """Close the running loop's connections; those of loops that ended are gone with them."""
+        """Close the running loop's connections; those of loops that ended were closed with them."""
         for fresh in (False, True):
-            session = self._sessions.pop((asyncio.get_running_loop(), fresh), None)
-            if session is not None:
-                await session.close()
+            _, owner = self._sessions.pop((asyncio.get_running_loop(), fresh), (None, None))
+            if owner is not None:
+                await owner.aclose()
 
     @contextlib.asynccontextmanager
     async def open(
@@ -202,17 +205,18 @@ class BrokerConnection:
         """The session to use. ``fresh`` connections for what is sent once: a kept one may be closed by the other side
         just as it is used again."""
         key = (asyncio.get_running_loop(), fresh)
-        session = self._sessions.get(key)
+        session, _ = self._sessions.get(key, (None, None))
         if session is None or session.closed:
-            self._sessions = {known: session for known, session in self._sessions.items() if not known[0].is_closed()}
+            self._sessions = {known: owned for known, owned in self._sessions.items() if not known[0].is_closed()}
             kept: dict[str, Any] = {"force_close": True} if fresh else {"keepalive_timeout": KEEPALIVE_S}
-            session = self._sessions[key] = aiohttp.ClientSession(
+            session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, socket_factory=watched_socket, **kept),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
                 read_bufsize=2**20,
                 skip_auto_headers=("User-Agent", "Accept-Encoding"),
             )
+            self._sessions[key] = session, close_with_the_loop(session)
         return session
 
 

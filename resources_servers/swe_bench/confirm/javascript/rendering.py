@@ -140,7 +140,7 @@ class _Writer:
 
     def _leaf(self, node: Node) -> str:
         text = self.code.text(node)
-        labels = self.order.labels
+        labels = self._labels
         if labels is None:
             return text
         if node.type == "string_fragment":
@@ -151,9 +151,14 @@ class _Writer:
             return labels.map.get(text, text)
         return self.property_name(text) if node.type == "property_identifier" else text
 
+    @property
+    def _labels(self) -> Labels | None:
+        """Other orders vary Python's data, which is no concern of this language."""
+        return self.order.labels if isinstance(self.order.labels, Labels) else None
+
     def property_name(self, name: str) -> str:
         """What the rendering calls a property."""
-        labels = self.order.labels
+        labels = self._labels
         return name if labels is None or name in self._fixed_names else labels.text(name)
 
     def _body(self, test: Test) -> str:

@@ -210,7 +210,8 @@ def _imported_makers(code: Code) -> set[str]:
             function = value.child_by_field_name("function")
             if function is None or code.text(function) != "require":
                 continue
-            source, names = arguments_of(value)[0], [node.child_by_field_name("name")]
+            name = node.child_by_field_name("name")
+            source, names = arguments_of(value)[0], [name] if name is not None else []
         else:
             continue
         package = string_of(code, source) if source is not None else None

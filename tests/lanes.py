@@ -1,0 +1,172 @@
+"""Which lane a test runs in, decided by where it stands and by the fixtures it takes: nobody marks tests by hand.
+
+The fast lane is what has none of the marks below. `Guard` keeps the tables true: a test that starts a box, a container
+or a stack without the mark for it fails. `Schedule` spreads tests over processes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Generator, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+from nemo_gym.sandbox.providers.local.supervisor.main import OPTIONS_VARIABLE, SOCKET_NAME
+
+MARKS = {
+    "box": "starts boxes of the local provider or of Apptainer",
+    "docker": "needs a Docker Engine",
+    "stack": "starts commands, brokers or servers as processes",
+    "cli": "runs the CLI of an agent, which `make clis` installs",
+}
+
+PLACES: Mapping[str, str] = {
+    "resources_servers/example_mcp_weather/tests/test_box.py": "box",
+    "resources_servers/sandbox/tests": "box stack",
+    "resources_servers/swe_bench/tests/test_app.py": "box",
+    "resources_servers/swe_bench/tests/test_confirm.py": "box",
+    "resources_servers/swe_bench/tests/test_example_tasks.py": "box",
+    "resources_servers/swe_bench/tests/test_prepare_images.py": "box",
+    "resources_servers/swe_bench/tests/test_twins.py": "box",
+    "responses_api_agents/composite_agent/tests": "box",
+    "responses_api_agents/mini_swe_agent/tests": "box",
+    "responses_api_agents/oracle_agent/tests": "box",
+    "tests/acceptance": "box stack",
+    "tests/acceptance/clis": "box stack cli",
+    "tests/acceptance/matrix": "box stack cli docker",
+    "tests/architecture/test_docs.py::test_example_agent_does_its_command": "box stack",
+    "tests/architecture/test_docs.py::test_example_environment": "box stack",
+    "tests/architecture/test_docs.py::test_example_provider": "box",
+    "tests/architecture/test_docs.py::test_readme_example": "box stack",
+    "tests/cli": "stack",
+    "tests/faults": "box stack",
+    "tests/faults/gateway": "stack",
+    "tests/harness/test_agent_clis.py": "box cli",
+    "tests/harness/test_isolation.py": "box",
+    "tests/harvest": "box",
+    "tests/rollouts": "stack",
+    "tests/sandbox/opensandbox/test_conformance_opensandbox.py": "box",
+    "tests/sandbox/opensandbox/test_opensandbox_hazards.py": "box",
+    "tests/sandbox/test_apptainer": "box",
+    "tests/sandbox/test_conformance": "box",
+    "tests/sandbox/test_docker": "docker",
+    "tests/sandbox/test_egress.py::test_box_of_the_local": "box",
+    "tests/sandbox/test_limits.py": "box",
+    "tests/sandbox/test_local": "box",
+    "tests/sandbox/test_remote_brokers.py": "box stack",
+    "tests/sandbox/test_remote_faults.py": "box stack",
+    "tests/sandbox/test_syscall_filter.py": "box",
+    "tests/sandbox/test_user_limits.py": "box",
+    "tests/servers/test_facade.py": "box stack",
+    "tests/servers/test_owned_boxes.py": "box stack",
+    "tests/stack": "stack",
+    "tests/topology": "box",
+}
+"""Marks of the tests whose id begins so. The longest entry that fits counts."""
+
+FIXTURES: Mapping[str, str] = {
+    "docker_engine": "docker",
+    "real_server": "docker",
+    "local": "box",
+}
+
+SPREAD = (
+    "resources_servers/sandbox/tests/test_killed.py",
+    "resources_servers/sandbox/tests/test_reconcile.py",
+    "resources_servers/swe_bench/tests/test_example_tasks.py",
+    "resources_servers/swe_bench/tests/test_twins.py",
+    "tests/acceptance/clis",
+    "tests/acceptance/test_lent_boxes.py",
+    "tests/architecture/test_docs.py",
+    "tests/cli",
+    "tests/faults",
+    "tests/harvest",
+    "tests/servers/test_owned_boxes.py",
+    "tests/stack",
+)
+"""Files whose tests share nothing and take long: each test goes where a process is free, not the file as a whole."""
+
+LONGEST = ("tests/acceptance", "tests/faults", "resources_servers/swe_bench", "resources_servers/sandbox", "tests/cli")
+"""Begun first, so that no process is left alone with them at the end."""
+
+
+BROKER = str(Path(__file__).parents[1] / "resources_servers" / "sandbox" / "app.py")
+
+
+def lanes_of(item: pytest.Item) -> set[str]:
+    """The marks of one test."""
+    fitting = [place for place in PLACES if item.nodeid.startswith(place)]
+    found = set(PLACES[max(fitting, key=len)].split()) if fitting else set()
+    for fixture in getattr(item, "fixturenames", ()):
+        found.update(FIXTURES.get(fixture, "").split())
+    parameters = getattr(item, "callspec", None)
+    if parameters is not None and "docker" in parameters.id.split("-"):
+        found.add("docker")
+    return found
+
+
+def order_of(item: pytest.Item) -> int:
+    """Long tests first, the fast lane last."""
+    for position, place in enumerate(LONGEST):
+        if item.nodeid.startswith(place):
+            return position
+    return len(LONGEST) + (not any(item.get_closest_marker(name) for name in MARKS))
+
+
+class Schedule(LoadScopeScheduling):  # type: ignore[misc]
+    """Gives files to processes as a whole, because their tests share servers and boxes; tests of `SPREAD` singly."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid if nodeid.startswith(SPREAD) else nodeid.partition("::")[0]
+
+
+class Guard:
+    """Watches what this process starts, and fails a test that has no mark for it."""
+
+    def __init__(self) -> None:
+        self._found: set[str] = set()
+        sys.addaudithook(self._see)
+
+    def _see(self, event: str, given: tuple[Any, ...]) -> None:
+        if event == "subprocess.Popen":
+            _, words, _, environment = given
+            self._started(_texts(words))
+            if OPTIONS_VARIABLE in (environment or ()):
+                self._found.add("box")
+        elif event == "os.posix_spawn":
+            self._started(_texts(given[1]))
+        elif event == "socket.connect" and isinstance(given[1], str | bytes):
+            self._connected(os.path.basename(os.fsdecode(given[1])))  # noqa: PTH119 - may be abstract
+
+    def _started(self, words: Iterable[str]) -> None:
+        for word in words:
+            if "nemo_gym.cli" in word or "nemo_gym.stack.nursery" in word or word == BROKER:
+                self._found.add("stack")
+            elif word.endswith("/scripts/dockerd"):
+                self._found.add("docker")
+
+    def _connected(self, name: str) -> None:
+        if name in ("docker.sock", "engine.sock"):
+            self._found.add("docker")
+        elif name == SOCKET_NAME:
+            self._found.add("box")
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self) -> Generator[None]:
+        self._found.clear()
+        yield
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None]:
+        yield
+        unmarked = sorted(lane for lane in self._found if item.get_closest_marker(lane) is None)
+        if unmarked:
+            pytest.fail(f"this test needs the mark {' and '.join(unmarked)}: add its place to tests/lanes.py", False)
+
+
+def _texts(words: Any) -> list[str]:
+    return [os.fsdecode(word) for word in ([words] if isinstance(words, str | bytes | os.PathLike) else words)]

@@ -8,17 +8,19 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 import structlog
 from fastapi import FastAPI
 from fastapi.exception_handlers import http_exception_handler
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nemo_gym._util.suggest import validation_problems
 from nemo_gym.contract.errors import InvalidBodyError, NemoGymError, not_json
 from nemo_gym.http.body_values import check_values
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST
@@ -27,6 +29,8 @@ PROBLEM_TYPE = "application/problem+json"
 _LEVELS_AROUND = 50
 """Of nesting, kept free of the 254 that can be written."""
 log = structlog.get_logger(__name__)
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 class JsonResponse(Response):
@@ -78,6 +82,14 @@ def problem_response(error: NemoGymError, scope: Scope | None = None) -> Respons
 
 async def send_problem(scope: Scope, receive: Receive, send: Send, error: NemoGymError) -> None:
     await problem_response(error, scope)(scope, receive, send)
+
+
+def validated(model: type[ModelT], value: Any, what: str) -> ModelT:
+    """``value`` of a request as a model; raises `InvalidBodyError` that names ``what`` and each wrong field."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise InvalidBodyError(f"{what}: {validation_problems(error, model.model_fields)}") from None
 
 
 async def parse_json_object(

@@ -39,9 +39,8 @@ from nemo_gym.contract.session import (
     FilesHarvest,
     GitDiffHarvest,
     HarvestItem,
-    is_context_exceeded,
-    outcome_of_refusal,
 )
+from nemo_gym.contract.verdict import is_context_exceeded, outcome_of_refusal
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 

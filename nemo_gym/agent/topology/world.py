@@ -28,15 +28,8 @@ from nemo_gym.contract.errors import (
     SandboxLostError,
 )
 from nemo_gym.contract.sandbox import Door, SandboxRole, SandboxSpec
-from nemo_gym.contract.session import (
-    ActRequest,
-    ActResponse,
-    AgentOutcome,
-    Artifact,
-    SandboxRef,
-    Topology,
-    outcome_of_model_error,
-)
+from nemo_gym.contract.session import ActRequest, ActResponse, AgentOutcome, Artifact, SandboxRef, Topology
+from nemo_gym.contract.verdict import outcome_of_model_error
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import (
     DEFAULT_MAX_OUTPUT_BYTES,

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from nemo_gym._util.suggest import nearest
+from nemo_gym._util.suggest import validation_problems
 from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.sandbox.wire.problems import BrokerError
 from nemo_gym.sandbox.wire.routes import JSON, OCTET_STREAM, PROBLEM_JSON
@@ -50,7 +50,7 @@ async def parse(request: Request, model: type[M], max_bytes: int) -> M:
     try:
         return model.model_validate_json(data)
     except ValidationError as error:
-        raise InvalidBodyError(_said(error, model), started="no") from None
+        raise InvalidBodyError(validation_problems(error, model.model_fields), started="no") from None
 
 
 async def read(request: Request, max_bytes: int) -> bytes:
@@ -84,16 +84,6 @@ def digest(body: BaseModel) -> bytes:
     """What two requests have in common that ask for the same."""
     # Not with orjson, which refuses the integers beyond 64 bits that a provider's options may hold.
     return hashlib.sha256(json.dumps(body.model_dump(mode="json"), sort_keys=True).encode()).digest()
-
-
-def _said(error: ValidationError, model: type[BaseModel]) -> str:
-    """Every wrong field by its place, without the values: they may be secrets."""
-    wrong = []
-    for item in error.errors(include_input=False, include_url=False)[:10]:
-        place = ".".join(str(part) for part in item["loc"]) or "the body"
-        hint = nearest(str(item["loc"][-1]), model.model_fields) if item["type"] == "extra_forbidden" else ""
-        wrong.append(f"{place}: {item['msg']}{hint}")
-    return "; ".join(wrong)
 
 
 __all__ = [

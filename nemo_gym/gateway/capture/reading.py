@@ -9,14 +9,13 @@ from typing import Any
 import orjson
 
 from nemo_gym.rollout_observability import TrajectoryModelCall, TrajectoryResponseMetadata, TrajectoryTokenStats
+from nemo_gym.storage.jsonl import whole_lines
 
 
 def read_calls(path: str | Path) -> Iterator[dict[str, Any]]:
     """The records of one file, oldest first. A last line that is still being written is left out."""
-    with Path(path).open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield orjson.loads(line)
+    for line in whole_lines(Path(path)):
+        yield orjson.loads(line)
 
 
 def model_call(call: Mapping[str, Any]) -> TrajectoryModelCall:

@@ -20,6 +20,7 @@ from pydantic_core import PydanticSerializationError
 from yarl import URL
 
 from nemo_gym._util.backoff import retry_after_s
+from nemo_gym._util.suggest import validation_problems
 from nemo_gym.contract.errors import InvalidBodyError, SandboxError
 from nemo_gym.http.client import watched_socket
 from nemo_gym.sandbox.wire import routes
@@ -224,8 +225,8 @@ def refusals() -> Any:
     try:
         yield
     except ValidationError as error:
-        said = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
-        raise InvalidBodyError(f"this cannot be asked of a broker: {said}", started="no") from error
+        problems = validation_problems(error)
+        raise InvalidBodyError(f"this cannot be asked of a broker: {problems}", started="no") from error
 
 
 def _url(url: str, query: Mapping[str, Any] | list[tuple[str, str]] | None) -> URL:

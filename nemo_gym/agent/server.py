@@ -323,17 +323,14 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
             said[RESPONSE_KEY] = answer.response
             return Reply(answer.model_dump_json().encode(), {})
 
-        async def on_verdict(_: Attempt, verdict: dict[str, Any]) -> None:
-            said.update(verdict)
-
-        steps = RolloutSteps(Peers(self.server_client), call_agent=call_agent, on_verdict=on_verdict)
+        steps = RolloutSteps(Peers(self.server_client), call_agent=call_agent)
         try:
             verified = await steps.run(attempt, Budgets(close_s=CLOSE_TIMEOUT_S))
         except PeerError as error:
             raise _told_by_peer(error) from error
         except StageError as error:
             invalid = Verdict.invalid(error.failure.kind, error.failure.reason)
-            return {**attempt.row_with(), **invalid.as_fields(), **said}
+            return {**attempt.row_with(), **invalid.as_fields(), **said, **(attempt.reply or {})}
         return {key: value for key, value in verified.items() if key not in MODEL_SESSION_KEYS}
 
     # -- names that NeMo Gym agents use --------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from nemo_gym._util.suggest import validation_problems
 from nemo_gym.contract.errors import InvalidBodyError, NemoGymError, not_json
@@ -190,31 +190,3 @@ def unexpected(scope: Scope, error: Exception) -> Response:
     log.exception("route failed", route=scope["path"])
     said = f"{type(error).__name__} in {scope['path']}; the server's log has the traceback"
     return problem_response(InternalError(said), scope)
-
-
-class UnknownErrorMiddleware:
-    """Answers any other error with a problem that names its type only: the message may quote private fields, and the
-    caller may be an agent. The traceback goes to this server's log.
-
-    The error ends here. Raised on, it would make the web server close a connection that its client believes alive, and
-    the next request on it, perhaps one that must not be repeated, would be lost.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-
-        async def watched(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        try:
-            await self.app(scope, receive, watched)
-        except Exception as error:
-            if started or scope["type"] != "http":
-                raise
-            # The boundary of plugin code.
-            await unexpected(scope, error)(scope, receive, send)

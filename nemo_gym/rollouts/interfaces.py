@@ -135,14 +135,11 @@ class JobAttempt(Attempt):
     @classmethod
     def of(cls, job: Job, servers: Servers) -> JobAttempt:
         """The attempt of a job, which goes on after RUN where the job's RUN result is stored."""
-        attempt = cls(servers, job.rollout.model_dump(), job.spec.row, job=job)
+        numbers = {ROLLOUT_INDEX_KEY: job.spec.sample_index}
+        attempt = cls(servers, job.rollout.model_dump(), job.spec.row, numbers=numbers, job=job)
         if job.stage is StageName.EVAL and job.run_result is not None:
             attempt._restore(job.run_result)
         return attempt
-
-    def row_with(self, **members: Any) -> dict[str, Any]:
-        """The row, its rollout index, and more members."""
-        return {**orjson.loads(self.row), ROLLOUT_INDEX_KEY: self.job.spec.sample_index, **members}
 
     def stored_run(self) -> bytes:
         """RUN's payload: what EVAL needs when another process takes the attempt up again."""

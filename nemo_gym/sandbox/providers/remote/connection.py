@@ -22,7 +22,7 @@ from yarl import URL
 from nemo_gym._util.backoff import retry_after_s
 from nemo_gym._util.suggest import validation_problems
 from nemo_gym.contract.errors import InvalidBodyError, SandboxError
-from nemo_gym.http.client import watched_socket
+from nemo_gym.http.client import new_session
 from nemo_gym.sandbox.wire import routes
 from nemo_gym.sandbox.wire.problems import Problem, error_of, parse_problem
 
@@ -176,10 +176,10 @@ class BrokerConnection:
         session = self._sessions.get(key)
         if session is None or session.closed:
             self._sessions = {known: session for known, session in self._sessions.items() if not known[0].is_closed()}
-            kept: dict[str, Any] = {"force_close": True} if fresh else {"keepalive_timeout": KEEPALIVE_S}
-            session = self._sessions[key] = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, socket_factory=watched_socket, **kept),
-                cookie_jar=aiohttp.DummyCookieJar(),
+            session = self._sessions[key] = new_session(
+                aiohttp.ClientTimeout(total=5 * 60, sock_connect=30),  # aiohttp's own; requests set theirs
+                force_close=fresh,
+                keepalive_s=KEEPALIVE_S,
                 auto_decompress=False,
                 read_bufsize=2**20,
                 skip_auto_headers=("User-Agent", "Accept-Encoding"),

@@ -135,8 +135,16 @@ class JobAttempt(Attempt):
     @classmethod
     def of(cls, job: Job, servers: Servers) -> JobAttempt:
         """The attempt of a job, which goes on after RUN where the job's RUN result is stored."""
-        numbers = {ROLLOUT_INDEX_KEY: job.spec.sample_index}
-        attempt = cls(servers, job.rollout.model_dump(), job.spec.row, numbers=numbers, job=job)
+        spec = job.spec
+        rollout = {  # as plain data: what is wrong with it is the environment's to say, and fails this job alone
+            "rollout_id": spec.job_id,
+            "task_id": spec.task_id,
+            "group_id": spec.group_id,
+            "sample_index": spec.sample_index,
+            "attempt": job.attempt,
+            "run_id": spec.run_id,
+        }
+        attempt = cls(servers, rollout, spec.row, numbers={ROLLOUT_INDEX_KEY: spec.sample_index}, job=job)
         if job.stage is StageName.EVAL and job.run_result is not None:
             attempt._restore(job.run_result)
         return attempt

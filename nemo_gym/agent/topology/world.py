@@ -53,6 +53,9 @@ log = structlog.get_logger(__name__)
 CLOSE_TIMEOUT_S = 60.0
 
 
+# Ending what an attempt holds, whatever happens to the attempt meanwhile
+
+
 async def shielded(teardown: Awaitable[None], timeout_s: float, *, what: str) -> None:
     """Finish a teardown also when the act is cancelled meanwhile; bounded, because the lease ends the box anyway."""
     task = asyncio.ensure_future(teardown)

@@ -127,15 +127,19 @@ class Attempt:
     """The agent's answer."""
     act_json: bytes | None = field(default=None, repr=False)
     """The same as it came, unless the environment's harvest was added."""
+    reply: dict[str, Any] | None = field(default=None, repr=False)
+    """The latest verify response, whatever its verdict."""
     verified: dict[str, Any] | None = None
     """The verify response, once it has a valid verdict."""
     replicas: dict[str, int] = field(default_factory=dict)
     """Which replica of each server has this attempt's sessions; a new attempt chooses anew."""
     closers: list[Closer] = field(default_factory=list)
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    """Members that a run adds to the row."""
 
     def row_with(self, **members: Any) -> dict[str, Any]:
-        """The row with more members."""
-        return {**orjson.loads(self.row), **members}
+        """The row, the run's numbers, and more members."""
+        return {**orjson.loads(self.row), **self.numbers, **members}
 
     def envelope(self, **members: Any) -> dict[str, Any]:
         """``_ng_session`` of a request to the environment: which attempt it belongs to, and more."""
@@ -169,7 +173,6 @@ class Attempt:
 
 
 CallAgent = Callable[[Attempt, dict[str, Any]], Awaitable[Reply]]
-OnVerdict = Callable[[Attempt, dict[str, Any]], Awaitable[None]]
 
 
 class RolloutSteps:
@@ -178,7 +181,6 @@ class RolloutSteps:
     Args:
         peers: the servers.
         call_agent: asks the agent for an act; by default ``POST /act``.
-        on_verdict: gets every verify response before it is judged, and may change it.
     """
 
     def __init__(
@@ -187,12 +189,10 @@ class RolloutSteps:
         settings: RolloutSettings | None = None,
         *,
         call_agent: CallAgent | None = None,
-        on_verdict: OnVerdict | None = None,
     ) -> None:
         self._peers = peers
         self._settings = settings or RolloutSettings()
         self._call_agent = call_agent or self._post_act
-        self._on_verdict = on_verdict
 
     async def run(self, attempt: Attempt, budgets: Budgets) -> dict[str, Any]:
         """A whole rollout: its verify response, which holds a valid reward, and the model session's trajectories.
@@ -326,7 +326,7 @@ class RolloutSteps:
 
     async def verify(self, attempt: Attempt) -> dict[str, Any]:
         """The verify response; raises `StageError` for one that holds no valid verdict."""
-        act, servers = attempt.act, attempt.servers
+        act, servers, attempt.reply = attempt.act, attempt.servers, None
         if servers.skipped_reward is not None:
             graded = {RESPONSE_KEY: act["response"], "reward": servers.skipped_reward, "verification_skipped": True}
             return attempt.row_with(**graded)
@@ -338,8 +338,7 @@ class RolloutSteps:
         if not isinstance(verified, dict):
             reason = f"{servers.environment}/verify answered no JSON object"
             raise StageError(StageFailure(StageName.EVAL, FailureKind.VERIFIER_FAILED, reason, new_attempt=False))
-        if self._on_verdict is not None:
-            await self._on_verdict(attempt, verified)
+        attempt.reply = verified
         if (failure := failure_of_reply(StageName.EVAL, verified)) is not None:
             raise StageError(failure)
         return verified

@@ -1,4 +1,4 @@
-"""Which known name was probably meant, and what a configuration class refused."""
+"""Which known name was probably meant, and what a pydantic model refused."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Collection, Iterable
 
 from pydantic import ValidationError
+
+MAX_PROBLEMS = 10
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -15,14 +17,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def validation_problems(error: ValidationError, known: Collection[str] = (), *, where: str = "") -> str:
-    """What a configuration class refused, without the values: they may be secrets.
+    """What a model refused, by field and without the values: they may be secrets, or private to an environment.
 
     Args:
-        known: its keys.
-        where: the dotted path of its block, so that each problem names the key as a user types it.
+        known: the model's keys, from which a misspelled one gets a suggestion.
+        where: the dotted path of a configuration's block, so that each problem names the key as a user types it.
     """
     problems, block = [], f"{where}." if where else ""
-    for item in error.errors(include_input=False, include_url=False):
+    for item in error.errors(include_input=False, include_url=False, include_context=False)[:MAX_PROBLEMS]:
         *parents, key = map(str, item["loc"] or ("value",))
         path = block + ".".join((*parents, key))
         if item["type"] == "extra_forbidden":

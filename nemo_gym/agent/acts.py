@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -52,7 +52,7 @@ class ActRegistry:
     def active(self) -> int:
         return len(self._acts)
 
-    async def run(self, rollout: RolloutIdentity, work: Callable[[], Awaitable[T]], request: Request) -> T:
+    async def run(self, rollout: RolloutIdentity, work: Callable[[], Coroutine[Any, Any, T]], request: Request) -> T:
         """Run ``work`` for an attempt while its caller is connected.
 
         An older attempt of the rollout is ended first. Raises `FencedError` for an attempt that was replaced,
@@ -63,10 +63,10 @@ class ActRegistry:
         if (older := self._acts.get(key)) is not None:
             await end(older.task)
             self._admit(key, rollout)
-        task: asyncio.Task[T] = asyncio.ensure_future(_run(work))
+        task: asyncio.Task[T] = asyncio.create_task(work())
         act = self._acts[key] = _Act(rollout.attempt, task)
         try:
-            return await while_connected(request, lambda: task)
+            return await while_connected(request, task)
         except CallerGoneError:
             log.info("act ended: its caller is gone", rollout_id=rollout.rollout_id, attempt=rollout.attempt)
             raise
@@ -122,10 +122,6 @@ class ActRegistry:
         for act in acts:
             act.task.cancel()
         await asyncio.gather(*(act.task for act in acts), return_exceptions=True)
-
-
-async def _run(work: Callable[[], Awaitable[T]]) -> T:
-    return await work()
 
 
 class RowRefMiddleware:

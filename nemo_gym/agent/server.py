@@ -17,7 +17,7 @@ import orjson
 import structlog
 from aiohttp import ClientResponse
 from fastapi import Body
-from pydantic import PrivateAttr, ValidationError
+from pydantic import PrivateAttr
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -58,14 +58,19 @@ from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError
 from nemo_gym.http.middleware import TOKEN_CAPTURE, require_role
 from nemo_gym.http.peers import PeerError, Peers, Reply
 from nemo_gym.http.plugin_call import PluginCall, plain
-from nemo_gym.http.problems import JsonResponse, parse_json_object
+from nemo_gym.http.problems import JsonResponse, parse_json_object, validated
 from nemo_gym.http.server import BaseServer, SimpleServer
 from nemo_gym.reward_profile import AggregateMetricsMixin, compute_aggregate_metrics
 from nemo_gym.rollout import MODEL_SESSION_KEYS, Attempt, Budgets, RolloutSteps, Servers
 
 if TYPE_CHECKING:
-    from nemo_gym.http.environment_bodies import BaseRunRequest, BaseVerifyResponse
-    from nemo_gym.openai_types.responses import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
+    from nemo_gym.http.environment_bodies import (
+        BaseRunRequest,
+        BaseVerifyRequest,
+        BaseVerifyResponse,
+        NeMoGymResponse,
+        NeMoGymResponseCreateParamsNonStreaming,
+    )
 
 __all__ = [
     "AggregateMetrics",
@@ -73,6 +78,7 @@ __all__ = [
     "BaseResponsesAPIAgent",
     "BaseResponsesAPIAgentConfig",
     "BaseRunRequest",
+    "BaseVerifyRequest",
     "BaseVerifyResponse",
     "Body",
     "NeMoGymResponse",
@@ -209,13 +215,7 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
 
     async def _act_route(self, request: Request) -> Response:
         require_role(request, Role.PIPELINE)
-        try:
-            asked = ActRequest.model_validate(await parse_json_object(request))
-        except ValidationError as error:
-            wrong = "; ".join(
-                f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_input=False)
-            )
-            raise InvalidBodyError(f"/act: {wrong}") from None
+        asked = validated(ActRequest, await parse_json_object(request), "/act")
         if asked.validation is not None and self.config.row_access != "validation":
             raise ContractError(
                 f"agent '{self.config.name}' may not see a task's solution; only agents with row_access: validation"
@@ -266,7 +266,7 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
 
     async def _cancel_route(self, request: Request) -> Response:
         require_role(request, Role.PIPELINE, Role.OPERATOR)
-        rollout = _rollout((await parse_json_object(request)).get("rollout"))
+        rollout = validated(RolloutIdentity, (await parse_json_object(request)).get("rollout"), "'rollout'")
         cancelled, seconds = await self._acts.cancel(rollout)
         return JsonResponse({"cancelled": cancelled, "seconds": seconds})
 
@@ -288,7 +288,7 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
         session = row.pop(SESSION_KEY, None) or {}
         if not isinstance(session, dict):
             raise InvalidBodyError(f"/run: '{SESSION_KEY}' is a JSON object")
-        rollout = _rollout(session["rollout"]) if "rollout" in session else _named(row)
+        rollout = validated(RolloutIdentity, session["rollout"], "'rollout'") if "rollout" in session else _named(row)
         ref = session.get("row_ref")
         if self.secured and not isinstance(ref, str):
             raise InvalidBodyError(
@@ -323,17 +323,14 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
             said[RESPONSE_KEY] = answer.response
             return Reply(answer.model_dump_json().encode(), {})
 
-        async def on_verdict(_: Attempt, verdict: dict[str, Any]) -> None:
-            said.update(verdict)
-
-        steps = RolloutSteps(Peers(self.server_client), call_agent=call_agent, on_verdict=on_verdict)
+        steps = RolloutSteps(Peers(self.server_client), call_agent=call_agent)
         try:
             verified = await steps.run(attempt, Budgets(close_s=CLOSE_TIMEOUT_S))
         except PeerError as error:
             raise _told_by_peer(error) from error
         except StageError as error:
             invalid = Verdict.invalid(error.failure.kind, error.failure.reason)
-            return {**attempt.row_with(), **invalid.as_fields(), **said}
+            return {**attempt.row_with(), **invalid.as_fields(), **said, **(attempt.reply or {})}
         return {key: value for key, value in verified.items() if key not in MODEL_SESSION_KEYS}
 
     # -- names that NeMo Gym agents use --------------------------------------------------------------------------
@@ -406,14 +403,6 @@ def _told_by_peer(error: PeerError) -> InvalidBodyError | ServerError:
     return kind(str(error), retryable=bool(problem.get("retryable", not 0 < error.status < 500)), **details)
 
 
-def _rollout(value: Any) -> RolloutIdentity:
-    try:
-        return RolloutIdentity.model_validate(value)
-    except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False))
-        raise InvalidBodyError(f"'rollout': {wrong}") from None
-
-
 def _named(row: Mapping[str, Any]) -> RolloutIdentity:
     """The identity of a row that a NeMo Gym caller numbered, or a new one."""
     numbers = {key: row[key] for key in (ATTEMPT_INDEX_KEY, TASK_INDEX_KEY, ROLLOUT_INDEX_KEY) if key in row}
@@ -423,24 +412,23 @@ def _named(row: Mapping[str, Any]) -> RolloutIdentity:
     attempt = numbers.pop(ATTEMPT_INDEX_KEY, 0) + 1
     numbered = maybe_rollout_id_from_run_body(numbers)
     task = str(numbers.get(TASK_INDEX_KEY, numbered or "unnamed"))
-    return _rollout(
+    return validated(
+        RolloutIdentity,
         {
             "rollout_id": numbered or uuid4().hex,
             "task_id": task,
             "group_id": task,
             "attempt": attempt,
             "run_id": "direct",
-        }
+        },
+        "'rollout'",
     )
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("BaseRunRequest", "BaseVerifyResponse", "BaseVerifyRequest"):
+    """The rest of ``__all__``, which needs OpenAI's types: imported by the plugins that use it."""
+    if name in __all__:
         from nemo_gym.http import environment_bodies as wire
 
         return getattr(wire, name)
-    if name in ("NeMoGymResponse", "NeMoGymResponseCreateParamsNonStreaming"):
-        from nemo_gym.openai_types import responses
-
-        return getattr(responses, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,7 @@
-"""What a box is asked to be: plain, immutable data that environments and agents write and providers read."""
+"""What a box is asked to be: plain, immutable data that environments and agents write and providers read.
+
+`SandboxSpec` is the whole of it. `AllowedHosts` says which names and addresses an allow-list lets through.
+"""
 
 from __future__ import annotations
 

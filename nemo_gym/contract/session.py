@@ -10,13 +10,16 @@ can speak to an older agent.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from nemo_gym.contract.errors import ConfigError, ModelError
+from nemo_gym._util.suggest import nearest
+from nemo_gym.contract.errors import ConfigError, ContractError
 from nemo_gym.contract.model_limits import REQUEST_TIMEOUT_S
 from nemo_gym.contract.sandbox import AllowedHosts, Mount, NetworkPolicy, SandboxResources, SandboxSpec
 
@@ -51,8 +54,6 @@ class Topology(StrEnum):
     @classmethod
     def parse(cls, value: str) -> Topology:
         """Accepts the value, or the letter A–D; anything else raises `ConfigError` with the choices."""
-        from nemo_gym._util.suggest import nearest
-
         letters = dict(zip("ABCD", cls, strict=True))
         if value.upper() in letters:
             return letters[value.upper()]
@@ -399,9 +400,6 @@ class Artifact(_Contract):
     @classmethod
     def of(cls, name: str, kind: Literal["git_diff", "files", "command"], data: bytes, **fields: Any) -> Artifact:
         """An artifact of ``data``, as text where it is UTF-8."""
-        import base64
-        import hashlib
-
         encoding: Literal["utf-8", "base64"] = "utf-8"
         try:
             text = data.decode("utf-8")
@@ -414,11 +412,6 @@ class Artifact(_Contract):
 
     def content(self) -> bytes:
         """The decoded bytes, checked against the digest; raises `ContractError` when they differ."""
-        import base64
-        import hashlib
-
-        from nemo_gym.contract.errors import ContractError
-
         try:
             data = base64.b64decode(self.data, validate=True) if self.encoding == "base64" else self.data.encode()
         except ValueError as error:
@@ -446,29 +439,6 @@ class AgentOutcome(StrEnum):
     """The very first request does not fit the model's context. Later on it is ``max_turns``: the policy's doing."""
     MCP_FAILED = "mcp_failed"
     SANDBOX_LOST = "sandbox_lost"
-
-
-_REFUSAL_STATUSES = frozenset({400, 401, 403, 404, 405, 413, 422})
-_KEY_REFUSED = re.compile(r"refused (its|the) API key|engine_credential|invalid_api_key")
-_CONTEXT_WORDS = re.compile(r"context.{0,3}(length|window)|too many tokens|prompt is too long", re.IGNORECASE)
-
-
-def is_context_exceeded(said: str) -> bool:
-    """Whether an endpoint's refusal speaks of the length of the request."""
-    return _CONTEXT_WORDS.search(said) is not None
-
-
-def outcome_of_refusal(status: int | None, said: str) -> AgentOutcome:
-    """What an endpoint's error means: it refused to serve, or it did not serve. A gateway answers 502 for an engine
-    that refuses the gateway's key."""
-    refused = status in _REFUSAL_STATUSES or _KEY_REFUSED.search(said) is not None
-    return AgentOutcome.MODEL_REFUSED if refused else AgentOutcome.MODEL_UNREACHABLE
-
-
-def outcome_of_model_error(error: ModelError) -> AgentOutcome:
-    """The outcome of an attempt that ended with ``error``; its ``details['status']`` is the endpoint's, if it
-    answered."""
-    return outcome_of_refusal(error.details.get("status"), error.message)
 
 
 class ActRequest(BaseModel):
@@ -514,3 +484,23 @@ class ActResponse(BaseModel):
     """Turns, tool calls, usage, timings: for people and metrics, never for rewards."""
     validation: bool = False
     """Whether the agent saw private fields."""
+
+
+class SessionEnvelope(BaseModel):
+    """``_ng_session`` of a seed or verify body: the attempt, and what belongs to it beside the row."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    rollout: RolloutIdentity
+    topology: str | None = None
+    limits: Limits = Field(default_factory=Limits)
+    """The run's, which win over the environment's."""
+    row_ref: str | None = Field(None, repr=False)
+    validation: Literal["gold", "nothing"] | None = None
+    artifacts: list[Artifact] = Field(default_factory=list)
+    outcome: AgentOutcome | None = None
+    outcome_detail: str | None = None
+    reverify: bool = False
+    """Grade this work once more, whatever was said of it before: an operator's, whose every verify says so."""
+    box_needs: BoxNeeds | None = None
+    """What the agent needs in its box; given by a pipeline that will beat (`/heartbeat`) and ask for the harvest."""

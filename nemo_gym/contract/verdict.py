@@ -11,6 +11,7 @@ what a plugin's ``verify`` returned, the pipeline about every verify response, a
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -18,7 +19,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from nemo_gym.contract.errors import NemoGymError
+from nemo_gym.contract.errors import ModelError, NemoGymError
 from nemo_gym.contract.rows import NG_FAILURE_CLASS_KEY, NG_NO_PERSIST_KEY, NG_TERMINAL_KEY
 from nemo_gym.contract.session import AgentOutcome
 
@@ -201,6 +202,29 @@ class StageError(Exception):
     def __init__(self, failure: StageFailure) -> None:
         super().__init__(failure.reason)
         self.failure = failure
+
+
+_REFUSAL_STATUSES = frozenset({400, 401, 403, 404, 405, 413, 422})
+_KEY_REFUSED = re.compile(r"refused (its|the) API key|engine_credential|invalid_api_key")
+_CONTEXT_WORDS = re.compile(r"context.{0,3}(length|window)|too many tokens|prompt is too long", re.IGNORECASE)
+
+
+def is_context_exceeded(said: str) -> bool:
+    """Whether an endpoint's refusal speaks of the length of the request."""
+    return _CONTEXT_WORDS.search(said) is not None
+
+
+def outcome_of_refusal(status: int | None, said: str) -> AgentOutcome:
+    """What an endpoint's error means: it refused to serve, or it did not serve. A gateway answers 502 for an engine
+    that refuses the gateway's key."""
+    refused = status in _REFUSAL_STATUSES or _KEY_REFUSED.search(said) is not None
+    return AgentOutcome.MODEL_REFUSED if refused else AgentOutcome.MODEL_UNREACHABLE
+
+
+def outcome_of_model_error(error: ModelError) -> AgentOutcome:
+    """The outcome of an attempt that ended with ``error``; its ``details['status']`` is the endpoint's, if it
+    answered."""
+    return outcome_of_refusal(error.details.get("status"), error.message)
 
 
 INFRASTRUCTURE_OUTCOMES = {

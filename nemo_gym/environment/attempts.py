@@ -367,6 +367,9 @@ def _verdict(db: sqlite3.Connection, key: tuple[str, str], attempt: int) -> Stor
 _OF_ROLLOUT = "run_id = ? AND rollout_id = ?"
 
 
+# Rows kept for agents that must not see them whole
+
+
 @dataclass(frozen=True, slots=True)
 class StoredRow:
     """A row that an attempt's agent refers to."""

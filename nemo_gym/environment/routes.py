@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -43,12 +42,9 @@ from nemo_gym.contract.rows import (
     row_digest,
 )
 from nemo_gym.contract.session import (
-    AgentOutcome,
-    Artifact,
-    BoxNeeds,
-    Limits,
     RolloutIdentity,
     SessionDescriptor,
+    SessionEnvelope,
     Topology,
 )
 from nemo_gym.environment.attempts import AttemptKey, AttemptStore, RowStore, Seed, StoredRow, StoredVerdict
@@ -57,7 +53,7 @@ from nemo_gym.environment.hooks import ALLOWED_TOOLS_SESSION_KEY, MCP_PATH
 from nemo_gym.environment.owned_boxes import Lending
 from nemo_gym.http.middleware import LazySession, caller_of, require_role
 from nemo_gym.http.plugin_call import PluginCall, plain
-from nemo_gym.http.problems import JsonResponse, parse_json_object
+from nemo_gym.http.problems import JsonResponse, parse_json_object, validated
 
 if TYPE_CHECKING:
     from nemo_gym.environment.hooks import EnvironmentHooks
@@ -83,26 +79,6 @@ BASE_ROUTES = frozenset(
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
-
-
-class SessionEnvelope(BaseModel):
-    """``_ng_session`` of a seed or verify body: the attempt, and what belongs to it beside the row."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    rollout: RolloutIdentity
-    topology: str | None = None
-    limits: Limits = Field(default_factory=Limits)
-    """The run's, which win over the environment's."""
-    row_ref: str | None = Field(None, repr=False)
-    validation: Literal["gold", "nothing"] | None = None
-    artifacts: list[Artifact] = Field(default_factory=list)
-    outcome: AgentOutcome | None = None
-    outcome_detail: str | None = None
-    reverify: bool = False
-    """Grade this work once more, whatever was said of it before: an operator's, whose every verify says so."""
-    box_needs: BoxNeeds | None = None
-    """What the agent needs in its box; given by a pipeline that will beat (`/heartbeat`) and ask for the harvest."""
 
 
 @dataclass(slots=True)
@@ -166,7 +142,8 @@ class EnvironmentRoutes:
     async def _ask(self, request: Request, *roles: Role) -> _Asked:
         caller = require_role(request, *roles)
         body = await parse_json_object(request)
-        envelope = _envelope(body.pop(SESSION_KEY, None))
+        given = body.pop(SESSION_KEY, None)
+        envelope = None if given is None else validated(SessionEnvelope, given, f"'{SESSION_KEY}'")
         if caller is not None and caller.role is Role.AGENT:
             return await self._asked_by_agent(request, caller, envelope, body)
         if envelope is not None and envelope.row_ref is not None:
@@ -380,10 +357,10 @@ class EnvironmentRoutes:
             # The end of a `/run`, which nobody else closes.
             if not isinstance(ref := body.get("row_ref"), str):
                 raise RoleError("/close: an agent needs the row reference of its attempt", route="/close")
-            asked = _rollout(body.get("rollout"))
+            asked = validated(RolloutIdentity, body.get("rollout"), "'rollout'")
             await self._stored(ref, asked)
         else:
-            asked = _rollout(body.get("rollout"))
+            asked = validated(RolloutIdentity, body.get("rollout"), "'rollout'")
             self._check_control(request, caller, asked)
         closed = await self.attempts.close(asked)
         if closed:
@@ -402,7 +379,7 @@ class EnvironmentRoutes:
             raise RowError("/rows needs 'row': a dataset row as a JSON object")
         if access not in (RowAccess.PUBLIC, RowAccess.FULL):
             raise InvalidBodyError(f"/rows: 'access' is 'public' or 'full', not {access!r}")
-        rollout = _rollout(body.get("rollout"))
+        rollout = validated(RolloutIdentity, body.get("rollout"), "'rollout'")
         await self.attempts.require_current(rollout)
         ref = await self.rows.put(StoredRow(row, rollout, RowAccess(access)))
         return JsonResponse({"row_ref": ref, "public_row": self._server.public_row(row)})
@@ -457,7 +434,7 @@ class EnvironmentRoutes:
 
     async def _ask_rollout(self, request: Request, *roles: Role) -> RolloutIdentity:
         require_role(request, *roles)
-        return _rollout((await parse_json_object(request)).get("rollout"))
+        return validated(RolloutIdentity, (await parse_json_object(request)).get("rollout"), "'rollout'")
 
     async def finish(self) -> None:
         """Let go of what is running, at shutdown."""
@@ -475,28 +452,6 @@ def attempt_of(request: Request) -> AttemptKey:
     if not (attempt := request.session.get(ATTEMPT_SESSION_KEY)):
         raise ContractError(f"{request.url.path} needs the session of an attempt: the cookies of its seed")
     return AttemptKey(*attempt)
-
-
-def _envelope(value: Any) -> SessionEnvelope | None:
-    if value is None:
-        return None
-    try:
-        return SessionEnvelope.model_validate(value)
-    except ValidationError as error:
-        raise InvalidBodyError(f"'{SESSION_KEY}': {_where(error)}") from None
-
-
-def _rollout(value: Any) -> RolloutIdentity:
-    try:
-        return RolloutIdentity.model_validate(value)
-    except ValidationError as error:
-        raise InvalidBodyError(f"'rollout': {_where(error)}") from None
-
-
-def _where(error: ValidationError) -> str:
-    return "; ".join(
-        f"{'.'.join(map(str, item['loc'])) or 'value'}: {item['msg']}" for item in error.errors(include_input=False)
-    )
 
 
 def _placed(descriptor: SessionDescriptor, topology: str | None) -> SessionDescriptor:

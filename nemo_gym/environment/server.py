@@ -73,20 +73,6 @@ NEMO_GYM_MCP_SESSION_TOKEN_HEADER = "X-NeMo-Gym-Session-Token"
 GRADING_LEASE_S = 120.0
 """How long a box of `SimpleResourcesServer.grading_box` outlives a server that is killed."""
 
-_WIRE = frozenset(
-    {
-        "BaseMultiRewardVerifyResponse",
-        "BaseRunRequest",
-        "BaseSeedSessionRequest",
-        "BaseSeedSessionResponse",
-        "BaseVerifyRequest",
-        "BaseVerifyResponse",
-        "MCPServerMetadata",
-        "NeMoGymResponse",
-        "NeMoGymResponseCreateParamsNonStreaming",
-    }
-)
-
 log = structlog.get_logger(__name__)
 
 
@@ -302,7 +288,8 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WIRE:
+    """The rest of ``__all__``, which needs OpenAI's types: imported by the plugins that use it."""
+    if name in __all__:
         from nemo_gym.http import environment_bodies as wire
 
         return getattr(wire, name)

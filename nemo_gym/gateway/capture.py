@@ -21,11 +21,11 @@ import orjson
 import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
-from nemo_gym._util.files import write_all
 from nemo_gym._util.secrets import REDACTED, is_secret_name, redact_tokens
 from nemo_gym.config_types import CommandPath
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.rollout_observability import TrajectoryModelCall, TrajectoryResponseMetadata, TrajectoryTokenStats
+from nemo_gym.storage.jsonl import append_lines, open_lines, whole_lines
 
 # What is captured of calls, and how much of it is kept.
 
@@ -165,7 +165,6 @@ def _member(found: re.Match[bytes]) -> bytes:
 # The directory of captured calls: whole lines, bounded files, bounded total.
 
 _MAX_OPEN = 64
-_TAIL_BYTES = 1 << 16
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}", re.ASCII)
 
 
@@ -189,11 +188,10 @@ class CaptureDirectory:
         before = os.fstat(fd).st_size
         if before and before + len(line) > self._config.max_file_bytes:
             self._rotate(name)
-            fd, before = self._file(name), 0
+            fd = self._file(name)
         try:
-            write_all(fd, line)
+            append_lines(fd, line)
         except OSError:
-            os.ftruncate(fd, before)
             self._close(name)
             raise
 
@@ -227,9 +225,7 @@ class CaptureDirectory:
     def _file(self, name: str) -> int:
         fd = self._open.get(name)
         if fd is None:
-            fd = os.open(self._path(name), os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            _drop_torn_line(fd)
-            self._open[name] = fd
+            fd = self._open[name] = open_lines(self._path(name), 0o600)
             if len(self._open) > _MAX_OPEN:
                 self._close(next(iter(self._open)))
         self._open.move_to_end(name)
@@ -242,21 +238,6 @@ class CaptureDirectory:
     def _close(self, name: str) -> None:
         if (fd := self._open.pop(name, None)) is not None:
             os.close(fd)
-
-
-def _drop_torn_line(fd: int) -> None:
-    """Remove the beginning of a line that a killed process left at the end."""
-    end = os.fstat(fd).st_size
-    at = end
-    while at > 0:
-        start = max(0, at - _TAIL_BYTES)
-        newline = os.pread(fd, at - start, start).rfind(b"\n")
-        if newline >= 0:
-            at = start + newline + 1
-            break
-        at = start
-    if at < end:
-        os.ftruncate(fd, at)
 
 
 # Where records of calls go.
@@ -428,10 +409,8 @@ def _left_out(body: Any) -> bytes:
 
 def read_calls(path: str | Path) -> Iterator[dict[str, Any]]:
     """The records of one file, oldest first. A last line that is still being written is left out."""
-    with Path(path).open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield orjson.loads(line)
+    for line in whole_lines(Path(path)):
+        yield orjson.loads(line)
 
 
 def model_call(call: Mapping[str, Any]) -> TrajectoryModelCall:

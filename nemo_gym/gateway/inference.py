@@ -147,7 +147,7 @@ class Inference(Generic[C, D]):
         call.record = self._begun(call, request)
         try:
             if not watch.watched:
-                return await while_connected(request, lambda: self._answered(call, request))
+                return await while_connected(request, self._answered(call, request))
             async with asyncio.timeout(None) as scope:
                 loop = asyncio.get_running_loop()
                 watch.when_lost(lambda: scope.reschedule(loop.time()))

@@ -284,7 +284,7 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
         call = InferenceCall(dialect, body, session, request)
         try:
             # A caller that leaves ends the work for it, here and at the endpoint.
-            reply = await while_connected(request, lambda: self._infer_in_time(call))
+            reply = await while_connected(request, self._infer_in_time(call))
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         except aiohttp.ClientResponseError as error:

@@ -83,26 +83,31 @@ def inference_context(server_name: str, token: str) -> contextlib.AbstractContex
     return attach_headers(server_name, {"Authorization": f"Bearer {token}"})
 
 
+def new_session(
+    timeout: aiohttp.ClientTimeout, *, force_close: bool = False, keepalive_s: float = KEEPALIVE_S, **options: Any
+) -> aiohttp.ClientSession:
+    """An HTTP session as every client of this suite has one, with aiohttp's ``options``.
+
+    It keeps no cookies, takes no proxy from the environment, opens as many connections as are asked for, and notices
+    a peer that vanished.
+    """
+    kept: dict[str, Any] = {"force_close": True} if force_close else {"keepalive_timeout": keepalive_s}
+    connector = aiohttp.TCPConnector(
+        limit=CONNECTION_LIMIT, limit_per_host=0, ttl_dns_cache=60, socket_factory=watched_socket, **kept
+    )
+    return aiohttp.ClientSession(
+        connector=connector, timeout=timeout, cookie_jar=aiohttp.DummyCookieJar(), trust_env=False, **options
+    )
+
+
 def get_global_aiohttp_client() -> aiohttp.ClientSession:
     """The shared session of the running event loop, closed with the loop. It keeps no cookies: each caller passes its
     own."""
     loop = asyncio.get_running_loop()
     session, _ = _sessions.get(loop, (None, None))
     if session is None or session.closed:
-        session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=CONNECTION_LIMIT,
-                limit_per_host=0,
-                keepalive_timeout=KEEPALIVE_S,
-                ttl_dns_cache=60,
-                socket_factory=watched_socket,
-            ),
-            timeout=aiohttp.ClientTimeout(total=TOTAL_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=True,
-            trust_env=False,
-            read_bufsize=2**18,
-        )
+        timeout = aiohttp.ClientTimeout(total=TOTAL_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
+        session = new_session(timeout, read_bufsize=2**18)
         _sessions[loop] = session, close_with_the_loop(session)
     return session
 

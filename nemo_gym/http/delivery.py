@@ -37,7 +37,7 @@ async def disconnected(request: Received) -> None:
         pass
 
 
-async def end(task: asyncio.Task[T]) -> None:
+async def end(task: asyncio.Future[T]) -> None:
     """Cancel a task and wait until it has ended, also while the waiter is being cancelled itself."""
     task.cancel()
     cancelled: asyncio.CancelledError | None = None
@@ -52,9 +52,9 @@ async def end(task: asyncio.Task[T]) -> None:
         raise cancelled
 
 
-async def while_connected(request: Received, work: Callable[[], Awaitable[T]]) -> T:
+async def while_connected(request: Received, work: Awaitable[T]) -> T:
     """The result of ``work``, which is cancelled when the caller leaves; then raises `CallerGoneError`."""
-    task: asyncio.Task[T] = asyncio.ensure_future(_run(work))
+    task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(disconnected(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -65,10 +65,6 @@ async def while_connected(request: Received, work: Callable[[], Awaitable[T]]) -
         gone.cancel()
         if not task.done():
             await end(task)
-
-
-async def _run(work: Callable[[], Awaitable[T]]) -> T:
-    return await work()
 
 
 Connection = tuple[str, int]

@@ -32,7 +32,7 @@ from nemo_gym.http.correlation import (
     replica_context,
     rollout_context,
 )
-from nemo_gym.http.problems import send_problem
+from nemo_gym.http.problems import send_problem, unexpected
 
 
 class BodyTooLargeError(NemoGymError):
@@ -69,23 +69,55 @@ class BodyLimits:
         )
 
 
+class UnknownErrorMiddleware:
+    """Answers any other error with a problem that names its type only: the message may quote private fields, and the
+    caller may be an agent. The traceback goes to this server's log.
+
+    The error ends here. Raised on, it would make the web server close a connection that its client believes alive, and
+    the next request on it, perhaps one that must not be repeated, would be lost.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched)
+        except Exception as error:
+            if started or scope["type"] != "http":
+                raise
+            # The boundary of plugin code.
+            await unexpected(scope, error)(scope, receive, send)
+
+
 class BodyLimitMiddleware:
     """Answers with `BodyTooLargeError` or `TooManyValuesError` where a route reads more of a body than its sender may
     send, whether its length was announced or not. What was not read is thrown away by the web server, so the
     connection stays usable.
 
-    ``limits``: by whoever sends the request. Values are counted before anything is parsed, whoever parses it.
+    Values are counted before anything is parsed, whoever parses it.
+
+    Args:
+        limits: of anybody's requests.
+        agent_limits: of requests that agent servers send.
     """
 
-    def __init__(self, app: ASGIApp, limits: Callable[[Scope], BodyLimits]) -> None:
+    def __init__(self, app: ASGIApp, limits: BodyLimits, agent_limits: BodyLimits) -> None:
         self.app = app
-        self._limits = limits
+        self._limits, self._agent_limits = limits, agent_limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        limits = self._limits(scope)
+        limits = self._agent_limits if sent_by_agent(scope) else self._limits
         announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         taken = 0
         counter = ValueCounter(_OF_CONTAINERS) if limits.max_values is not None else None

@@ -8,17 +8,19 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 import structlog
 from fastapi import FastAPI
 from fastapi.exception_handlers import http_exception_handler
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
+from nemo_gym._util.suggest import validation_problems
 from nemo_gym.contract.errors import InvalidBodyError, NemoGymError, not_json
 from nemo_gym.http.body_values import check_values
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST
@@ -27,6 +29,8 @@ PROBLEM_TYPE = "application/problem+json"
 _LEVELS_AROUND = 50
 """Of nesting, kept free of the 254 that can be written."""
 log = structlog.get_logger(__name__)
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 class JsonResponse(Response):
@@ -78,6 +82,14 @@ def problem_response(error: NemoGymError, scope: Scope | None = None) -> Respons
 
 async def send_problem(scope: Scope, receive: Receive, send: Send, error: NemoGymError) -> None:
     await problem_response(error, scope)(scope, receive, send)
+
+
+def validated(model: type[ModelT], value: Any, what: str) -> ModelT:
+    """``value`` of a request as a model; raises `InvalidBodyError` that names ``what`` and each wrong field."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise InvalidBodyError(f"{what}: {validation_problems(error, model.model_fields)}") from None
 
 
 async def parse_json_object(
@@ -178,31 +190,3 @@ def unexpected(scope: Scope, error: Exception) -> Response:
     log.exception("route failed", route=scope["path"])
     said = f"{type(error).__name__} in {scope['path']}; the server's log has the traceback"
     return problem_response(InternalError(said), scope)
-
-
-class UnknownErrorMiddleware:
-    """Answers any other error with a problem that names its type only: the message may quote private fields, and the
-    caller may be an agent. The traceback goes to this server's log.
-
-    The error ends here. Raised on, it would make the web server close a connection that its client believes alive, and
-    the next request on it, perhaps one that must not be repeated, would be lost.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-
-        async def watched(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        try:
-            await self.app(scope, receive, watched)
-        except Exception as error:
-            if started or scope["type"] != "http":
-                raise
-            # The boundary of plugin code.
-            await unexpected(scope, error)(scope, receive, send)

@@ -21,8 +21,12 @@ _JOINED_BYTES = 64 * 1024
 
 
 class JoinedWrites:
-    """An ``asyncio.Transport`` around another. A reply's head waits for the next write, at most until the event loop's
-    next turn: a stream whose first piece is still to come begins at once."""
+    """An ``asyncio.Transport`` around another, on which the head of a reply leaves together with the body behind it.
+
+    uvicorn writes the two one after the other, and each write wakes the reader, which can do nothing with a head
+    alone: for small replies that costs more than making them. A head waits for the next write, at most until the event
+    loop's next turn: a stream whose first piece is still to come begins at once.
+    """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport

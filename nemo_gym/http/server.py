@@ -32,9 +32,9 @@ from nemo_gym.http.middleware import (
     RolloutMiddleware,
     SessionGuard,
     SessionMiddleware,
-    sent_by_agent,
+    UnknownErrorMiddleware,
 )
-from nemo_gym.http.problems import JsonResponse, UnknownErrorMiddleware, install_problem_handlers
+from nemo_gym.http.problems import JsonResponse, install_problem_handlers
 
 CONFIG_PATH_ENV = "NEMO_GYM_CONFIG_PATH"
 """The instance's name, for a server that is started by hand or by NeMo Gym's own tools."""
@@ -184,7 +184,15 @@ class SimpleServer(BaseServer):
         if self.secured or self._launch is not None:
             app.add_middleware(UnknownErrorMiddleware)
         if limit_bodies:
-            app.add_middleware(BodyLimitMiddleware, limits=self._body_limits())
+            config = self.config
+            agent_limits = BodyLimits(
+                min(config.max_body_bytes, config.max_agent_body_bytes),
+                "max_agent_body_bytes" if config.max_agent_body_bytes < config.max_body_bytes else "max_body_bytes",
+                config.max_agent_body_values,
+                "max_agent_body_values",
+            )
+            limits = BodyLimits(config.max_body_bytes)
+            app.add_middleware(BodyLimitMiddleware, limits=limits, agent_limits=agent_limits)
         app.add_middleware(
             SessionMiddleware, cookie_name=self.get_session_middleware_key(), codec=codec, guard=session_guard
         )
@@ -197,17 +205,6 @@ class SimpleServer(BaseServer):
             app.router.routes.append(Route(path, _health, methods=["GET"]))
         app.router.routes.append(Route("/ready", self._ready_route, methods=["GET"]))
         return app
-
-    def _body_limits(self) -> Callable[[Scope], BodyLimits]:
-        config = self.config
-        anybody = BodyLimits(config.max_body_bytes)
-        agents = BodyLimits(
-            min(config.max_body_bytes, config.max_agent_body_bytes),
-            "max_agent_body_bytes" if config.max_agent_body_bytes < config.max_body_bytes else "max_body_bytes",
-            config.max_agent_body_values,
-            "max_agent_body_values",
-        )
-        return lambda scope: agents if sent_by_agent(scope) else anybody
 
     def setup_session_middleware(self, app: FastAPI) -> None:
         """Kept for NeMo Gym plugins that build their own application and are served without this suite, in their own

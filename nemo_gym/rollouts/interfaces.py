@@ -135,14 +135,19 @@ class JobAttempt(Attempt):
     @classmethod
     def of(cls, job: Job, servers: Servers) -> JobAttempt:
         """The attempt of a job, which goes on after RUN where the job's RUN result is stored."""
-        attempt = cls(servers, job.rollout.model_dump(), job.spec.row, job=job)
+        spec = job.spec
+        rollout = {  # as plain data: what is wrong with it is the environment's to say, and fails this job alone
+            "rollout_id": spec.job_id,
+            "task_id": spec.task_id,
+            "group_id": spec.group_id,
+            "sample_index": spec.sample_index,
+            "attempt": job.attempt,
+            "run_id": spec.run_id,
+        }
+        attempt = cls(servers, rollout, spec.row, numbers={ROLLOUT_INDEX_KEY: spec.sample_index}, job=job)
         if job.stage is StageName.EVAL and job.run_result is not None:
             attempt._restore(job.run_result)
         return attempt
-
-    def row_with(self, **members: Any) -> dict[str, Any]:
-        """The row, its rollout index, and more members."""
-        return {**orjson.loads(self.row), ROLLOUT_INDEX_KEY: self.job.spec.sample_index, **members}
 
     def stored_run(self) -> bytes:
         """RUN's payload: what EVAL needs when another process takes the attempt up again."""

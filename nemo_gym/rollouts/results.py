@@ -6,6 +6,7 @@ appended on the next start, what it leaves torn is cut off. So each rollout stan
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -22,6 +23,7 @@ from nemo_gym.contract.rows import ROLLOUT_ID_KEY
 from nemo_gym.rollouts.interfaces import JobSelector, JobState, JobStore
 from nemo_gym.rollouts.store import SqliteJobStore
 from nemo_gym.rollouts.store.sqlite import store_error
+from nemo_gym.storage.jsonl import append_lines, open_lines, whole_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,7 @@ class ResultFiles:
 
     def __init__(self, files: RunFiles) -> None:
         self._files = files
-        self._open: dict[Path, BinaryIO] = {}
+        self._open: dict[Path, int] = {}
 
     def __call__(self, rows: list[tuple[str, bytes]]) -> None:
         done = [row for state, row in rows if state == JobState.DONE.value]
@@ -234,15 +236,14 @@ class ResultFiles:
         if not rows:
             return
         try:
-            file = self._open.get(path)
-            if file is None:
-                file = self._open[path] = path.open("ab", buffering=0)
-            data = b"\n".join(rows) + b"\n"
-            written = file.write(data)
-            while written < len(data):  # a short write precedes ENOSPC
-                written += file.write(data[written:])
+            append_lines(self._file(path), b"\n".join(rows) + b"\n")
         except OSError as error:
             raise store_error(path, error) from error
+
+    def _file(self, path: Path) -> int:
+        if (fd := self._open.get(path)) is None:
+            fd = self._open[path] = open_lines(path)
+        return fd
 
     async def recover(self, store: JobStore) -> None:
         """Make both files hold exactly what the store holds, each rollout once."""
@@ -256,7 +257,7 @@ class ResultFiles:
                 raise store_error(path, error) from error
 
     async def _recover(self, path: Path, store: JobStore, selector: JobSelector) -> None:
-        present, length, odd = _scan(path)
+        present, odd = _scan(path)
         missing: list[bytes] = []
         async for record in store.iterate(selector):
             if record.job_id in present:
@@ -266,8 +267,8 @@ class ResultFiles:
         if odd or present:  # lines that the store does not know: write the file anew
             await self._rewrite(path, store, selector)
             return
-        if path.exists() and path.stat().st_size > length:
-            os.truncate(path, length)
+        if path.exists():
+            self._file(path)  # without a torn line at its end
         self._append(path, missing)
 
     async def _rewrite(self, path: Path, store: JobStore, selector: JobSelector) -> None:
@@ -284,30 +285,22 @@ class ResultFiles:
             partial.unlink(missing_ok=True)
 
     def close(self) -> None:
-        for file in self._open.values():
-            try:
-                os.fsync(file.fileno())
-            except OSError:
-                pass  # the store holds every row; the next start mends the file
-            file.close()
+        for fd in self._open.values():
+            with contextlib.suppress(OSError):  # the store holds every row; the next start mends the file
+                os.fsync(fd)
+            os.close(fd)
         self._open.clear()
 
 
-def _scan(path: Path) -> tuple[set[str], int, bool]:
-    """Rollout ids in a result file, the length of its whole lines, and whether a line is repeated or not ours."""
+def _scan(path: Path) -> tuple[set[str], bool]:
+    """Rollout ids in a result file, and whether a line is repeated or not ours."""
     ids: set[str] = set()
-    length, odd = 0, False
-    if not path.exists():
-        return ids, length, odd
-    with path.open("rb") as lines:
-        for line in lines:
-            try:
-                rollout_id = orjson.loads(line).get(ROLLOUT_ID_KEY) if line.endswith(b"\n") else None
-            except (orjson.JSONDecodeError, AttributeError):
-                rollout_id = None
-            if rollout_id is None and not line.endswith(b"\n"):
-                break  # torn by a crash
-            odd = odd or not isinstance(rollout_id, str) or rollout_id in ids
-            ids.add(str(rollout_id))
-            length += len(line)
-    return ids, length, odd
+    odd = False
+    for line in whole_lines(path) if path.exists() else ():
+        try:
+            rollout_id = orjson.loads(line).get(ROLLOUT_ID_KEY)
+        except (orjson.JSONDecodeError, AttributeError):
+            rollout_id = None
+        odd = odd or not isinstance(rollout_id, str) or rollout_id in ids
+        ids.add(str(rollout_id))
+    return ids, odd

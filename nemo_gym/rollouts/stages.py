@@ -27,7 +27,7 @@ from nemo_gym.contract.verdict import (
     failure_of_reply,
 )
 from nemo_gym.http.peers import PeerError, Peers
-from nemo_gym.rollout import Attempt, RolloutSettings, RolloutSteps, failure_of, required
+from nemo_gym.rollout import RolloutSettings, RolloutSteps, failure_of, required
 from nemo_gym.rollouts.interfaces import JobAttempt, StageResult
 from nemo_gym.rollouts.result_rows import OWN_FIELDS, result_row
 
@@ -177,11 +177,11 @@ class EvalStage(HttpStage):
         workers: int,
         timeout_s: float,
         validation: str | None,
-        keep_log: EvaluationLogs,
+        logs: EvaluationLogs,
     ) -> None:
         super().__init__(peers, steps, workers=workers, timeout_s=timeout_s)
         self._validation = validation
-        self._keep_log = keep_log
+        self._keep_log = logs.keep
 
     async def run(self, attempt: JobAttempt) -> StageResult:
         result = await super().run(attempt)
@@ -192,9 +192,11 @@ class EvalStage(HttpStage):
     async def _run(self, attempt: JobAttempt) -> bytes:
         # A grader that fails takes the verdict, not what the policy did until then.
         attempt.salvage = lambda: self._salvage(attempt)
-        if attempt.verified is not None:
-            await self._keep_log(attempt, attempt.verified)
-        await self._steps.judge(attempt)
+        try:
+            await self._steps.judge(attempt)
+        finally:
+            if (graded := attempt.reply or attempt.verified) is not None:
+                await self._keep_log(attempt, graded)
         return b""
 
     async def _salvage(self, attempt: JobAttempt) -> dict[str, Any]:
@@ -214,8 +216,7 @@ class EvaluationLogs:
         self._directory = directory if max_chars else None
         self._max_chars = max_chars
 
-    async def __call__(self, attempt: Attempt, verified: dict[str, Any]) -> None:
-        assert isinstance(attempt, JobAttempt)
+    async def keep(self, attempt: JobAttempt, verified: dict[str, Any]) -> None:
         text, directory, spec = verified.get("evaluation_log"), self._directory, attempt.job.spec
         if text is None or attempt.row_with().get("evaluation_log") == text:
             return  # nothing, or a field of the row's own
@@ -253,8 +254,7 @@ def http_stages(
         base_seed=config.base_seed,
         finalize_timeout_s=config.close_timeout_s,
     )
-    keep_log = EvaluationLogs(logs, config.evaluation_log_chars)
-    steps = RolloutSteps(peers, settings, on_verdict=keep_log)
+    steps = RolloutSteps(peers, settings)
     init, run, eval_ = config.workers
     return (
         InitStage(peers, steps, workers=init, timeout_s=config.init_timeout_s),
@@ -265,6 +265,6 @@ def http_stages(
             workers=eval_,
             timeout_s=config.eval_timeout_s,
             validation=config.validation,
-            keep_log=keep_log,
+            logs=EvaluationLogs(logs, config.evaluation_log_chars),
         ),
     )

@@ -26,6 +26,7 @@ from yarl import URL
 from nemo_gym._util.tasks import finish
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.sandbox import Door
+from nemo_gym.http.client import new_session
 from nemo_gym.sandbox.door_statistics import AnswerLimit, DoorStatistics, Exchange
 from nemo_gym.sandbox.egress import EgressProxy
 
@@ -206,11 +207,10 @@ class DoorServer:
     def _session(self) -> aiohttp.ClientSession:
         # Made at the first request: most eval boxes never use their doors.
         if self._client is None:
-            self._client = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+            self._client = new_session(
+                aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+                keepalive_s=_KEEPALIVE_S,
                 auto_decompress=False,
-                cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             )
         return self._client

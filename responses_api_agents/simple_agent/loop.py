@@ -12,7 +12,8 @@ import orjson
 from nemo_gym.agent.harness.events import Transcript
 from nemo_gym.agent.harness.policy import ContextExceededError, PolicyClient
 from nemo_gym.contract.errors import ModelError
-from nemo_gym.contract.session import AgentOutcome, outcome_of_model_error
+from nemo_gym.contract.session import AgentOutcome
+from nemo_gym.contract.verdict import outcome_of_model_error
 from responses_api_agents.simple_agent.tools import Toolbox, ToolServerError
 
 _NOT_FOR_REQUESTS = frozenset({"tools", "input", "metadata", "model", "stream", "background", "store"})

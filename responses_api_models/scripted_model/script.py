@@ -17,6 +17,7 @@ from typing import Annotated, Any, Self
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
+from nemo_gym._util.suggest import validation_problems
 from nemo_gym.contract.errors import ConfigError, ModelError
 from responses_api_models.scripted_model.tools import HarnessTools
 
@@ -248,8 +249,8 @@ class Script(_Part):
         except yaml.YAMLError as error:
             raise ConfigError(f"script '{path}' is no YAML: {error}", key="script") from error
         except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-            raise ConfigError(f"script '{path}': {wrong}", key="script") from None
+            problems = validation_problems(error, cls.model_fields)
+            raise ConfigError(f"script '{path}': {problems}", key="script") from None
 
     @property
     def is_spelled(self) -> bool:

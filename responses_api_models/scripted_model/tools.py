@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from nemo_gym._util.suggest import validation_problems
 from nemo_gym.contract.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,8 +63,7 @@ class HarnessTools(BaseModel):
         except yaml.YAMLError as error:
             raise ConfigError(f"'{path}' is no YAML: {error}", key="tools") from error
         except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-            raise ConfigError(f"'{path}': {wrong}", key="tools") from None
+            raise ConfigError(f"'{path}': {validation_problems(error, cls.model_fields)}", key="tools") from None
 
     def spelled(self, call: ToolCall, server: str | None) -> ToolCall:
         """The call as the harness takes it. Raises ``ValueError`` where the harness has no such tool."""

@@ -142,6 +142,18 @@ def test_files_of_the_architecture_page_exist() -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
+def test_names_on_the_architecture_page_stand_in_their_files() -> None:
+    page = (PAGES / "architecture.md").read_text()
+    named = re.findall(r"`([\w/]+\.py)`: `([\w.]+)`", page)
+    assert len(named) >= 3
+    defined = {
+        (path, name)
+        for path, name in named
+        if re.search(rf"^\s*(class|(async )?def) {name.rsplit('.', 1)[-1]}\b", (ROOT / path).read_text(), re.MULTILINE)
+    }
+    assert set(named) - defined == set()
+
+
 def test_licence_file_is_the_one_that_the_package_names() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert (project["license"], project["license-files"]) == ("Apache-2.0", ["LICENSE"])

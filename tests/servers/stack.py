@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -134,3 +135,11 @@ def response(text: str = "hello", **fields: Any) -> dict[str, Any]:
         "tools": [],
         **fields,
     }
+
+
+async def until(condition: Callable[[], object], seconds: float = 20) -> None:
+    """Wait for a condition that nobody announces."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        await asyncio.sleep(0.01)

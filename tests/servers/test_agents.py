@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from nemo_gym.contract.session import ActRequest, ActResponse, AgentOutcome, Inf
 from nemo_gym.openai_utils import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
 from responses_api_models.scripted_model.app import ScriptedModel
 from tests.servers.plugins import ToolAgent, WaitingAgent
-from tests.servers.stack import Stack, rollout
+from tests.servers.stack import Stack, rollout, until
 
 SCRIPT = "responses_api_models/scripted_model/data/example_script.yaml"
 WHO = rollout().model_dump()
@@ -37,13 +36,6 @@ def act_body(attempt: int = 1, prompt: str = "wait", **fields: Any) -> dict[str,
         "inference": inference.model_dump(),
         **fields,
     }
-
-
-async def until(condition: Callable[[], object], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        await asyncio.sleep(0.01)
 
 
 @pytest.fixture

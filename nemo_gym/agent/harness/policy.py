@@ -15,7 +15,8 @@ import orjson
 from nemo_gym._util.backoff import NETWORK_JITTER, Backoff, retry_after_s
 from nemo_gym.contract.errors import ModelError
 from nemo_gym.contract.model_limits import CONNECT_TIMEOUT_S, WAIT_BEYOND_S
-from nemo_gym.contract.session import InferenceEndpoint, is_context_exceeded
+from nemo_gym.contract.session import InferenceEndpoint
+from nemo_gym.contract.verdict import is_context_exceeded
 from nemo_gym.http.client import get_global_aiohttp_client
 from nemo_gym.http.openai_client import SHOULD_RETRY_HEADER
 

@@ -39,15 +39,17 @@ from nemo_gym.contract.session import (
     FilesHarvest,
     GitDiffHarvest,
     HarvestItem,
-    is_context_exceeded,
-    outcome_of_refusal,
 )
+from nemo_gym.contract.verdict import is_context_exceeded, outcome_of_refusal
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 
 # /tmp comes last: some CLIs distrust it.
 CANDIDATES = ("/var/tmp/nemo-gym-agent", "/tmp/nemo-gym-agent", "/run/nemo-gym-agent", "/nemo-gym-agent")
 """The same in every box, because CLIs tell the model their paths, and samples of one task should see one prompt."""
+
+
+# A harness's own directory in the box: fresh, outside of the work directory and of what is harvested
 
 
 def home_candidates(workdir: str, harvest: Iterable[HarvestItem]) -> Iterator[str]:
@@ -92,6 +94,9 @@ def _printf_arguments(content: bytes) -> str:
     if "\0" not in text:
         return f"%s {shlex.quote(text)}"
     return "'" + "".join(f"\\{byte:03o}" for byte in content) + "'"
+
+
+# How a run ended
 
 
 def judge(harness: CliHarness, ended: HarnessEnded) -> Judgement:
@@ -178,6 +183,9 @@ def _in(door: DoorStatistics) -> str:
 
 
 POLL_S = 0.2
+
+
+# What ends a run early
 
 
 async def until_over(

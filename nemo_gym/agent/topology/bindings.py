@@ -37,6 +37,9 @@ FIRST_MCP_DOOR_PORT = 8100
 """MCP servers for which the environment asks no port get this one and those after it."""
 
 
+# Doors of an attempt's box: the model's and the MCP servers', with credentials that stay outside of the box
+
+
 def process_doors(
     descriptor: SessionDescriptor, inference: InferenceEndpoint, *, topology: Topology, needs: HarnessNeeds
 ) -> tuple[Door, ...]:

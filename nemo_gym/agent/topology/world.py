@@ -29,15 +29,8 @@ from nemo_gym.contract.errors import (
     SandboxLostError,
 )
 from nemo_gym.contract.sandbox import Door, SandboxRole, SandboxSpec
-from nemo_gym.contract.session import (
-    ActRequest,
-    ActResponse,
-    AgentOutcome,
-    Artifact,
-    SandboxRef,
-    Topology,
-    outcome_of_model_error,
-)
+from nemo_gym.contract.session import ActRequest, ActResponse, AgentOutcome, Artifact, SandboxRef, Topology
+from nemo_gym.contract.verdict import outcome_of_model_error
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import (
     DEFAULT_MAX_OUTPUT_BYTES,
@@ -62,6 +55,9 @@ from nemo_gym.sandbox.registry import create_provider
 log = structlog.get_logger(__name__)
 
 CLOSE_TIMEOUT_S = 60.0
+
+
+# Ending what an attempt holds, whatever happens to the attempt meanwhile
 
 
 async def shielded(teardown: Awaitable[None], timeout_s: float, *, what: str) -> None:

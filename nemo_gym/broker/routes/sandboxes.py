@@ -85,7 +85,7 @@ def sandbox_routes(broker: BrokerService) -> APIRouter:
         owner = body.labels.get(OWNER_LABEL) or caller.name
         order = CreateOrder(caller.name, caller.role, owner, key, asked, ttl_s, body)
         try:
-            box, is_new = await while_connected(request, lambda: broker.creations.create(order))
+            box, is_new = await while_connected(request, broker.creations.create(order))
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         lease = box.owner_lease

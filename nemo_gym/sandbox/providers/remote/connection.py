@@ -20,9 +20,10 @@ from pydantic_core import PydanticSerializationError
 from yarl import URL
 
 from nemo_gym._util.backoff import NETWORK_JITTER, Backoff, retry_after_s
+from nemo_gym._util.suggest import validation_problems
 from nemo_gym.contract.errors import InvalidBodyError, SandboxError
 from nemo_gym.contract.session import LeaseScope
-from nemo_gym.http.client import close_with_the_loop, watched_socket
+from nemo_gym.http.client import close_with_the_loop, new_session
 from nemo_gym.sandbox.base import SandboxHandle
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.wire import routes
@@ -208,10 +209,10 @@ class BrokerConnection:
         session, _ = self._sessions.get(key, (None, None))
         if session is None or session.closed:
             self._sessions = {known: owned for known, owned in self._sessions.items() if not known[0].is_closed()}
-            kept: dict[str, Any] = {"force_close": True} if fresh else {"keepalive_timeout": KEEPALIVE_S}
-            session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, socket_factory=watched_socket, **kept),
-                cookie_jar=aiohttp.DummyCookieJar(),
+            session = new_session(
+                aiohttp.ClientTimeout(total=5 * 60, sock_connect=30),  # aiohttp's own; requests set theirs
+                force_close=fresh,
+                keepalive_s=KEEPALIVE_S,
                 auto_decompress=False,
                 read_bufsize=2**20,
                 skip_auto_headers=("User-Agent", "Accept-Encoding"),
@@ -258,8 +259,8 @@ def refusals() -> Any:
     try:
         yield
     except ValidationError as error:
-        said = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
-        raise InvalidBodyError(f"this cannot be asked of a broker: {said}", started="no") from error
+        problems = validation_problems(error)
+        raise InvalidBodyError(f"this cannot be asked of a broker: {problems}", started="no") from error
 
 
 def _url(url: str, query: Mapping[str, Any] | list[tuple[str, str]] | None) -> URL:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import structlog
 from pydantic import ValidationError
 
+from nemo_gym._util.suggest import validation_problems
 from nemo_gym._util.tasks import BackgroundTasks
 from nemo_gym.contract.errors import (
     ConfigError,
@@ -333,8 +334,7 @@ class RemoteProvider(StreamingProvider):
         try:
             ref = SandboxRef.model_validate(dict(descriptor))
         except ValidationError as error:
-            fields = ", ".join(".".join(map(str, e["loc"])) for e in error.errors(include_url=False))
-            raise SandboxError(f"this is not a reference to a box of a broker; look at: {fields}") from None
+            raise SandboxError(f"this is not a reference to a box of a broker; {validation_problems(error)}") from None
         brokers = self._found()
         url = ref.broker_url.rstrip("/") if brokers is None else brokers.url_of(ref.broker_url)
         if url is None:

@@ -1,0 +1,80 @@
+"""A whole rollout as a caller without a pipeline drives it: `RolloutSteps.run`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+import pytest
+
+from nemo_gym.contract.credentials import Role
+from nemo_gym.contract.verdict import FailureKind, StageError, StageName
+from nemo_gym.http.peers import Peers
+from nemo_gym.rollout import Attempt, Budgets, RolloutSettings, RolloutSteps, Servers, failure_of
+from responses_api_models.scripted_model.app import ScriptedModel
+from tests.servers.plugins import WaitingAgent
+from tests.servers.stack import Stack, rollout, until
+
+SCRIPT = "responses_api_models/scripted_model/data/example_script.yaml"
+SERVERS = Servers("agent", "phrase", "model", needs_prompt=True)
+
+
+@pytest.fixture
+def servers(phrase: Stack) -> Stack:
+    phrase.add("model", ScriptedModel, Role.MODEL, script=SCRIPT)
+    reference = {"type": "resources_servers", "name": "phrase"}
+    phrase.add("agent", WaitingAgent, Role.AGENT, ("phrase", "model"), resources_server=reference)
+    return phrase
+
+
+def attempt_at(prompt: str, **row: Any) -> Attempt:
+    row = {"responses_create_params": {"input": prompt}, "phrase": "rested", **row}
+    return Attempt(SERVERS, rollout().model_dump(), orjson.dumps(row))
+
+
+def steps_of(stack: Stack, **settings: Any) -> RolloutSteps:
+    return RolloutSteps(Peers(stack.client()), RolloutSettings(**settings))
+
+
+def left_open(stack: Stack) -> tuple[int, list[str], list[str]]:
+    """Open model sessions, and the attempts that the environment and the agent have let go of."""
+    model: Any = stack.servers["model"]
+    environment: Any = stack.servers["phrase"]
+    agent: Any = stack.servers["agent"]
+    sessions = sum(entry.closed_at is None for entry in model.gateway_sessions._entries.values())
+    return sessions, environment.closed, agent.cleaned
+
+
+NOTHING = (0, ["r1-a1"], ["r1-a1"])
+
+
+async def test_rollout_ends_with_its_verdict_and_its_model_session(servers: Stack) -> None:
+    verified = await steps_of(servers).run(attempt_at("at once"), Budgets(60, 60, 60))
+    assert (verified["reward"], verified["valid"], verified["phrase"]) == (1.0, True, "rested")
+    assert verified["ng_model_session"]["turns"] == 0
+    assert left_open(servers) == NOTHING
+
+
+async def test_rollout_is_closed_when_its_work_takes_longer_than_its_budget(servers: Stack) -> None:
+    with pytest.raises(TimeoutError) as raised:
+        await steps_of(servers).run(attempt_at("wait"), Budgets(work_s=1))
+    assert failure_of(StageName.RUN, raised.value).kind is FailureKind.DEADLINE
+    await until(lambda: left_open(servers) == NOTHING)
+
+
+async def test_rollout_is_closed_when_its_task_is_cancelled(servers: Stack) -> None:
+    agent: Any = servers.servers["agent"]
+    running = asyncio.create_task(steps_of(servers).run(attempt_at("wait"), Budgets()))
+    await until(lambda: agent.started)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await until(lambda: left_open(servers) == NOTHING)
+
+
+async def test_rollout_without_a_prompt_fails_before_anybody_is_asked(servers: Stack) -> None:
+    with pytest.raises(StageError) as raised:
+        await steps_of(servers).run(attempt_at("  "), Budgets())
+    assert (raised.value.failure.kind, raised.value.failure.retryable) == (FailureKind.SEED_FAILED, False)
+    assert left_open(servers) == (0, ["r1-a1"], [])

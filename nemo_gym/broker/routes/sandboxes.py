@@ -25,6 +25,8 @@ from nemo_gym.sandbox.wire.problems import BrokerError
 from nemo_gym.sandbox.wire.routes import IDEMPOTENCY_KEY_HEADER, SANDBOXES, sandbox
 
 MAX_KEY_CHARS = 255
+MAX_IMAGE_CHARS = 1024
+"""As many as the registry has room for."""
 MAX_PAGE = 1000
 
 Labels = Annotated[list[str], Query(alias="label", description="`name=value`; repeated: all of them")]
@@ -58,6 +60,10 @@ def sandbox_routes(broker: BrokerService) -> APIRouter:
         broker.permissions.check_create(caller, body, is_outsider=broker.access.is_outsider(caller))
         asked = digest(body)
         if body.spec.image is not None:
+            if len(body.spec.image) > MAX_IMAGE_CHARS or "\0" in body.spec.image:
+                raise InvalidBodyError(
+                    f"spec.image: a name has at most {MAX_IMAGE_CHARS} characters and no zero byte", started="no"
+                )
             image = await broker.images.of_box(caller, body.spec.image)
             if image != body.spec.image:
                 body = body.model_copy(update={"spec": body.spec.model_copy(update={"image": image})})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field
 
@@ -17,7 +17,6 @@ from nemo_gym.sandbox.wire.fields import MAX_DOORS, Identifier, Labels, Text, Tt
 class BoxSpec(SandboxSpecModel):
     """The wire form of a `SandboxSpec`. Its lease, labels and idempotency key are the request's."""
 
-    image: Annotated[str, Field(max_length=1024, pattern=r"^[^\x00]*$")] | None = None
     ttl_s: None = None
     """Of the request (`CreateSandbox.ttl_s`), never of the spec."""
     network: NetworkPolicy = NetworkPolicy.NONE

@@ -19,9 +19,9 @@ MAX_OUTPUT_BYTES = 2**40
 
 Identifier = Annotated[str, StringConstraints(pattern=IDENTIFIER.pattern, max_length=128)]
 """An id that is a path segment: of execs (chosen by the client), boxes and leases (by the broker)."""
-Text = Annotated[str, StringConstraints(max_length=8192, pattern=r"^[^\x00]*$")]
+Text = Annotated[str, StringConstraints(max_length=8192)]
 """A path, a name, a value: never a document."""
-LabelKey = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00]*$")]
+LabelKey = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Labels = Annotated[dict[LabelKey, Text], Field(max_length=MAX_LABELS)]
 TtlS = Annotated[float, Field(gt=0, le=MAX_TTL_S, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -41,6 +41,8 @@ from nemo_gym.sandbox.wire.routes import IDEMPOTENCY_KEY_HEADER, SANDBOXES, sand
 # -- Boxes ---------------------------------------------------------------------------------------------------------
 
 MAX_KEY_CHARS = 255
+MAX_IMAGE_CHARS = 1024
+"""As many as the registry has room for."""
 MAX_PAGE = 1000
 
 Labels = Annotated[list[str], Query(alias="label", description="`name=value`; repeated: all of them")]
@@ -77,7 +79,13 @@ def sandbox_routes(broker: BrokerService) -> APIRouter:
         body = await parse(request, CreateSandbox, broker.config)
         broker.permissions.check_create(caller, body, is_outsider=broker.access.is_outsider(caller))
         asked = digest(body)
+        if "\0" in (body.spec.workdir or ""):
+            raise InvalidBodyError("spec.workdir: a path has no zero byte", started="no")
         if body.spec.image is not None:
+            if len(body.spec.image) > MAX_IMAGE_CHARS or "\0" in body.spec.image:
+                raise InvalidBodyError(
+                    f"spec.image: a name has at most {MAX_IMAGE_CHARS} characters and no zero byte", started="no"
+                )
             image = await broker.images.of_box(caller, body.spec.image)
             if image != body.spec.image:
                 body = body.model_copy(update={"spec": body.spec.model_copy(update={"image": image})})

@@ -33,9 +33,9 @@ MAX_OUTPUT_BYTES = 2**40
 
 Identifier = Annotated[str, StringConstraints(pattern=IDENTIFIER.pattern, max_length=128)]
 """An id that is a path segment: of execs (chosen by the client), boxes and leases (by the broker)."""
-Text = Annotated[str, StringConstraints(max_length=8192, pattern=r"^[^\x00]*$")]
+Text = Annotated[str, StringConstraints(max_length=8192)]
 """A path, a name, a value: never a document."""
-LabelKey = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00]*$")]
+LabelKey = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Labels = Annotated[dict[LabelKey, Text], Field(max_length=MAX_LABELS)]
 TtlS = Annotated[float, Field(gt=0, le=MAX_TTL_S, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -90,8 +90,6 @@ class DoorsView(WireModel):
 class BoxSpec(SandboxSpecModel):
     """The wire form of a `SandboxSpec`. Its lease, labels and idempotency key are the request's."""
 
-    image: Annotated[str, Field(max_length=1024, pattern=r"^[^\x00]*$")] | None = None
-    workdir: Text | None = None
     ttl_s: None = None
     """Of the request (`CreateSandbox.ttl_s`), never of the spec."""
     network: NetworkPolicy = NetworkPolicy.NONE

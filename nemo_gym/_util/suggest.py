@@ -14,15 +14,18 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean '{matches[0]}'?)" if matches else ""
 
 
-def validation_problems(error: ValidationError, known: Collection[str] = (), *, where: str = "") -> str:
-    """What a configuration class refused, without the values: they may be secrets.
+def validation_problems(
+    error: ValidationError, known: Collection[str] = (), *, where: str = "", most: int | None = None
+) -> str:
+    """What a model of configuration or of a body refused, without the values: they may be secrets.
 
     Args:
         known: its keys.
         where: the dotted path of its block, so that each problem names the key as a user types it.
+        most: how many problems are named.
     """
     problems, block = [], f"{where}." if where else ""
-    for item in error.errors(include_input=False, include_url=False):
+    for item in error.errors(include_input=False, include_url=False)[:most]:
         *parents, key = map(str, item["loc"] or ("value",))
         path = block + ".".join((*parents, key))
         if item["type"] == "extra_forbidden":

@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nemo_gym._util.suggest import nearest
+from nemo_gym._util.suggest import validation_problems
 from nemo_gym.contract.errors import InvalidBodyError, NemoGymError
 from nemo_gym.sandbox.wire.problems import BrokerError, problem_of
 from nemo_gym.sandbox.wire.routes import JSON, OCTET_STREAM, PROBLEM_JSON, REQUEST_ID_HEADER
@@ -63,7 +63,7 @@ async def parse(request: Request, model: type[M], max_bytes: int) -> M:
     try:
         return model.model_validate_json(data)
     except ValidationError as error:
-        raise InvalidBodyError(_said(error, model), started="no") from None
+        raise InvalidBodyError(validation_problems(error, model.model_fields, most=10), started="no") from None
 
 
 async def read(request: Request, max_bytes: int) -> bytes:
@@ -97,30 +97,6 @@ def digest(body: BaseModel) -> bytes:
     """What two requests have in common that ask for the same."""
     # Not with orjson, which refuses the integers beyond 64 bits that a provider's options may hold.
     return hashlib.sha256(json.dumps(body.model_dump(mode="json"), sort_keys=True).encode()).digest()
-
-
-def _said(error: ValidationError, model: type[BaseModel]) -> str:
-    """Every wrong field by its place, without the values: they may be secrets."""
-    wrong = []
-    for item in error.errors(include_input=False, include_url=False)[:10]:
-        place = ".".join(str(part) for part in item["loc"]) or "the body"
-        hint = nearest(str(item["loc"][-1]), model.model_fields) if item["type"] == "extra_forbidden" else ""
-        wrong.append(f"{place}: {item['msg']}{hint}")
-    return "; ".join(wrong)
-
-
-__all__ = [
-    "RESPONSES",
-    "ClientDisconnect",
-    "bounded",
-    "digest",
-    "json_body",
-    "parse",
-    "raw_body",
-    "read",
-    "require_media_type",
-    "stream_reply",
-]
 
 
 # -- Request ids ---------------------------------------------------------------------------------------------------

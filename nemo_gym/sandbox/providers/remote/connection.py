@@ -20,6 +20,7 @@ from pydantic_core import PydanticSerializationError
 from yarl import URL
 
 from nemo_gym._util.backoff import NETWORK_JITTER, Backoff, retry_after_s
+from nemo_gym._util.suggest import validation_problems
 from nemo_gym.contract.errors import InvalidBodyError, SandboxError
 from nemo_gym.contract.session import LeaseScope
 from nemo_gym.http.watched_socket import watched_socket
@@ -254,7 +255,7 @@ def refusals() -> Any:
     try:
         yield
     except ValidationError as error:
-        said = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
+        said = validation_problems(error)
         raise InvalidBodyError(f"this cannot be asked of a broker: {said}", started="no") from error
 
 

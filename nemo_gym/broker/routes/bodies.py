@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -105,20 +105,6 @@ def digest(body: BaseModel) -> bytes:
     """What two requests have in common that ask for the same."""
     # Not with orjson, which refuses the integers beyond 64 bits that a provider's options may hold.
     return hashlib.sha256(json.dumps(body.model_dump(mode="json"), sort_keys=True).encode()).digest()
-
-
-__all__ = [
-    "RESPONSES",
-    "ClientDisconnect",
-    "bounded",
-    "digest",
-    "json_body",
-    "parse",
-    "raw_body",
-    "read",
-    "require_media_type",
-    "stream_reply",
-]
 
 
 # -- Request ids ---------------------------------------------------------------------------------------------------

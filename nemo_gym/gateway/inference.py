@@ -38,7 +38,6 @@ from nemo_gym.gateway.dialects.errors import status_of
 from nemo_gym.gateway.durable_sessions import DurableSessions
 from nemo_gym.gateway.engines import EngineAnswerTooLargeError, EngineTimeoutError
 from nemo_gym.gateway.journal import KeptBody, SessionState
-from nemo_gym.gateway.json_bytes import size_of
 from nemo_gym.gateway.limits import LARGE_BYTES, LONG_S, CallLimits, LoopTurns, step_begins
 from nemo_gym.gateway.live_session import Committed, LargeText, LiveSession, encode_committed, large_texts
 from nemo_gym.gateway.policy_request import LoweredRequest, Usage
@@ -52,6 +51,7 @@ from nemo_gym.gateway.streaming import (
     KeepAlive,
     pieces,
 )
+from nemo_gym.gateway.wire_data import size_of
 from nemo_gym.http.body_values import check_values
 from nemo_gym.http.delivery import DELIVERIES, AnswerWatch, Connection
 from nemo_gym.http.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected

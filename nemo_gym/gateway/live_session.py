@@ -14,11 +14,11 @@ from nemo_gym.contract.errors import RowError
 from nemo_gym.gateway.backend import C
 from nemo_gym.gateway.dialects.conversation_cache import ConversationCache
 from nemo_gym.gateway.journal import KeptBody, SessionRecord, SessionState
-from nemo_gym.gateway.json_bytes import Buffer, JsonText, written
 from nemo_gym.gateway.limits import SessionShare
 from nemo_gym.gateway.policy_request import Answer, AnswerEnd, AnswerUsage
 from nemo_gym.gateway.repeated_requests import SessionAnswers
 from nemo_gym.gateway.sessions import GatewaySession
+from nemo_gym.gateway.wire_data import Buffer, JsonText, written
 from nemo_gym.http.delivery import Connection
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from nemo_gym.contract.errors import ModelError
-from nemo_gym.gateway.json_bytes import JsonText
+from nemo_gym.gateway.wire_data import JsonText
 
 
 class AnswerEnd(StrEnum):

@@ -39,7 +39,7 @@ _ELSEWHERE = frozenset(
 LENGTH_DIGITS = 15
 
 
-class InferenceDoor:
+class InferenceShortcut:
     """An `nemo_gym.http.application.Shortcut` to a gateway's inference."""
 
     def __init__(self, sessions: DurableSessions[Any, Any], inference: Inference[Any, Any]) -> None:

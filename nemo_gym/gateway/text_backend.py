@@ -18,7 +18,6 @@ from nemo_gym.gateway.backend import CallContext, Preparing, TurnFacts
 from nemo_gym.gateway.dialects.endpoint import chat_body, end_of, message_of, usage_of
 from nemo_gym.gateway.engines import EngineAnswerError, OpenAIEngine, TextReply
 from nemo_gym.gateway.engines.openai import Completion, completion_in, tokens_in
-from nemo_gym.gateway.json_bytes import JsonText
 from nemo_gym.gateway.limits import step_begins
 from nemo_gym.gateway.policy_request import Answer, AnswerTokens, AnswerUsage, LoweredRequest
 from nemo_gym.gateway.routing.pool import EnginePool
@@ -26,6 +25,7 @@ from nemo_gym.gateway.tokens import History, IncrementalEncoder, PolicyTokenizer
 from nemo_gym.gateway.tokens.forest import Prepared
 from nemo_gym.gateway.tokens.history import Prefix
 from nemo_gym.gateway.tokens.trajectories import as_row, record_of, restore
+from nemo_gym.gateway.wire_data import JsonText
 
 ROUTE = "/chat/completions"
 

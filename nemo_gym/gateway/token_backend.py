@@ -22,7 +22,6 @@ from nemo_gym.gateway.engines import (
     TokenRequest,
     pinned_sampling,
 )
-from nemo_gym.gateway.json_bytes import JsonText
 from nemo_gym.gateway.limits import apart
 from nemo_gym.gateway.parsing import AnswerParser, ParsedAnswer
 from nemo_gym.gateway.policy_request import Answer, AnswerEnd, AnswerTokens, AnswerUsage, LoweredRequest
@@ -39,6 +38,7 @@ from nemo_gym.gateway.tokens import (
 from nemo_gym.gateway.tokens.messages import calls_of, is_long, text_of
 from nemo_gym.gateway.tokens.trajectories import as_row, record_of, restore
 from nemo_gym.gateway.tokens.turns import Prompt, json_of
+from nemo_gym.gateway.wire_data import JsonText
 
 _ANY_ROOM = 1 << 62
 _BYTES_PER_TOKEN = 16

@@ -20,7 +20,7 @@ import structlog
 
 from nemo_gym._util.files import write_all
 from nemo_gym.contract.errors import ModelError
-from nemo_gym.gateway.json_bytes import Buffer, coalesced, size_of
+from nemo_gym.gateway.wire_data import Buffer, coalesced, size_of
 
 
 class JournalError(ModelError):

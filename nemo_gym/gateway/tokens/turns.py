@@ -11,9 +11,9 @@ from typing import Any, overload
 
 import orjson
 
-from nemo_gym.gateway.arrays import LARGE
 from nemo_gym.gateway.tokens.history import Reading
 from nemo_gym.gateway.tokens.messages import Message
+from nemo_gym.gateway.wire_data import LARGE
 
 
 class SplitReason(StrEnum):

@@ -12,8 +12,8 @@ turn_200     the CPU of a call at turns 181 to 200 of one conversation
 long_answer  the CPU of a call that is answered with 16,384 tokens
 
 CPU is the gateway process's own, by the kernel's clock: on a busy machine it says more than wall time. A mechanism's
-bar: it saves 50 µs of CPU or 2 % of one of these paths, beyond what the row ``nothing`` (two gateways alike) shows. What
-misses it is deleted, unless `Mechanism.kept_for` gives another reason.
+bar: it saves 50 µs of CPU or 2 % of one of these paths, beyond what the row ``nothing`` (two gateways alike) shows.
+What misses it is deleted, unless `Mechanism.kept_for` gives another reason.
 """
 
 from __future__ import annotations

@@ -37,10 +37,10 @@ from nemo_gym.gateway.dialects.conversation_cache import request_fingerprint
 from nemo_gym.gateway.dialects.errors import status_of
 from nemo_gym.gateway.durable_sessions import DurableSessions
 from nemo_gym.gateway.engines import EngineAnswerTooLargeError, EngineTimeoutError
-from nemo_gym.gateway.journal import KeptBody, SessionState
+from nemo_gym.gateway.journal import JournaledBody, SessionState
 from nemo_gym.gateway.limits import LARGE_BYTES, LONG_S, CallLimits, LoopTurns, step_begins
 from nemo_gym.gateway.live_session import Committed, LargeText, LiveSession, encode_committed, large_texts
-from nemo_gym.gateway.policy_request import LoweredRequest, Usage
+from nemo_gym.gateway.policy_request import PolicyRequest, Usage
 from nemo_gym.gateway.repeated_requests import Delivery, RequestHints, request_hints
 from nemo_gym.gateway.streaming import (
     FIRST_EVENT_GRACE_S,
@@ -380,7 +380,7 @@ class Inference(Generic[C, D]):
 
 # One call on its way through the gateway.
 
-_NOTHING = LoweredRequest(())
+_NOTHING = PolicyRequest(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,7 +412,7 @@ class Call(Generic[C]):
     """Called once the last byte of the answer has left; with whether its caller was still there."""
     body_bytes: int = 0
     call_id: str = field(default_factory=lambda: token_hex(16))
-    lowered: LoweredRequest = _NOTHING
+    lowered: PolicyRequest = _NOTHING
     fingerprint: str = ""
     delivery: Delivery[Committed] | None = None
     committed: Committed | None = None
@@ -425,7 +425,7 @@ class Call(Generic[C]):
     """In the journal."""
     large: Sequence[LargeText] = ()
     """What memory holds of its turn until its answer has left."""
-    kept: KeptBody | None = None
+    kept: JournaledBody | None = None
     """Where the journal holds that as well."""
 
     def sent(self) -> None:
@@ -439,7 +439,7 @@ class Call(Generic[C]):
         self.delivery.undelivered()
         self.taken_back(self)
 
-    def is_kept(self, body: KeptBody) -> None:
+    def is_kept(self, body: JournaledBody) -> None:
         """The journal has, or will have once it is durable, the body of this call's turn."""
         self.kept = body
 

@@ -13,7 +13,7 @@ import msgspec
 from nemo_gym.contract.errors import RowError
 from nemo_gym.gateway.backend import C
 from nemo_gym.gateway.dialects.conversation_cache import ConversationCache
-from nemo_gym.gateway.journal import KeptBody, SessionRecord, SessionState
+from nemo_gym.gateway.journal import JournaledBody, SessionRecord, SessionState
 from nemo_gym.gateway.limits import SessionShare
 from nemo_gym.gateway.policy_request import Answer, AnswerEnd, AnswerUsage
 from nemo_gym.gateway.repeated_requests import SessionAnswers
@@ -71,7 +71,7 @@ class LargeText:
     """In the journal's body of its turn, in bytes."""
     length: int
 
-    def let_go(self, body: KeptBody) -> None:
+    def let_go(self, body: JournaledBody) -> None:
         self.text.let_go(partial(body.read, self.offset, self.length))
 
 

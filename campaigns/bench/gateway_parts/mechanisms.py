@@ -103,7 +103,7 @@ def _whole_decoder() -> None:
 def _tokenizer_encodes() -> None:
     from nemo_gym.gateway.tokens import policy
 
-    policy.ascii_words = lambda tokenizer: None  # type: ignore[attr-defined]
+    policy.ascii_encoder = lambda tokenizer: None  # type: ignore[attr-defined]
 
 
 def _tokenizer_decodes() -> None:
@@ -245,7 +245,7 @@ MECHANISMS: Mapping[str, Mechanism] = {
     "engine_client": Mechanism("engines/http_client", _aiohttp_client),
     "echo_as_bytes": Mechanism("engines/http (without_echo)", _no_echo_comparison),
     "long_completions": Mechanism("engines/vllm (long_completion)", _whole_decoder),
-    "ascii_words": Mechanism("tokens/byte_level (AsciiWords)", _tokenizer_encodes),
+    "ascii_words": Mechanism("tokens/byte_level (AsciiEncoder)", _tokenizer_encodes),
     "template_lookups": Mechanism("tokens/template (getattr)", _sandbox_looks_up),
     "token_bytes": Mechanism("tokens/byte_level (TokenBytes)", _tokenizer_decodes),
     "numpy_arrays": Mechanism("wire_data, tokens/turns", _no_numpy),
@@ -256,15 +256,11 @@ MECHANISMS: Mapping[str, Mechanism] = {
     "fingerprint_memo": Mechanism("dialects/conversation_cache (digest)", _digest_whole_bodies),
     "all_prefix_memos": Mechanism("the four above", _no_prefix_memory),
     "message_json": Mechanism("text_backend (HistoryJson)", _histories_written_anew, "text"),
-    "released_texts": Mechanism(
-        "live_session (memory, not time)", _large_texts_stay, kept_for="memory of long sessions"
-    ),
+    "released_texts": Mechanism("live_session (LargeText)", _large_texts_stay, kept_for="memory of long sessions"),
     "own_reply": Mechanism("streaming (DeliveredJson)", _framework_replies),
     "door": Mechanism("routes (InferenceShortcut)", _all_layers),
     "direct_routes": Mechanism("http/direct", _framework_routes, kept_for="other servers"),
-    "door_and_direct_routes": Mechanism(
-        "routes (InferenceShortcut), http/direct", _layers_and_framework_routes, kept_for="see both"
-    ),
+    "door_and_direct_routes": Mechanism("both", _layers_and_framework_routes, kept_for="see both"),
     "joined_writes": Mechanism("http/joined_writes", _two_writes, kept_for="other servers"),
     "kept_memory": Mechanism("http/webserver (mallopt)", _memory_goes_back, kept_for="large bodies at other servers"),
     "rare_collections": Mechanism("config/launch (GC_THRESHOLDS)", _frequent_collections, kept_for="other servers"),

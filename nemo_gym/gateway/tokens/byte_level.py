@@ -120,8 +120,8 @@ class UnknownSyntaxError(Exception):
     """Something of which it is not known here what it does to ASCII."""
 
 
-class AsciiWords:
-    """Encodes as its tokenizer does; see `ascii_words`."""
+class AsciiEncoder:
+    """Encodes as its tokenizer does; see `ascii_encoder`."""
 
     def __init__(self, tokenizer: Tokenizer, cuts: Sequence[re.Pattern[str]]) -> None:
         added = {token.content: (number, token) for number, token in tokenizer.get_added_tokens_decoder().items()}
@@ -182,7 +182,7 @@ class AsciiWords:
         return ids
 
 
-def ascii_words(tokenizer: Tokenizer) -> AsciiWords | None:
+def ascii_encoder(tokenizer: Tokenizer) -> AsciiEncoder | None:
     """Nothing for a tokenizer that does more, or other things, than what is known here."""
     from tokenizers.models import BPE
 
@@ -199,7 +199,7 @@ def ascii_words(tokenizer: Tokenizer) -> AsciiWords | None:
         return None
     try:
         expressions = _expressions(_state(tokenizer.pre_tokenizer))
-        words = AsciiWords(tokenizer, [re.compile(ascii_pattern(one), re.ASCII) for one in expressions])
+        words = AsciiEncoder(tokenizer, [re.compile(ascii_pattern(one), re.ASCII) for one in expressions])
     except (UnknownSyntaxError, re.error):
         return None
     # All of this is about what tokenizers do; this one shall have shown it.

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import orjson
 
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.gateway.tokens.byte_level import ascii_words, token_bytes
+from nemo_gym.gateway.tokens.byte_level import ascii_encoder, token_bytes
 from nemo_gym.gateway.tokens.messages import Message
 from nemo_gym.gateway.tokens.template import ChatTemplate, TemplateRefusedError, TemplateTraits, probe, shape, too_deep
 
@@ -169,7 +169,7 @@ class PolicyTokenizer:
         """
         self._tokenizer = tokenizer
         self._bytes = token_bytes(tokenizer)
-        self._words = ascii_words(tokenizer)
+        self._words = ascii_encoder(tokenizer)
         self.template = template
         self.traits: TemplateTraits = probe(template)
         self.vocabulary_size: int = tokenizer.get_vocab_size(with_added_tokens=True)

@@ -17,7 +17,7 @@ from nemo_gym.gateway.journal import JournaledBody, SessionRecord, SessionState
 from nemo_gym.gateway.limits import SessionShare
 from nemo_gym.gateway.policy_request import Answer, AnswerEnd, AnswerUsage
 from nemo_gym.gateway.repeated_requests import SessionAnswers
-from nemo_gym.gateway.sessions import GatewaySession
+from nemo_gym.gateway.sessions import PIPELINE, GatewaySession, SessionKey
 from nemo_gym.gateway.wire_data import Buffer, JsonText, written
 from nemo_gym.http.delivery import Connection
 
@@ -143,6 +143,20 @@ class LiveSession(Generic[C]):
     @property
     def session_id(self) -> str:
         return self.record.session_id
+
+    @property
+    def key(self) -> SessionKey:
+        # A journal of a release that kept no openers says nothing: it was the pipeline, or passed for it.
+        rollout = self.session.rollout
+        return (self.record.extra.get("opener", PIPELINE), rollout.run_id, rollout.rollout_id)
+
+    @property
+    def inference_digest(self) -> str:
+        return self.record.inference_digest
+
+    @property
+    def control_digest(self) -> str:
+        return self.record.control_digest
 
     def answered_on(self, fingerprint: str) -> Connection | None:
         """The connection on which the last answer to an equal request was sent, where that is still known."""

@@ -215,19 +215,6 @@ def _framework_replies() -> None:
     delivered.DeliveredJson.__call__ = call  # type: ignore[method-assign]
 
 
-def _sandbox_looks_up() -> None:
-    from nemo_gym.gateway.tokens import template
-
-    make = template.jinja_environment
-
-    def plain(*mixed_in: type) -> Any:
-        environment = make(*mixed_in)
-        del type(environment).getattr
-        return environment
-
-    template.jinja_environment = plain  # type: ignore[attr-defined]
-
-
 def _memory_goes_back() -> None:
     from nemo_gym.http import webserver
 
@@ -246,7 +233,6 @@ MECHANISMS: Mapping[str, Mechanism] = {
     "echo_as_bytes": Mechanism("engines/http (without_echo)", _no_echo_comparison),
     "long_completions": Mechanism("engines/vllm (long_completion)", _whole_decoder),
     "ascii_words": Mechanism("tokens/byte_level (AsciiEncoder)", _tokenizer_encodes),
-    "template_lookups": Mechanism("tokens/template (getattr)", _sandbox_looks_up),
     "token_bytes": Mechanism("tokens/byte_level (TokenBytes)", _tokenizer_decodes),
     "numpy_arrays": Mechanism("wire_data, tokens/turns", _no_numpy),
     "prompt_text": Mechanism("tokens/turns (Prompt.json)", _prompts_written_anew),

@@ -58,7 +58,7 @@ from nemo_gym.http.disconnect import CLIENT_CLOSED_REQUEST, CallerGoneError, whi
 from nemo_gym.http.problems import json_object
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.25
-"""How soon, and at last how often, it is looked whether a reply that the kernel did not take at once has left."""
+"""First and longest interval between two looks at the socket's send queue, for a reply that did not leave at once."""
 _LARGE_BODY_BYTES = 1 << 20
 ROUTES = {dialect: path for path, dialect in PATHS.items()}
 
@@ -199,7 +199,7 @@ class Inference(Generic[C, D]):
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if live.state is not SessionState.OPEN and task is not None and not task.cancelling():
-                # Not this call was ended, but its session.
+                # The session was closed, not this call.
                 raise FencedError(f"session '{live.session_id}' is {live.state}") from None
             raise
         finally:
@@ -385,7 +385,7 @@ _NOTHING = PolicyRequest(())
 
 @dataclass(frozen=True, slots=True)
 class CallRequest:
-    """What is known of the HTTP request beside its body."""
+    """An HTTP request without its body."""
 
     headers: Mapping[str, str]
     """By their names in lower case."""
@@ -397,13 +397,13 @@ class CallRequest:
 
 @dataclass(slots=True)
 class Call(Generic[C]):
-    """What is known of a call, and what becomes of it."""
+    """One call on its way through the gateway, and what becomes of it."""
 
     dialect: Dialect
     adapter: DialectAdapter
     body: Mapping[str, Any]
     live: LiveSession[C] | None
-    """Its session; nothing for a caller of the stack that has none."""
+    """Its session; ``None`` for a caller that has none, such as a judge."""
     connection: Connection | None
     watch: AnswerWatch
     record: CallRecord | None
@@ -417,7 +417,7 @@ class Call(Generic[C]):
     delivery: Delivery[Committed] | None = None
     committed: Committed | None = None
     conversations: C | None = None
-    """Of a call without a session."""
+    """Only for a call without a session."""
     all_yielded: bool = False
     taken_back: Callable[[Call[C]], None] = lambda call: None
     """Called when it turns out that the caller cannot have read the answer that was handed over."""

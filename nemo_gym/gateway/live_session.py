@@ -1,4 +1,4 @@
-"""An answer that is durable, as the journal holds it beside its turn."""
+"""One session as the running gateway holds it, and its durable answers."""
 
 from __future__ import annotations
 

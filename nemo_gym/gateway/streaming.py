@@ -1,4 +1,4 @@
-"""A failure inside a stream, whose status was sent long ago, as each dialect says it."""
+"""Streams and replies to harnesses: keep-alive pings, failures after the headers, and word of what was handed over."""
 
 from __future__ import annotations
 

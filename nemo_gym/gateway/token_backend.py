@@ -199,7 +199,7 @@ class TokenBackend:
         return TokenSample(prepared, generation, context, time.monotonic() - began, tail)
 
     def _refuse_overflow(self, request: PolicyRequest) -> None:
-        """Raises `ContextOverflowError` for what surely does not fit, without encoding megabytes of it."""
+        """Raises `ContextOverflowError` for a request that cannot fit, without encoding megabytes of it."""
         written = sum(
             len(text_of(message.get("content"))) + sum(len(str(call)) for call in calls_of(message))
             for message in request.messages

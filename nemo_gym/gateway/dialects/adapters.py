@@ -1,4 +1,4 @@
-"""The list of models, as ``GET /v1/models`` answers it in either vendor's shape."""
+"""The adapter of each dialect, a whole reply as its stream, and the list of models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An answer as a response of Responses."""
+"""Replies of Responses: an answer as a response, and as the events that stream it."""
 
 from __future__ import annotations
 

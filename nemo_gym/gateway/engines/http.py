@@ -1,4 +1,4 @@
-"""Reading server-sent events from chunks that are cut anywhere."""
+"""What every engine behind HTTP shares: one call, its deadline and cancellation, its failures, and its events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that engines send back: compared as bytes, not as a hundred thousand parsed numbers."""
+"""vLLM: token ids in and out over ``/v1/completions``, or over its token-only route where that is served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How a journal can fail. None of these is ever passed over: a gateway without its journal commits nothing."""
+"""The append-only log under the journal: records in checksummed frames, in segment files.
+
+A failure of the journal is never passed over: a gateway without it commits nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The life of a gateway session.
+"""What the journal holds of sessions: their life, their turns, and where a turn's body can be read again.
+
+The life of a gateway session.
 
     OPEN ──complete──▶ COMPLETE ──finalize──▶ FINALIZED
       │ └───────────────finalize──────────────▲

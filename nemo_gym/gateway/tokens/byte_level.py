@@ -1,4 +1,9 @@
-"""Token ids to text for byte-level vocabularies: bytes of each token looked up and joined.
+"""Byte-level vocabularies: ids to text and ASCII text to ids, faster than by the tokenizer itself.
+
+With a vocabulary of 150,000 entries a call takes 0.7 to 1.3 ms less CPU for the encoding, and 0.1 to 0.2 ms less for
+the decoding; 3 ms less for an answer of 16,384 tokens (campaigns.bench.ablation).
+
+Token ids to text for byte-level vocabularies: bytes of each token looked up and joined.
 
 In such a vocabulary every token is a string of bytes, written in an alphabet of 256 printable characters, and a text
 is those bytes one after the other. The tokenizer makes a string of each token anew; a token's bytes never change.

@@ -1,4 +1,6 @@
-"""Text of messages never becomes a control token, whatever it spells.
+"""The policy as tokens see it: its tokenizer, its chat template and the tokens that end a turn.
+
+Text of messages never becomes a control token, whatever it spells.
 
 A file that an agent reads may contain ``<|im_end|>``. Encoded as the token, it would end the message for the policy,
 and let whoever wrote the file go on as ``system``. Only what the chat template writes itself are control tokens; the

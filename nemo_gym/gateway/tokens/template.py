@@ -1,4 +1,4 @@
-"""A policy's chat template: Jinja as model repositories write it, in a sandbox, with nothing downloaded."""
+"""A policy's chat template: Jinja as model repositories write it, and what it takes, found by trying it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a turn does not simply continue the conversation before it."""
+"""Turns: a sampled answer with the tokens that led to it, why it starts a sibling, and prompts on top of it."""
 
 from __future__ import annotations
 

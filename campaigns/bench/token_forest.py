@@ -6,7 +6,7 @@ One session of a tool loop: each turn sends the whole history again, parsed anew
 four messages more (an answer with its calls, three results, 1 to 2 KB each), and samples an answer. Timed, in CPU time
 of the thread, are ``prepare``, the prompt as JSON for the engine, ``commit`` and the journal's record; the parsing of
 the body and its lowering are reported beside them. ``lowered``: the messages that were sent before are the objects of
-the request before, as `LoweringMemo` hands them to the gateway's server; ``parsed``: all are new objects, the worst
+the request before, as `ConversationCache` hands them to the gateway's server; ``parsed``: all are new objects, the worst
 case. Before each turn a buffer larger than the processor's caches is walked over, because on a real gateway other
 sessions ran meanwhile. A turn's figure is the median over rounds and its four neighbours.
 """
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script,
 from campaigns.bench.report import Bar, argument_parser, print_report
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
-from nemo_gym.gateway.dialects.memo import LoweringMemo
+from nemo_gym.gateway.dialects.conversation_cache import ConversationCache
 from nemo_gym.gateway.tokens import History, IncrementalEncoder, PolicyTokenizer, Sampled, TokenForest
 from nemo_gym.gateway.tokens.trajectories import record_of
 from nemo_gym_testing.gateway.tiny.policies import make_policy
@@ -79,7 +79,7 @@ def turns_of(
     policy: PolicyTokenizer, encoder: IncrementalEncoder, turns: int, seed: int, *, lowered: bool
 ) -> list[dict[str, float]]:
     """CPU nanoseconds of each part of each turn of one session."""
-    adapter, memo = adapter_of(Dialect.CHAT), LoweringMemo()
+    adapter, cache = adapter_of(Dialect.CHAT), ConversationCache()
     source = random.Random(seed)
     forest = TokenForest(encoder, policy, History.VERBATIM, datetime(2026, 3, 1, tzinfo=UTC))
     messages: list[dict[str, Any]] = [
@@ -104,9 +104,9 @@ def turns_of(
         body = orjson.dumps({"messages": messages, "tools": TOOLS})
         COLD[::64] = bytes(len(COLD) // 64)
         marks = [time.thread_time_ns()]
-        request = orjson.loads(body)
+        request = cache.parse(body) if lowered else orjson.loads(body)
         marks.append(time.thread_time_ns())
-        sent = adapter.lower(request, memo).messages if lowered else request["messages"]
+        sent = adapter.lower(request, cache).messages if lowered else request["messages"]
         marks.append(time.thread_time_ns())
         prepared = forest.prepare(sent, request["tools"])
         marks.append(time.thread_time_ns())

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from nemo_gym.gateway.limits import SMALL_BYTES, LoopTurns, SessionShare, apart, step_begins
-from nemo_gym.gateway.policy_request import Answer, AnswerTokens, LoweredRequest
+from nemo_gym.gateway.policy_request import Answer, AnswerTokens, PolicyRequest
 from nemo_gym.gateway.tokens.forest import Prepared, TokenForest
 from nemo_gym.gateway.tokens.turns import SplitReason
 
@@ -45,7 +45,7 @@ class Preparing:
         self._forest = forest
         self._lock = asyncio.Lock()
 
-    async def prepared(self, request: LoweredRequest, context: CallContext) -> Prepared:
+    async def prepared(self, request: PolicyRequest, context: CallContext) -> Prepared:
         """See `TokenForest.prepare`."""
         async with self._lock:
             if context.body_bytes <= SMALL_BYTES:
@@ -118,12 +118,12 @@ class Backend(Protocol[C, D]):
         """For a new session. ``now`` is the session's own time, for templates that print the date."""
         ...
 
-    async def sample(self, conversations: C, request: LoweredRequest, context: CallContext) -> D:
+    async def sample(self, conversations: C, request: PolicyRequest, context: CallContext) -> D:
         """Raises `EngineError`, `ContextOverflowError`, `InvalidBodyError`."""
         ...
 
     def commit(
-        self, conversations: C, request: LoweredRequest, sampled: D
+        self, conversations: C, request: PolicyRequest, sampled: D
     ) -> tuple[Answer, Mapping[str, Any], TurnFacts]:
         """Keep what was sampled: the answer, the turn as the journal records it, and facts about it."""
         ...
@@ -132,7 +132,7 @@ class Backend(Protocol[C, D]):
         """Undo the latest ``commit``: its turn could not be made durable."""
         ...
 
-    async def count_tokens(self, request: LoweredRequest) -> int | None:
+    async def count_tokens(self, request: PolicyRequest) -> int | None:
         """Tokens of the request as a prompt; nothing where that cannot be known."""
         ...
 

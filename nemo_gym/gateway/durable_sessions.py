@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import math
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +33,6 @@ from nemo_gym.gateway.journal import (
 from nemo_gym.gateway.live_session import LiveSession, decode_committed, large_in
 from nemo_gym.gateway.policy_request import Usage
 from nemo_gym.gateway.sessions import (
-    INFERENCE_TOKEN_PREFIX,
     KEEP_CLOSED_AT_LEAST,
     KEEP_CLOSED_BYTES,
     KEEP_CLOSED_S,
@@ -45,7 +41,10 @@ from nemo_gym.gateway.sessions import (
     SESSION_TTL_S,
     GatewaySession,
     OpenedSession,
-    SessionKey,
+    SessionTable,
+    new_tokens,
+    refuse_older,
+    token_digest,
 )
 from nemo_gym.http.webserver import give_back_memory
 
@@ -65,9 +64,7 @@ class DurableSessions(Generic[C, D]):
         self._backend = backend
         self._ttl_s = ttl_s
         self._keep_closed_s = keep_closed_s
-        self._live: dict[str, LiveSession[C]] = {}
-        self._by_token: dict[str, LiveSession[C]] = {}
-        self._current: dict[SessionKey, LiveSession[C]] = {}
+        self._table: SessionTable[LiveSession[C]] = SessionTable()
         self._closed: deque[LiveSession[C]] = deque()
         self._closed_bytes = 0
         self._sweeping: asyncio.Task[None] | None = None
@@ -83,7 +80,7 @@ class DurableSessions(Generic[C, D]):
         """Take the journal, and go on with every session in it. Raises `JournalBusyError`, `JournalDamagedError`."""
         self.journal, replayed = SessionJournal.open(directory, durability=durability, clock=clock)
         for found in replayed:
-            self._add(self._restored(found))
+            self._table.add(self._restored(found))
         if replayed:
             log.info("sessions restored", sessions=len(replayed), turns=sum(len(found.turns) for found in replayed))
         self._sweeping = asyncio.create_task(self._sweep())
@@ -94,11 +91,11 @@ class DurableSessions(Generic[C, D]):
             self._sweeping.cancel()
             await asyncio.wait({self._sweeping})
             self._sweeping = None
-            await asyncio.gather(*(live.answers.aclose() for live in self._live.values()))
+            await asyncio.gather(*(live.answers.aclose() for live in self._table))
             await self.journal.aclose()
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self._table)
 
     # -- routes --------------------------------------------------------------------------------------------------
 
@@ -117,29 +114,19 @@ class DurableSessions(Generic[C, D]):
         without an environment."""
         key = (opener, rollout.run_id, rollout.rollout_id)
         # Again after each wait: others may open one meanwhile.
-        while (current := self._current.get(key)) is not None:
-            before = current.session.rollout.attempt
-            if before > rollout.attempt:
-                raise FencedError(
-                    f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was replaced by attempt {before}",
-                    rollout_id=rollout.rollout_id,
-                )
+        while (current := self._table.current(key)) is not None:
+            refuse_older(rollout, current.session.rollout.attempt)
             if current.state not in (SessionState.OPEN, SessionState.COMPLETE):
                 break
             await self._end(current, f"replaced by attempt {rollout.attempt}")
         await self._forget_closed()
         now = time.time()
-        opened = OpenedSession(
-            secrets.token_hex(12),
-            INFERENCE_TOKEN_PREFIX + secrets.token_urlsafe(32),
-            secrets.token_urlsafe(32),
-            now + min(ttl_s or self._ttl_s, self._ttl_s),
-        )
+        opened = new_tokens(now + min(ttl_s or self._ttl_s, self._ttl_s))
         record = SessionRecord(
             opened.session_id,
             rollout.model_dump(mode="json"),
-            _digest(opened.inference_token),
-            _digest(opened.control_token),
+            token_digest(opened.inference_token),
+            token_digest(opened.control_token),
             now,
             opened.expires_at,
             dict(sampling or {}),
@@ -151,11 +138,11 @@ class DurableSessions(Generic[C, D]):
             },
         )
         live = self._new(record)
-        self._add(live)
+        self._table.add(live)
         try:
             await self.journal.opened(record)
         except BaseException:
-            self._drop(live)
+            self._table.drop(live)
             raise
         return opened
 
@@ -165,7 +152,7 @@ class DurableSessions(Generic[C, D]):
 
     def authorized(self, inference_token: str) -> LiveSession[C]:
         """The session that a token opens; raises as `authorize`."""
-        live = self._by_token.get(_digest(inference_token))
+        live = self._table.opened_by(inference_token)
         if live is None:
             raise CredentialError("the inference token is unknown here: its session has ended, or never was")
         if live.state is SessionState.ABORTED and live.reason == DEADLINE_REASON:
@@ -178,9 +165,7 @@ class DurableSessions(Generic[C, D]):
 
     def live(self, session_id: str) -> LiveSession[C]:
         """Raises `ContractError` for a session that is not known."""
-        if (live := self._live.get(session_id)) is None:
-            raise ContractError(f"session '{session_id}' is not known here", session_id=session_id)
-        return live
+        return self._table.known(session_id)
 
     def committed(self, session: GatewaySession, usage: Usage) -> None:
         """Count one committed call."""
@@ -189,7 +174,7 @@ class DurableSessions(Generic[C, D]):
 
     def state(self, session_id: str, control_token: str) -> dict[str, Any]:
         """``{session_id, state, reason, turns, usage, in_flight, opened_at, expires_at}``; times in Unix seconds."""
-        live = self._controlled(session_id, control_token)
+        live = self._table.controlled(session_id, control_token)
         return {
             **_summary(live),
             "state": live.state,
@@ -204,7 +189,7 @@ class DurableSessions(Generic[C, D]):
     ) -> dict[str, Any]:
         """The session's runner is done: no further inference; calls in flight are ended. ``reward_info`` may hold
         ``reward``, and is taken only where no environment gives one. Repeating it changes nothing."""
-        live = self._controlled(session_id, control_token)
+        live = self._table.controlled(session_id, control_token)
         if reward_info and live.record.extra.get("reward_source") != "runner":
             raise ContractError(
                 "reward_info is not accepted: this session's reward comes from its environment; open it with"
@@ -234,7 +219,7 @@ class DurableSessions(Generic[C, D]):
     ) -> dict[str, Any]:
         """Close the session; ``{session_id, turns, usage, trajectories}``. Calls in flight are ended. Repeating it
         answers the same, with the first reward."""
-        live = self._controlled(session_id, control_token)
+        live = self._table.controlled(session_id, control_token)
         async with live.ending:
             if live.state is SessionState.ABORTED:
                 raise FencedError(f"session '{session_id}' was aborted{_because(live.reason)}", session_id=session_id)
@@ -257,7 +242,7 @@ class DurableSessions(Generic[C, D]):
 
     async def abort(self, session_id: str, control_token: str) -> None:
         """Close the session and keep nothing. Repeating it changes nothing."""
-        await self._end(self._controlled(session_id, control_token), "aborted by its owner")
+        await self._end(self._table.controlled(session_id, control_token), "aborted by its owner")
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -297,11 +282,6 @@ class DurableSessions(Generic[C, D]):
             self._has_closed(live)
         return live
 
-    def _add(self, live: LiveSession[C]) -> None:
-        self._live[live.session_id] = live
-        self._by_token[live.record.inference_digest] = live
-        self._current[_key(live)] = live
-
     def _has_closed(self, live: LiveSession[C]) -> None:
         live.closed_at = time.time()
         self._closed.append(live)
@@ -312,7 +292,7 @@ class DurableSessions(Generic[C, D]):
         while self._closed and self._may_forget(self._closed[0]):
             live = self._closed.popleft()
             self._closed_bytes -= live.share.bytes
-            self._drop(live)
+            self._table.drop(live)
             try:
                 await self.journal.forget(live.session_id)
             except JournalError as error:  # after a restart it is closed, and forgotten then
@@ -324,18 +304,6 @@ class DurableSessions(Generic[C, D]):
         if len(self._closed) > KEEP_CLOSED_AT_LEAST and self._closed_bytes > KEEP_CLOSED_BYTES:
             return True
         return (oldest.closed_at or 0.0) + self._keep_closed_s < time.time()
-
-    def _drop(self, live: LiveSession[C]) -> None:
-        self._live.pop(live.session_id, None)
-        self._by_token.pop(live.record.inference_digest, None)
-        if self._current.get(key := _key(live)) is live:
-            del self._current[key]
-
-    def _controlled(self, session_id: str, control_token: str) -> LiveSession[C]:
-        live = self.live(session_id)
-        if not hmac.compare_digest(live.record.control_digest, _digest(control_token)):
-            raise CredentialError("the control token is not this session's", session_id=session_id)
-        return live
 
     @contextlib.contextmanager
     def _unless_kept(self, live: LiveSession[C], before: SessionState) -> Iterator[None]:
@@ -361,7 +329,7 @@ class DurableSessions(Generic[C, D]):
             self._has_closed(live)
             live.forget_requests()
             self.memory_is_free = True
-            # Nothing of it is kept but that it was.
+            # Keep only a tombstone.
             live.conversations = self._backend.conversations(datetime.now().astimezone())
             self._backend.forget(live.session_id)
 
@@ -375,7 +343,7 @@ class DurableSessions(Generic[C, D]):
             await self._forget_closed()
             now = time.time()
             try:
-                for live in [*self._live.values()]:
+                for live in self._table:
                     if live.closed_at is None and live.state is SessionState.ABORTED:
                         await self._end(live, live.reason or "")  # the journal could not take it before
                     elif live.closed_at is None and live.record.deadline_at <= now:
@@ -407,12 +375,6 @@ def checked_depth(value: Any, name: str) -> None:
         raise InvalidBodyError(f"'{name}' is nested too deeply: at most 240 levels are taken", param=name) from None
 
 
-def _key(live: LiveSession[Any]) -> SessionKey:
-    rollout = live.session.rollout
-    # A journal of a release that kept no openers says nothing: it was the pipeline, or passed for it.
-    return (live.record.extra.get("opener", PIPELINE), rollout.run_id, rollout.rollout_id)
-
-
 def _summary(live: LiveSession[Any]) -> dict[str, Any]:
     session = live.session
     return {"session_id": session.session_id, "turns": session.turns, "usage": session.usage.as_dict()}
@@ -420,7 +382,3 @@ def _summary(live: LiveSession[Any]) -> dict[str, Any]:
 
 def _because(reason: str | None) -> str:
     return f" ({reason})" if reason else ""
-
-
-def _digest(token: str) -> str:
-    return hashlib.sha256(token.encode()).hexdigest()

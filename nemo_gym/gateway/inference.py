@@ -37,11 +37,10 @@ from nemo_gym.gateway.dialects.conversation_cache import request_fingerprint
 from nemo_gym.gateway.dialects.errors import status_of
 from nemo_gym.gateway.durable_sessions import DurableSessions
 from nemo_gym.gateway.engines import EngineAnswerTooLargeError, EngineTimeoutError
-from nemo_gym.gateway.journal import KeptBody, SessionState
-from nemo_gym.gateway.json_bytes import size_of
+from nemo_gym.gateway.journal import JournaledBody, SessionState
 from nemo_gym.gateway.limits import LARGE_BYTES, LONG_S, CallLimits, LoopTurns, step_begins
 from nemo_gym.gateway.live_session import Committed, LargeText, LiveSession, encode_committed, large_texts
-from nemo_gym.gateway.policy_request import LoweredRequest, Usage
+from nemo_gym.gateway.policy_request import PolicyRequest, Usage
 from nemo_gym.gateway.repeated_requests import Delivery, RequestHints, request_hints
 from nemo_gym.gateway.streaming import (
     FIRST_EVENT_GRACE_S,
@@ -52,6 +51,7 @@ from nemo_gym.gateway.streaming import (
     KeepAlive,
     pieces,
 )
+from nemo_gym.gateway.wire_data import size_of
 from nemo_gym.http.body_values import check_values
 from nemo_gym.http.delivery import (
     CLIENT_CLOSED_REQUEST,
@@ -64,7 +64,7 @@ from nemo_gym.http.delivery import (
 from nemo_gym.http.problems import json_object
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.25
-"""How soon, and at last how often, it is looked whether a reply that the kernel did not take at once has left."""
+"""First and longest interval between two looks at the socket's send queue, for a reply that did not leave at once."""
 _LARGE_BODY_BYTES = 1 << 20
 ROUTES = {dialect: path for path, dialect in PATHS.items()}
 
@@ -205,7 +205,7 @@ class Inference(Generic[C, D]):
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if live.state is not SessionState.OPEN and task is not None and not task.cancelling():
-                # Not this call was ended, but its session.
+                # The session was closed, not this call.
                 raise FencedError(f"session '{live.session_id}' is {live.state}") from None
             raise
         finally:
@@ -386,12 +386,12 @@ class Inference(Generic[C, D]):
 
 # One call on its way through the gateway.
 
-_NOTHING = LoweredRequest(())
+_NOTHING = PolicyRequest(())
 
 
 @dataclass(frozen=True, slots=True)
 class CallRequest:
-    """What is known of the HTTP request beside its body."""
+    """An HTTP request without its body."""
 
     headers: Mapping[str, str]
     """By their names in lower case."""
@@ -403,13 +403,13 @@ class CallRequest:
 
 @dataclass(slots=True)
 class Call(Generic[C]):
-    """What is known of a call, and what becomes of it."""
+    """One call on its way through the gateway, and what becomes of it."""
 
     dialect: Dialect
     adapter: DialectAdapter
     body: Mapping[str, Any]
     live: LiveSession[C] | None
-    """Its session; nothing for a caller of the stack that has none."""
+    """Its session; ``None`` for a caller that has none, such as a judge."""
     connection: Connection | None
     watch: AnswerWatch
     record: CallRecord | None
@@ -418,12 +418,12 @@ class Call(Generic[C]):
     """Called once the last byte of the answer has left; with whether its caller was still there."""
     body_bytes: int = 0
     call_id: str = field(default_factory=lambda: token_hex(16))
-    lowered: LoweredRequest = _NOTHING
+    lowered: PolicyRequest = _NOTHING
     fingerprint: str = ""
     delivery: Delivery[Committed] | None = None
     committed: Committed | None = None
     conversations: C | None = None
-    """Of a call without a session."""
+    """Only for a call without a session."""
     all_yielded: bool = False
     taken_back: Callable[[Call[C]], None] = lambda call: None
     """Called when it turns out that the caller cannot have read the answer that was handed over."""
@@ -431,7 +431,7 @@ class Call(Generic[C]):
     """In the journal."""
     large: Sequence[LargeText] = ()
     """What memory holds of its turn until its answer has left."""
-    kept: KeptBody | None = None
+    kept: JournaledBody | None = None
     """Where the journal holds that as well."""
 
     def sent(self) -> None:
@@ -445,7 +445,7 @@ class Call(Generic[C]):
         self.delivery.undelivered()
         self.taken_back(self)
 
-    def is_kept(self, body: KeptBody) -> None:
+    def is_kept(self, body: JournaledBody) -> None:
         """The journal has, or will have once it is durable, the body of this call's turn."""
         self.kept = body
 

@@ -20,14 +20,14 @@ from nemo_gym.contract.errors import ModelError
 from nemo_gym.http.body_values import check_messages
 
 LONG_S = 0.005
-"""Of a step; shorter ones are nobody's concern."""
+"""Steps that hold the event loop for longer are charged to their session."""
 SMALL_BYTES = 32 << 10
-"""Of a body whose steps are surely short: asking the system for the time would be a good part of them."""
+"""The steps of a body up to this size are short: asking for the time would be a good part of them."""
 LARGE_BYTES = 512 << 10
-"""Of a body whose steps are surely long."""
+"""The steps of a body above this size take long."""
 _COME_BACK_S = 1
 _APART = ThreadPoolExecutor(1, "long requests")
-"""One step at a time: the event loop waits some milliseconds behind each thread that wants the interpreter."""
+"""One thread: each further one that wants the interpreter would cost the event loop some milliseconds."""
 T = TypeVar("T")
 
 

@@ -1,4 +1,4 @@
-"""An answer that is durable, as the journal holds it beside its turn."""
+"""One session as the running gateway holds it, and its durable answers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import msgspec
 from nemo_gym.contract.errors import RowError
 from nemo_gym.gateway.backend import C
 from nemo_gym.gateway.dialects.conversation_cache import ConversationCache
-from nemo_gym.gateway.journal import KeptBody, SessionRecord, SessionState
-from nemo_gym.gateway.json_bytes import Buffer, JsonText, written
+from nemo_gym.gateway.journal import JournaledBody, SessionRecord, SessionState
 from nemo_gym.gateway.limits import SessionShare
 from nemo_gym.gateway.policy_request import Answer, AnswerEnd, AnswerUsage
 from nemo_gym.gateway.repeated_requests import SessionAnswers
-from nemo_gym.gateway.sessions import GatewaySession
+from nemo_gym.gateway.sessions import PIPELINE, GatewaySession, SessionKey
+from nemo_gym.gateway.wire_data import Buffer, JsonText, written
 from nemo_gym.http.delivery import Connection
 
 
@@ -71,7 +71,7 @@ class LargeText:
     """In the journal's body of its turn, in bytes."""
     length: int
 
-    def let_go(self, body: KeptBody) -> None:
+    def let_go(self, body: JournaledBody) -> None:
         self.text.let_go(partial(body.read, self.offset, self.length))
 
 
@@ -143,6 +143,20 @@ class LiveSession(Generic[C]):
     @property
     def session_id(self) -> str:
         return self.record.session_id
+
+    @property
+    def key(self) -> SessionKey:
+        # A journal of a release that kept no openers says nothing: it was the pipeline, or passed for it.
+        rollout = self.session.rollout
+        return (self.record.extra.get("opener", PIPELINE), rollout.run_id, rollout.rollout_id)
+
+    @property
+    def inference_digest(self) -> str:
+        return self.record.inference_digest
+
+    @property
+    def control_digest(self) -> str:
+        return self.record.control_digest
 
     def answered_on(self, fingerprint: str) -> Connection | None:
         """The connection on which the last answer to an equal request was sent, where that is still known."""

@@ -1,6 +1,6 @@
 """What every dialect is lowered to and raised from: one request for an answer, and the answer.
 
-    body ──dialect.lower──▶ LoweredRequest ──sampled by the policy──▶ Answer ──dialect.reply──▶ body, or its events
+    body ──dialect.lower──▶ PolicyRequest ──sampled by the policy──▶ Answer ──dialect.reply──▶ body, or its events
 
 Messages and tools have the shapes of Chat Completions, because chat templates are written for those.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from nemo_gym.contract.errors import ModelError
-from nemo_gym.gateway.json_bytes import JsonText
+from nemo_gym.gateway.wire_data import JsonText
 
 
 class AnswerEnd(StrEnum):
@@ -40,7 +40,7 @@ class CallName:
 
 
 @dataclass(frozen=True, slots=True)
-class LoweredRequest:
+class PolicyRequest:
     """One request, whatever dialect it came in."""
 
     messages: Sequence[Mapping[str, Any]]
@@ -72,9 +72,9 @@ class LoweredRequest:
     """Further Chat Completions parameters that mean something to some endpoints and change nothing here
     (``reasoning_effort``, ``parallel_tool_calls``, ``user``…)."""
 
-    def asking(self, messages: Sequence[Mapping[str, Any]]) -> LoweredRequest:
+    def asking(self, messages: Sequence[Mapping[str, Any]]) -> PolicyRequest:
         """The same request about other messages."""
-        return LoweredRequest(  # in order, which takes a fraction of the time that naming the fields does
+        return PolicyRequest(  # in order, which takes a fraction of the time that naming the fields does
             messages,
             self.tools,
             self.names,

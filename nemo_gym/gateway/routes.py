@@ -1,7 +1,9 @@
-"""The way in for most calls: a harness that sends its body whole to an inference route, with its session's token.
+"""The gateway's routes beside those of every model server: opening sessions, engines for the trainer, and the shortcut
+that most inference calls take.
 
-Everything else (other credentials, prefixes, cookies, encodings, tokens that open nothing) goes the long way through
-the server's layers, which answer it as they answer everything.
+The shortcut answers a harness that sends its whole body with its session's token. Everything else (other credentials,
+prefixes, cookies, encodings, unknown tokens) goes through the server's layers. Both end in `Inference.answer_session`.
+What the shortcut saves is in fern/pages/figures.md.
 """
 
 from __future__ import annotations
@@ -36,12 +38,12 @@ _SESSIONS = "/sessions/"
 _ELSEWHERE = frozenset(
     {CREDENTIAL_HEADER.lower(), ROLLOUT_ID_HEADER.lower(), "cookie", "content-encoding", "transfer-encoding"}
 )
-"""Headers that some layer does something about."""
+"""Headers that a layer reads."""
 LENGTH_DIGITS = 15
 
 
-class InferenceDoor:
-    """An `nemo_gym.http.application.Shortcut` to a gateway's inference."""
+class InferenceShortcut:
+    """Answers inference calls of sessions past the server's layers (`nemo_gym.http.application.Shortcut`)."""
 
     def __init__(self, sessions: DurableSessions[Any, Any], inference: Inference[Any, Any]) -> None:
         self._sessions = sessions

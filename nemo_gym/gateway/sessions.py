@@ -12,9 +12,9 @@ import itertools
 import secrets
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from nemo_gym.contract.credentials import Caller, Role
 from nemo_gym.contract.errors import ContractError, CredentialError, FencedError
@@ -118,14 +118,111 @@ class GatewaySessions(Protocol):
         ...
 
 
+class StoredSession(Protocol):
+    """A session in a `SessionTable`. Its tokens are kept as digests only."""
+
+    @property
+    def session_id(self) -> str: ...
+
+    @property
+    def key(self) -> SessionKey: ...
+
+    @property
+    def inference_digest(self) -> str: ...
+
+    @property
+    def control_digest(self) -> str: ...
+
+
+S = TypeVar("S", bound=StoredSession)
+
+
+class SessionTable(Generic[S]):
+    """Sessions by id, by inference token, and the latest of each attempt's key."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, S] = {}
+        self._by_token: dict[str, S] = {}
+        self._current: dict[SessionKey, S] = {}
+
+    def add(self, session: S) -> None:
+        """It is its key's current one from now on."""
+        self._by_id[session.session_id] = session
+        self._by_token[session.inference_digest] = session
+        self._current[session.key] = session
+
+    def drop(self, session: S) -> None:
+        self._by_id.pop(session.session_id, None)
+        self._by_token.pop(session.inference_digest, None)
+        if self._current.get(session.key) is session:
+            del self._current[session.key]
+
+    def current(self, key: SessionKey) -> S | None:
+        return self._current.get(key)
+
+    def opened_by(self, inference_token: str) -> S | None:
+        """The session that an inference token opens."""
+        return self._by_token.get(token_digest(inference_token))
+
+    def known(self, session_id: str) -> S:
+        """Raises `ContractError` for a session that is not known."""
+        if (found := self._by_id.get(session_id)) is None:
+            raise ContractError(f"session '{session_id}' is not known here", session_id=session_id)
+        return found
+
+    def controlled(self, session_id: str, control_token: str) -> S:
+        """The session that a control token is for. Raises `ContractError`, `CredentialError`."""
+        found = self.known(session_id)
+        if not hmac.compare_digest(found.control_digest, token_digest(control_token)):
+            raise CredentialError("the control token is not this session's", session_id=session_id)
+        return found
+
+    def __iter__(self) -> Iterator[S]:
+        """In the order of opening; sessions may be dropped meanwhile."""
+        return iter([*self._by_id.values()])
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def oldest(self, count: int) -> list[S]:
+        return [*itertools.islice(self._by_id.values(), count)]
+
+
+def new_tokens(expires_at: float) -> OpenedSession:
+    """A new session's id and tokens."""
+    return OpenedSession(
+        secrets.token_hex(12),
+        INFERENCE_TOKEN_PREFIX + secrets.token_urlsafe(32),
+        secrets.token_urlsafe(32),
+        expires_at,
+    )
+
+
+def refuse_older(rollout: RolloutIdentity, current_attempt: int) -> None:
+    """Raise `FencedError` for an attempt that a newer one has replaced."""
+    if current_attempt > rollout.attempt:
+        raise FencedError(
+            f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was replaced by attempt {current_attempt}",
+            rollout_id=rollout.rollout_id,
+        )
+
+
+def token_digest(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
 @dataclass(slots=True)
 class _Entry:
     session: GatewaySession
     key: SessionKey
-    token_digest: str
-    control_digest: bytes
+    inference_digest: str
+    control_digest: str
     closed_at: float | None = None
     summary: dict[str, Any] | None = None
+
+    @property
+    def session_id(self) -> str:
+        return self.session.session_id
 
 
 class InMemoryGatewaySessions:
@@ -133,10 +230,8 @@ class InMemoryGatewaySessions:
 
     def __init__(self, ttl_s: float = SESSION_TTL_S) -> None:
         self._ttl_s = ttl_s
-        self._entries: dict[str, _Entry] = {}
-        self._by_token: dict[str, str] = {}
-        self._current: dict[SessionKey, str] = {}
-        self._closed: deque[str] = deque()
+        self._table: SessionTable[_Entry] = SessionTable()
+        self._closed: deque[_Entry] = deque()
 
     async def open(
         self,
@@ -148,29 +243,17 @@ class InMemoryGatewaySessions:
     ) -> OpenedSession:
         self._sweep()
         key = (opener, rollout.run_id, rollout.rollout_id)
-        if (current := self._entries.get(self._current.get(key, ""))) is not None:
-            if current.session.rollout.attempt > rollout.attempt:
-                raise FencedError(
-                    f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' was replaced by attempt"
-                    f" {current.session.rollout.attempt}",
-                    rollout_id=rollout.rollout_id,
-                )
+        if (current := self._table.current(key)) is not None:
+            refuse_older(rollout, current.session.rollout.attempt)
             self._close(current)
-        opened = OpenedSession(
-            session_id=secrets.token_hex(12),
-            inference_token=INFERENCE_TOKEN_PREFIX + secrets.token_urlsafe(32),
-            control_token=secrets.token_urlsafe(32),
-            expires_at=time.time() + self._ttl_s,
-        )
+        opened = new_tokens(time.time() + self._ttl_s)
         session = GatewaySession(opened.session_id, rollout, dict(sampling or {}), opened.expires_at, limits)
-        digest = _digest(opened.inference_token)
-        self._entries[opened.session_id] = _Entry(session, key, digest, _digest(opened.control_token).encode())
-        self._by_token[digest] = opened.session_id
-        self._current[key] = opened.session_id
+        digests = token_digest(opened.inference_token), token_digest(opened.control_token)
+        self._table.add(_Entry(session, key, *digests))
         return opened
 
     def authorize(self, inference_token: str) -> GatewaySession:
-        entry = self._entries.get(self._by_token.get(_digest(inference_token), ""))
+        entry = self._table.opened_by(inference_token)
         if entry is None:
             raise CredentialError("the inference token is unknown here: its session expired, or the server restarted")
         if entry.closed_at is not None:
@@ -192,7 +275,7 @@ class InMemoryGatewaySessions:
         reward: float | None = None,
         reward_info: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        entry = self._controlled(session_id, control_token)
+        entry = self._table.controlled(session_id, control_token)
         if entry.summary is None:
             if entry.closed_at is not None:
                 raise FencedError(f"session '{session_id}' was aborted or replaced", session_id=session_id)
@@ -207,38 +290,23 @@ class InMemoryGatewaySessions:
         return entry.summary
 
     async def abort(self, session_id: str, control_token: str) -> None:
-        self._close(self._controlled(session_id, control_token))
-
-    def _controlled(self, session_id: str, control_token: str) -> _Entry:
-        entry = self._entries.get(session_id)
-        if entry is None:
-            raise ContractError(f"session '{session_id}' is not known here", session_id=session_id)
-        if not hmac.compare_digest(entry.control_digest, _digest(control_token).encode()):
-            raise CredentialError("the control token is not this session's", session_id=session_id)
-        return entry
+        self._close(self._table.controlled(session_id, control_token))
 
     def _close(self, entry: _Entry) -> None:
         if entry.closed_at is None:
             entry.closed_at = time.time()
-            self._closed.append(entry.session.session_id)
+            self._closed.append(entry)
 
     def _sweep(self) -> None:
         """Forget what has been closed or expired for long enough, and the oldest of too many closed ones."""
         while len(self._closed) > KEEP_CLOSED_SESSIONS:
-            self._forget(self._closed.popleft())
+            self._table.drop(self._closed.popleft())
         before = time.time() - KEEP_CLOSED_S
         # Sessions are in order of opening, and live about equally long: looking at the oldest few is enough.
-        for session_id in [*itertools.islice(self._entries, 8)]:
-            entry = self._entries[session_id]
+        for entry in self._table.oldest(8):
             ended = entry.closed_at if entry.closed_at is not None else entry.session.expires_at
             if ended < before:
-                self._forget(session_id)
-
-    def _forget(self, session_id: str) -> None:
-        if (entry := self._entries.pop(session_id, None)) is not None:
-            self._by_token.pop(entry.token_digest, None)
-            if self._current.get(entry.key) == session_id:
-                del self._current[entry.key]
+                self._table.drop(entry)
 
 
 def token_in(headers: Mapping[str, str]) -> str | None:
@@ -246,7 +314,3 @@ def token_in(headers: Mapping[str, str]) -> str | None:
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     token = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     return token if token.startswith(INFERENCE_TOKEN_PREFIX) else None
-
-
-def _digest(token: str) -> str:
-    return hashlib.sha256(token.encode()).hexdigest()

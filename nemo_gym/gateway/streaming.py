@@ -1,4 +1,4 @@
-"""A failure inside a stream, whose status was sent long ago, as each dialect says it."""
+"""Streams and replies to harnesses: keep-alive pings, failures after the headers, and word of what was handed over."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.errors import ContextOverflowError, anthropic_error, openai_code, openai_error
 from nemo_gym.gateway.engines.http import EventReader
-from nemo_gym.gateway.json_bytes import coalesced, size_of, written
+from nemo_gym.gateway.wire_data import coalesced, size_of, written
 from nemo_gym.http.problems import JsonResponse
 
 

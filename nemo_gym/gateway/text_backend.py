@@ -18,14 +18,14 @@ from nemo_gym.gateway.backend import CallContext, Preparing, TurnFacts
 from nemo_gym.gateway.dialects.endpoint import chat_body, end_of, message_of, usage_of
 from nemo_gym.gateway.engines import EngineAnswerError, OpenAIEngine, TextReply
 from nemo_gym.gateway.engines.openai import Completion, completion_in, tokens_in
-from nemo_gym.gateway.json_bytes import JsonText
 from nemo_gym.gateway.limits import step_begins
-from nemo_gym.gateway.policy_request import Answer, AnswerTokens, AnswerUsage, LoweredRequest
+from nemo_gym.gateway.policy_request import Answer, AnswerTokens, AnswerUsage, PolicyRequest
 from nemo_gym.gateway.routing.pool import EnginePool
 from nemo_gym.gateway.tokens import History, IncrementalEncoder, PolicyTokenizer, Sampled, TokenForest, trajectories_of
 from nemo_gym.gateway.tokens.forest import Prepared
 from nemo_gym.gateway.tokens.history import Prefix
 from nemo_gym.gateway.tokens.trajectories import as_row, record_of, restore
+from nemo_gym.gateway.wire_data import JsonText
 
 ROUTE = "/chat/completions"
 
@@ -163,7 +163,7 @@ class TextBackend:
         return TextConversations(now)
 
     async def sample(
-        self, conversations: TextConversations, request: LoweredRequest, context: CallContext
+        self, conversations: TextConversations, request: PolicyRequest, context: CallContext
     ) -> TextSample:
         prepared = await conversations.preparing.prepared(request, context)
         await context.turns.wait(context.share)
@@ -179,7 +179,7 @@ class TextBackend:
         return TextSample(prepared, reply, completion, usage, context, time.monotonic() - began)
 
     def commit(
-        self, conversations: TextConversations, request: LoweredRequest, sampled: TextSample
+        self, conversations: TextConversations, request: PolicyRequest, sampled: TextSample
     ) -> tuple[Answer, Mapping[str, Any], TurnFacts]:
         completion = sampled.completion
         message = message_of(completion.message, sampled.context.call_id)
@@ -215,13 +215,13 @@ class TextBackend:
         conversations.said.pop()
         conversations.relayed.pop()
 
-    async def count_tokens(self, request: LoweredRequest) -> None:
+    async def count_tokens(self, request: PolicyRequest) -> None:
         return None
 
     def forget(self, session_id: str) -> None:
         self._pool.forget(session_id)
 
-    def _body(self, request: LoweredRequest, context: CallContext) -> dict[str, Any]:
+    def _body(self, request: PolicyRequest, context: CallContext) -> dict[str, Any]:
         body = {**self._extra_body, **chat_body(request)}
         pinned = {key: value for key, value in context.pinned.items() if value is not None}
         if (budget := pinned.pop("max_output_tokens", None)) is not None:

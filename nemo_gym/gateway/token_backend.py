@@ -22,10 +22,9 @@ from nemo_gym.gateway.engines import (
     TokenRequest,
     pinned_sampling,
 )
-from nemo_gym.gateway.json_bytes import JsonText
 from nemo_gym.gateway.limits import apart
 from nemo_gym.gateway.parsing import AnswerParser, ParsedAnswer
-from nemo_gym.gateway.policy_request import Answer, AnswerEnd, AnswerTokens, AnswerUsage, LoweredRequest
+from nemo_gym.gateway.policy_request import Answer, AnswerEnd, AnswerTokens, AnswerUsage, PolicyRequest
 from nemo_gym.gateway.routing.pool import EnginePool
 from nemo_gym.gateway.tokens import (
     History,
@@ -39,6 +38,7 @@ from nemo_gym.gateway.tokens import (
 from nemo_gym.gateway.tokens.messages import calls_of, is_long, text_of
 from nemo_gym.gateway.tokens.trajectories import as_row, record_of, restore
 from nemo_gym.gateway.tokens.turns import Prompt, json_of
+from nemo_gym.gateway.wire_data import JsonText
 
 _ANY_ROOM = 1 << 62
 _BYTES_PER_TOKEN = 16
@@ -166,7 +166,7 @@ class TokenBackend:
         return TokenConversations(TokenForest(self._encoder, self._policy, self._history, now), self._policy)
 
     async def sample(
-        self, conversations: TokenConversations, request: LoweredRequest, context: CallContext
+        self, conversations: TokenConversations, request: PolicyRequest, context: CallContext
     ) -> TokenSample:
         _refuse_constraints(request)
         if context.body_bytes > self._limits.context * _BYTES_PER_TOKEN:
@@ -198,8 +198,8 @@ class TokenBackend:
             raise EngineFailedError(f"engine '{name}' gave the answer up before its end", retryable=True, engine=name)
         return TokenSample(prepared, generation, context, time.monotonic() - began, tail)
 
-    def _refuse_overflow(self, request: LoweredRequest) -> None:
-        """Raises `ContextOverflowError` for what surely does not fit, without encoding megabytes of it."""
+    def _refuse_overflow(self, request: PolicyRequest) -> None:
+        """Raises `ContextOverflowError` for a request that cannot fit, without encoding megabytes of it."""
         written = sum(
             len(text_of(message.get("content"))) + sum(len(str(call)) for call in calls_of(message))
             for message in request.messages
@@ -208,7 +208,7 @@ class TokenBackend:
             raise ContextOverflowError(written // _BYTES_PER_TOKEN, self._limits.context)
 
     def commit(
-        self, conversations: TokenConversations, request: LoweredRequest, sampled: TokenSample
+        self, conversations: TokenConversations, request: PolicyRequest, sampled: TokenSample
     ) -> tuple[Answer, Mapping[str, Any], TurnFacts]:
         generation, prepared = sampled.generation, sampled.prepared
         text, stop = self._text(generation)
@@ -248,7 +248,7 @@ class TokenBackend:
     def take_back(self, conversations: TokenConversations, turn_id: int) -> None:
         conversations.forest.take_back(turn_id)
 
-    async def count_tokens(self, request: LoweredRequest) -> int:
+    async def count_tokens(self, request: PolicyRequest) -> int:
         self._refuse_overflow(request)
         encode = partial(self._encoder.full, request.messages, tools=request.tools)
         return len(await apart(encode) if request.tools or is_long(request.messages) else encode())
@@ -271,7 +271,7 @@ class TokenBackend:
         return text, None
 
 
-def _refuse_constraints(request: LoweredRequest) -> None:
+def _refuse_constraints(request: PolicyRequest) -> None:
     if request.tool_choice not in ("auto", "none"):
         raise InvalidBodyError(
             "tool_choice: only 'auto' and 'none' are possible: forcing a tool would change what the policy samples",

@@ -26,7 +26,7 @@ from nemo_gym.gateway.engines.types import EngineCheck
 from nemo_gym.gateway.inference import CallRequest, Inference, StreamTiming
 from nemo_gym.gateway.live_session import LiveSession
 from nemo_gym.gateway.model_server import reward_in
-from nemo_gym.gateway.routes import LENGTH_DIGITS, InferenceDoor, OpenSession, PathTokenMiddleware, engine_routes
+from nemo_gym.gateway.routes import LENGTH_DIGITS, InferenceShortcut, OpenSession, PathTokenMiddleware, engine_routes
 from nemo_gym.gateway.routing.pool import EnginePool
 from nemo_gym.gateway.sessions import GatewaySessions, opener_of
 from nemo_gym.gateway.text_backend import TextBackend
@@ -135,7 +135,7 @@ class Gateway(SimpleResponsesAPIModel):
             app.add_middleware(PathTokenMiddleware)
         assert isinstance(app, Application)
         if all(getattr(type(self), step) is getattr(Gateway, step) for step in _STEPS):
-            app.take_shortcut(InferenceDoor(self._durable, self._inference))
+            app.take_shortcut(InferenceShortcut(self._durable, self._inference))
         return app
 
     async def _open_route(self, request: Request) -> Response:

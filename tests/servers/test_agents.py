@@ -215,7 +215,7 @@ async def run_body(stack: Stack, prompt: str) -> dict[str, Any]:
 
 def open_sessions(stack: Stack) -> int:
     model: Any = stack.servers["model"]
-    return sum(entry.closed_at is None for entry in model.gateway_sessions._entries.values())
+    return sum(entry.closed_at is None for entry in model.gateway_sessions._table)
 
 
 def is_closed(stack: Stack) -> bool:

@@ -172,7 +172,8 @@ async def test_ended_sessions_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> 
     for number in range(50):
         opened_session = await sessions.open(rollout(f"r{number}"))
         await sessions.abort(opened_session.session_id, opened_session.control_token)
-    assert len(sessions._entries) == len(sessions._by_token) == len(sessions._current) <= 2
+    table = sessions._table
+    assert len(table._by_id) == len(table._by_token) == len(table._current) <= 2
 
 
 async def test_closed_sessions_are_kept_up_to_a_number() -> None:
@@ -181,7 +182,8 @@ async def test_closed_sessions_are_kept_up_to_a_number() -> None:
     for number in range(KEEP_CLOSED_SESSIONS + 200):
         opened_session = await sessions.open(rollout(f"r{number}"))
         await sessions.finalize(opened_session.session_id, opened_session.control_token)
-    assert len(sessions._entries) == len(sessions._by_token) == len(sessions._current) <= KEEP_CLOSED_SESSIONS + 2
+    table = sessions._table
+    assert len(table._by_id) == len(table._by_token) == len(table._current) <= KEEP_CLOSED_SESSIONS + 2
     sessions.authorize(still_open.inference_token)
     await sessions.finalize(opened_session.session_id, opened_session.control_token)
 

@@ -42,7 +42,7 @@ def tool_outputs(count: int = 64, size: int = 2000) -> list[str]:
     """What agents read: passages of source files, each another."""
     texts = [file.read_text(errors="replace") for file in sorted(_stdlib().glob("*.py"))]
     source = random.Random(5)
-    found = []
+    found: list[str] = []
     while len(found) < count:
         text = source.choice(texts)
         if len(text) > 2 * size:

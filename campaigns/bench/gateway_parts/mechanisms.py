@@ -23,13 +23,15 @@ class Mechanism:
     files: str
     switch_off: Callable[[], None]
     kind: Literal["token", "text"] = "token"
+    kept_for: str = ""
+    """Why it stays whatever it saves here; without it there is a bar."""
 
 
 # -- the plain ways ------------------------------------------------------------------------------------------------
 
 
 class _AiohttpReply:
-    """`nemo_gym.gateway.engines.exchange.Reply` over aiohttp."""
+    """`nemo_gym.gateway.engines.http_client.Reply` over aiohttp."""
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:
         self._response = response
@@ -37,7 +39,7 @@ class _AiohttpReply:
         self.headers = {name.lower(): value for name, value in response.headers.items()}
 
     async def read(self, at_most: int) -> bytes:
-        from nemo_gym.gateway.engines.exchange import TooLongError
+        from nemo_gym.gateway.engines.http_client import TooLongError
 
         body = await self._response.read()
         if len(body) > at_most:
@@ -53,7 +55,7 @@ class _AiohttpReply:
 
 
 class _AiohttpConnections:
-    """`nemo_gym.gateway.engines.connections.EngineConnections` over aiohttp."""
+    """`nemo_gym.gateway.engines.http_client.EngineConnections` over aiohttp."""
 
     def __init__(self, **_: Any) -> None:
         self._session: aiohttp.ClientSession | None = None
@@ -101,7 +103,7 @@ def _whole_decoder() -> None:
 def _tokenizer_encodes() -> None:
     from nemo_gym.gateway.tokens import policy
 
-    policy.ascii_words = lambda tokenizer: None
+    policy.ascii_encoder = lambda tokenizer: None
 
 
 def _tokenizer_decodes() -> None:
@@ -111,7 +113,7 @@ def _tokenizer_decodes() -> None:
 
 
 def _no_numpy() -> None:
-    from nemo_gym.gateway import arrays as packed
+    from nemo_gym.gateway import wire_data as packed
     from nemo_gym.gateway.tokens import byte_level as decoding
     from nemo_gym.gateway.tokens import turns
 
@@ -178,9 +180,9 @@ def _framework_routes() -> None:
 
 
 def _all_layers() -> None:
-    from nemo_gym.gateway.routes import InferenceDoor
+    from nemo_gym.gateway.routes import InferenceShortcut
 
-    InferenceDoor.__call__ = lambda self, scope, receive, send: None
+    InferenceShortcut.__call__ = lambda self, scope, receive, send: None
 
 
 def _layers_and_framework_routes() -> None:
@@ -196,7 +198,7 @@ def _two_writes() -> None:
 
 def _framework_replies() -> None:
     from nemo_gym.gateway import streaming as delivered
-    from nemo_gym.gateway.json_bytes import written
+    from nemo_gym.gateway.wire_data import written
     from nemo_gym.http.problems import JsonResponse
 
     def begin(self: Any, content: Any, sent: Callable[[], None]) -> None:
@@ -213,19 +215,6 @@ def _framework_replies() -> None:
     delivered.DeliveredJson.__call__ = call
 
 
-def _sandbox_looks_up() -> None:
-    from nemo_gym.gateway.tokens import template
-
-    make = template.jinja_environment
-
-    def plain(*mixed_in: type) -> Any:
-        environment = make(*mixed_in)
-        del type(environment).getattr
-        return environment
-
-    template.jinja_environment = plain
-
-
 def _memory_goes_back() -> None:
     from nemo_gym.http import webserver
 
@@ -239,27 +228,26 @@ def _frequent_collections() -> None:
 
 
 MECHANISMS: Mapping[str, Mechanism] = {
-    "nothing": Mechanism("(a second gateway like the first: the noise)", lambda: None),
-    "engine_client": Mechanism("engines/exchange, connections", _aiohttp_client),
-    "echo_as_bytes": Mechanism("engines/echo", _no_echo_comparison),
-    "long_completions": Mechanism("engines/long_completions", _whole_decoder),
-    "ascii_words": Mechanism("tokens/words", _tokenizer_encodes),
-    "template_lookups": Mechanism("tokens/template (getattr)", _sandbox_looks_up),
-    "token_bytes": Mechanism("tokens/decoding", _tokenizer_decodes),
-    "numpy_arrays": Mechanism("packed, tokens/turns", _no_numpy),
-    "prompt_text": Mechanism("tokens/turns (text), prompts", _prompts_written_anew),
+    "nothing": Mechanism("(a second gateway like the first)", lambda: None, kept_for="the noise"),
+    "engine_client": Mechanism("engines/http_client", _aiohttp_client),
+    "echo_as_bytes": Mechanism("engines/http (without_echo)", _no_echo_comparison),
+    "long_completions": Mechanism("engines/vllm (long_completion)", _whole_decoder),
+    "ascii_words": Mechanism("tokens/byte_level (AsciiEncoder)", _tokenizer_encodes),
+    "token_bytes": Mechanism("tokens/byte_level (TokenBytes)", _tokenizer_decodes),
+    "numpy_arrays": Mechanism("wire_data, tokens/turns", _no_numpy),
+    "prompt_text": Mechanism("tokens/turns (Prompt.json)", _prompts_written_anew),
     "history_views": Mechanism("tokens/history (views)", _read_whole_histories),
-    "body_prefixes": Mechanism("service/bodies", _parse_whole_bodies),
-    "lowering_memo": Mechanism("dialects/memo", _lower_whole_bodies),
-    "fingerprint_memo": Mechanism("retries/fingerprint (memo)", _digest_whole_bodies),
+    "body_prefixes": Mechanism("dialects/conversation_cache (parse)", _parse_whole_bodies),
+    "lowering_memo": Mechanism("dialects/conversation_cache (lowered)", _lower_whole_bodies),
+    "fingerprint_memo": Mechanism("dialects/conversation_cache (digest)", _digest_whole_bodies),
     "all_prefix_memos": Mechanism("the four above", _no_prefix_memory),
-    "message_json": Mechanism("service/message_json", _histories_written_anew, "text"),
-    "released_texts": Mechanism("journal/kept (memory)", _large_texts_stay),
-    "own_reply": Mechanism("service/delivered (DeliveredJson)", _framework_replies),
-    "door": Mechanism("service/door", _all_layers),
-    "direct_routes": Mechanism("http/direct", _framework_routes),
-    "door_and_direct_routes": Mechanism("service/door, http/direct", _layers_and_framework_routes),
-    "joined_writes": Mechanism("http/joined_writes", _two_writes),
-    "kept_memory": Mechanism("http/webserver (mallopt)", _memory_goes_back),
-    "rare_collections": Mechanism("config/launch (GC_THRESHOLDS)", _frequent_collections),
+    "message_json": Mechanism("text_backend (HistoryJson)", _histories_written_anew, "text"),
+    "released_texts": Mechanism("live_session (LargeText)", _large_texts_stay, kept_for="memory of long sessions"),
+    "own_reply": Mechanism("streaming (DeliveredJson)", _framework_replies),
+    "door": Mechanism("routes (InferenceShortcut)", _all_layers),
+    "direct_routes": Mechanism("http/direct", _framework_routes, kept_for="other servers"),
+    "door_and_direct_routes": Mechanism("both", _layers_and_framework_routes, kept_for="see both"),
+    "joined_writes": Mechanism("http/joined_writes", _two_writes, kept_for="other servers"),
+    "kept_memory": Mechanism("http/webserver (mallopt)", _memory_goes_back, kept_for="large bodies at other servers"),
+    "rare_collections": Mechanism("config/launch (GC_THRESHOLDS)", _frequent_collections, kept_for="other servers"),
 }

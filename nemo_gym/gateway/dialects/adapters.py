@@ -1,4 +1,4 @@
-"""The list of models, as ``GET /v1/models`` answers it in either vendor's shape."""
+"""The adapter of each dialect, a whole reply as its stream, and the list of models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nemo_gym.gateway.dialects.conversation_cache import ConversationCache
 from nemo_gym.gateway.dialects.messages import MessagesAdapter, messages_events
 from nemo_gym.gateway.dialects.responses import ResponsesAdapter
 from nemo_gym.gateway.dialects.responses_reply import responses_events
-from nemo_gym.gateway.policy_request import Answer, LoweredRequest
+from nemo_gym.gateway.policy_request import Answer, PolicyRequest
 
 _LONG_AGO = "1970-01-01T00:00:00Z"
 
@@ -48,18 +48,18 @@ def stream_of(dialect: Dialect, reply: Mapping[str, Any], *, include_usage: bool
 class DialectAdapter(Protocol):
     """One dialect. Stateless; what a body makes up is derived from the answer, so raising it again gives the same."""
 
-    def lower(self, body: Mapping[str, Any], cache: ConversationCache | None = None) -> LoweredRequest:
+    def lower(self, body: Mapping[str, Any], cache: ConversationCache | None = None) -> PolicyRequest:
         """The request in a body (JSON data). ``cache``: of the session, where its conversation is a long one. Raises
         `InvalidBodyError`, whose ``param`` names the field, for whatever cannot be served, and nothing else."""
 
-    def reply(self, answer: Answer, request: LoweredRequest, body: Mapping[str, Any]) -> dict[str, Any]:
+    def reply(self, answer: Answer, request: PolicyRequest, body: Mapping[str, Any]) -> dict[str, Any]:
         """The body that answers ``body``, which lowered to ``request``."""
 
-    def events(self, reply: Mapping[str, Any], request: LoweredRequest) -> Iterator[bytes]:
+    def events(self, reply: Mapping[str, Any], request: PolicyRequest) -> Iterator[bytes]:
         """A reply as whole server-sent events."""
 
     def opening(
-        self, answer_id: str, created_at: float, model: str, request: LoweredRequest, body: Mapping[str, Any]
+        self, answer_id: str, created_at: float, model: str, request: PolicyRequest, body: Mapping[str, Any]
     ) -> dict[str, Any] | None:
         """What the stream of an answer begins with before the answer is known: Responses' response object, as `Pings`
         needs it; nothing in the other dialects."""

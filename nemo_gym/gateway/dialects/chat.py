@@ -57,13 +57,13 @@ from nemo_gym.gateway.dialects.content import (
 from nemo_gym.gateway.dialects.conversation_cache import ConversationCache, lowered_history
 from nemo_gym.gateway.dialects.errors import openai_error
 from nemo_gym.gateway.dialects.reply_parts import calls_in, data, pieces, reasoning_in, text_in
-from nemo_gym.gateway.policy_request import Answer, AnswerTokens, AnswerUsage, LoweredRequest
+from nemo_gym.gateway.policy_request import Answer, AnswerTokens, AnswerUsage, PolicyRequest
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts")
 LOGPROBS_PER_CHUNK = 64
 
 
-def completion_of(answer: Answer, request: LoweredRequest) -> dict[str, Any]:
+def completion_of(answer: Answer, request: PolicyRequest) -> dict[str, Any]:
     """A ``chat.completion``."""
     message: dict[str, Any] = {"role": "assistant", "content": text_in(answer) or None, "refusal": None}
     if reasoning := reasoning_in(answer):
@@ -92,7 +92,7 @@ def completion_of(answer: Answer, request: LoweredRequest) -> dict[str, Any]:
     }
 
 
-def _reply_call(call_id: str, name: str, arguments: str, parsed: Any, request: LoweredRequest) -> dict[str, Any]:
+def _reply_call(call_id: str, name: str, arguments: str, parsed: Any, request: PolicyRequest) -> dict[str, Any]:
     known = request.names.get(name)
     if known is not None and known.custom:
         call_id, text = custom_input(call_id, arguments, parsed)
@@ -219,7 +219,7 @@ _USED = frozenset(
 class ChatAdapter:
     """Chat Completions."""
 
-    def lower(self, body: Body, cache: ConversationCache | None = None) -> LoweredRequest:
+    def lower(self, body: Body, cache: ConversationCache | None = None) -> PolicyRequest:
         if cache is None:
             table, request = _parameters(body, _tools(body))
         else:
@@ -232,14 +232,14 @@ class ChatAdapter:
             )
         return request.asking(_messages(body, table, cache))
 
-    def reply(self, answer: Answer, request: LoweredRequest, body: Body) -> dict[str, Any]:
+    def reply(self, answer: Answer, request: PolicyRequest, body: Body) -> dict[str, Any]:
         return completion_of(answer, request)
 
-    def events(self, reply: Mapping[str, Any], request: LoweredRequest) -> Iterator[bytes]:
+    def events(self, reply: Mapping[str, Any], request: PolicyRequest) -> Iterator[bytes]:
         return chat_events(reply, usage=request.stream_usage)
 
     def opening(
-        self, answer_id: str, created_at: float, model: str, request: LoweredRequest, body: Body
+        self, answer_id: str, created_at: float, model: str, request: PolicyRequest, body: Body
     ) -> dict[str, Any] | None:
         return None
 
@@ -247,7 +247,7 @@ class ChatAdapter:
         return openai_error(error)
 
 
-def _parameters(body: Body, table: ToolTable) -> tuple[ToolTable, LoweredRequest]:
+def _parameters(body: Body, table: ToolTable) -> tuple[ToolTable, PolicyRequest]:
     """A request without its messages."""
     one_answer(body)
     refuse_set(body, _REFUSED)
@@ -259,7 +259,7 @@ def _parameters(body: Body, table: ToolTable) -> tuple[ToolTable, LoweredRequest
         asked["max_tokens"] = limit
     if stop := stop_at(body, "stop"):
         asked["stop"] = stop
-    return table, LoweredRequest(
+    return table, PolicyRequest(
         messages=(),
         tools=table.tools or None,
         names=table.names,

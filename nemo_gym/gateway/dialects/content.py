@@ -1,4 +1,6 @@
-"""Reading fields of bodies that anybody may send: the right type, or an `InvalidBodyError` that names the field.
+"""What all dialects read of a request: its fields, the content of messages, and tools.
+
+Reading fields of bodies that anybody may send: the right type, or an `InvalidBodyError` that names the field.
 
 ``where`` is a path as SDKs print it: ``messages.3.content.0.text``.
 """

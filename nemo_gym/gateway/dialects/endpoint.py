@@ -12,14 +12,14 @@ from nemo_gym.gateway.policy_request import (
     AnswerEnd,
     AnswerTokens,
     AnswerUsage,
-    LoweredRequest,
+    PolicyRequest,
     tokens_counted,
 )
 
 _ENDS = {end.value: end for end in AnswerEnd} | {"function_call": AnswerEnd.TOOL_CALLS}
 
 
-def chat_body(request: LoweredRequest) -> dict[str, Any]:
+def chat_body(request: PolicyRequest) -> dict[str, Any]:
     """The request as a body of Chat Completions, without ``model`` and ``stream``, which are the caller's."""
     body: dict[str, Any] = {**request.extra, "messages": [*request.messages], **request.asked}
     tools = [*(request.tools or ()), *request.deferred]

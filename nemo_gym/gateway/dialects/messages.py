@@ -61,10 +61,10 @@ from nemo_gym.gateway.dialects.conversation_cache import ConversationCache, lowe
 from nemo_gym.gateway.dialects.endpoint import answer_of_completion, chat_body
 from nemo_gym.gateway.dialects.errors import anthropic_error
 from nemo_gym.gateway.dialects.reply_parts import calls_in, dumped, event, made_up, pieces, reasoning_in, text_in
-from nemo_gym.gateway.policy_request import Answer, AnswerEnd, LoweredRequest
+from nemo_gym.gateway.policy_request import Answer, AnswerEnd, PolicyRequest
 
 
-def message_of(answer: Answer, request: LoweredRequest) -> dict[str, Any]:
+def message_of(answer: Answer, request: PolicyRequest) -> dict[str, Any]:
     """A ``message``."""
     content: list[dict[str, Any]] = []
     if (thought := reasoning_in(answer)) and request.reasoning:
@@ -297,7 +297,7 @@ _NO_PARAMETERS = frozenset({"messages", "system", "metadata"})
 class MessagesAdapter:
     """Messages."""
 
-    def lower(self, body: Body, cache: ConversationCache | None = None) -> LoweredRequest:
+    def lower(self, body: Body, cache: ConversationCache | None = None) -> PolicyRequest:
         if cache is None:
             tools, request = _parameters(body)
         else:
@@ -305,14 +305,14 @@ class MessagesAdapter:
             tools, request = cache.parameters("lowered", Dialect.MESSAGES, given, lambda: _parameters(body))
         return request.asking(lower_messages(body, tools, cache))
 
-    def reply(self, answer: Answer, request: LoweredRequest, body: Body) -> dict[str, Any]:
+    def reply(self, answer: Answer, request: PolicyRequest, body: Body) -> dict[str, Any]:
         return message_of(answer, request)
 
-    def events(self, reply: Mapping[str, Any], request: LoweredRequest) -> Iterator[bytes]:
+    def events(self, reply: Mapping[str, Any], request: PolicyRequest) -> Iterator[bytes]:
         return messages_events(reply)
 
     def opening(
-        self, answer_id: str, created_at: float, model: str, request: LoweredRequest, body: Body
+        self, answer_id: str, created_at: float, model: str, request: PolicyRequest, body: Body
     ) -> dict[str, Any] | None:
         return None
 
@@ -320,7 +320,7 @@ class MessagesAdapter:
         return anthropic_error(error)
 
 
-def _parameters(body: Body) -> tuple[dict[str, dict[str, Any]], LoweredRequest]:
+def _parameters(body: Body) -> tuple[dict[str, dict[str, Any]], PolicyRequest]:
     """All tools by name, and a request without its messages."""
     one_answer(body)
     refuse_set(body, _REFUSED)
@@ -338,7 +338,7 @@ def _parameters(body: Body) -> tuple[dict[str, dict[str, Any]], LoweredRequest]:
         extra["parallel_tool_calls"] = False
     if output.get("effort") in _EFFORTS:
         extra["reasoning_effort"] = output["effort"]
-    return {**deferred, **{_name(tool): tool for tool in tools}}, LoweredRequest(
+    return {**deferred, **{_name(tool): tool for tool in tools}}, PolicyRequest(
         messages=(),
         tools=tools or None,
         deferred=[*deferred.values()],

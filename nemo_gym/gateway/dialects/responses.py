@@ -74,7 +74,7 @@ from nemo_gym.gateway.dialects.responses_reply import (
     response_of,
     responses_events,
 )
-from nemo_gym.gateway.policy_request import Answer, LoweredRequest, Usage
+from nemo_gym.gateway.policy_request import Answer, PolicyRequest, Usage
 from nemo_gym.gateway.tokens.messages import text_of
 
 _OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
@@ -192,7 +192,7 @@ _NO_PARAMETERS = frozenset({"input", "instructions"})
 class ResponsesAdapter:
     """Responses."""
 
-    def lower(self, body: Body, cache: ConversationCache | None = None) -> LoweredRequest:
+    def lower(self, body: Body, cache: ConversationCache | None = None) -> PolicyRequest:
         if cache is None:
             table, request = _parameters(body)
         else:
@@ -200,14 +200,14 @@ class ResponsesAdapter:
             table, request = cache.parameters("lowered", Dialect.RESPONSES, given, lambda: _parameters(body))
         return request.asking(lower_input(body, table, cache))
 
-    def reply(self, answer: Answer, request: LoweredRequest, body: Body) -> dict[str, Any]:
+    def reply(self, answer: Answer, request: PolicyRequest, body: Body) -> dict[str, Any]:
         return response_of(answer, request, body)
 
-    def events(self, reply: Mapping[str, Any], request: LoweredRequest) -> Iterator[bytes]:
+    def events(self, reply: Mapping[str, Any], request: PolicyRequest) -> Iterator[bytes]:
         return responses_events(reply)
 
     def opening(
-        self, answer_id: str, created_at: float, model: str, request: LoweredRequest, body: Body
+        self, answer_id: str, created_at: float, model: str, request: PolicyRequest, body: Body
     ) -> dict[str, Any] | None:
         return begun(response_object(answer_id, created_at, model, body))
 
@@ -215,7 +215,7 @@ class ResponsesAdapter:
         return openai_error(error)
 
 
-def _parameters(body: Body) -> tuple[ToolTable, LoweredRequest]:
+def _parameters(body: Body) -> tuple[ToolTable, PolicyRequest]:
     """The tools, and a request without its messages."""
     one_answer(body)
     refuse_set(body, _REFUSED)
@@ -234,7 +234,7 @@ def _parameters(body: Body) -> tuple[ToolTable, LoweredRequest]:
     top = number_at(body, "top_logprobs", low=0, whole=True)
     if top:
         extra["top_logprobs"] = top
-    return table, LoweredRequest(
+    return table, PolicyRequest(
         messages=(),
         tools=table.tools or None,
         names=table.names,
@@ -324,7 +324,7 @@ def response_of_completion(completion: Mapping[str, Any], params: Mapping[str, A
         created_at=completion.get("created") or time.time(),
         model=str(completion.get("model") or params.get("model") or "policy"),
     )
-    request = LoweredRequest(messages=(), names=tool_table(params).names, logprobs=bool(params.get("top_logprobs")))
+    request = PolicyRequest(messages=(), names=tool_table(params).names, logprobs=bool(params.get("top_logprobs")))
     response = response_of(answer, request, params)
     response["output"][-1] |= {key: message[key] for key in TOKEN_FIELDS if message.get(key) is not None}
     return response if completion.get("usage") else {**response, "usage": None}

@@ -1,4 +1,4 @@
-"""An answer as a response of Responses."""
+"""Replies of Responses: an answer as a response, and as the events that stream it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from nemo_gym.gateway.dialects.chat import TOKEN_FIELDS, logprobs_content, token_fields
 from nemo_gym.gateway.dialects.content import Body, custom_input, shell_action
 from nemo_gym.gateway.dialects.reply_parts import AnswerCall, calls_in, event, made_up, pieces, reasoning_in, text_in
-from nemo_gym.gateway.policy_request import Answer, AnswerEnd, AnswerUsage, CallName, LoweredRequest
+from nemo_gym.gateway.policy_request import Answer, AnswerEnd, AnswerUsage, CallName, PolicyRequest
 
 ENCRYPTED = "reasoning.encrypted_content"
 _INCOMPLETE = {AnswerEnd.LENGTH: "max_output_tokens", AnswerEnd.CONTENT_FILTER: "content_filter"}
@@ -21,7 +21,7 @@ def included(body: Body) -> list[Any]:
     return [*value] if isinstance(value, list | tuple) else []
 
 
-def response_of(answer: Answer, request: LoweredRequest, body: Body) -> dict[str, Any]:
+def response_of(answer: Answer, request: PolicyRequest, body: Body) -> dict[str, Any]:
     """A ``response``. Token fields are those of its last item."""
     output: list[dict[str, Any]] = []
     if reasoning := reasoning_in(answer):
@@ -50,7 +50,7 @@ def response_of(answer: Answer, request: LoweredRequest, body: Body) -> dict[str
     }
 
 
-def _message(answer: Answer, text: str, request: LoweredRequest) -> dict[str, Any]:
+def _message(answer: Answer, text: str, request: PolicyRequest) -> dict[str, Any]:
     part: dict[str, Any] = {"type": "output_text", "text": text, "annotations": []}
     if request.logprobs and answer.tokens is not None and answer.tokens.logprobs is not None:
         part["logprobs"] = logprobs_content(answer.tokens)
@@ -63,7 +63,7 @@ def _message(answer: Answer, text: str, request: LoweredRequest) -> dict[str, An
     }
 
 
-def _call(answer: Answer, number: int, call: AnswerCall, request: LoweredRequest) -> dict[str, Any]:
+def _call(answer: Answer, number: int, call: AnswerCall, request: PolicyRequest) -> dict[str, Any]:
     known = request.names.get(call.name) or CallName(call.name)
     own_id = f"{answer.answer_id}_{number}"
     if known.local_shell and (action := shell_action(call.data)) is not None:

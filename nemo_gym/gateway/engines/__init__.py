@@ -1,6 +1,5 @@
 """Engines that sample from the policy: adapters, their requests and answers, and how they fail."""
 
-from nemo_gym.gateway.engines.connections import EngineConnections
 from nemo_gym.gateway.engines.engine_config import (
     EngineConfig,
     OpenAIEngineConfig,
@@ -8,6 +7,7 @@ from nemo_gym.gateway.engines.engine_config import (
     VllmEngineConfig,
 )
 from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
+from nemo_gym.gateway.engines.http_client import EngineConnections
 from nemo_gym.gateway.engines.openai import OpenAIEngine, SampledText, sampled_text
 from nemo_gym.gateway.engines.sampling import pinned_sampling
 from nemo_gym.gateway.engines.sglang import SglangEngine

@@ -1,4 +1,4 @@
-"""Reading server-sent events from chunks that are cut anywhere."""
+"""What every engine behind HTTP shares: one call, its deadline and cancellation, its failures, and its events."""
 
 from __future__ import annotations
 
@@ -21,8 +21,16 @@ from nemo_gym.contract.model_limits import (
     REQUEST_TIMEOUT_S,
     chosen_limits,
 )
-from nemo_gym.gateway.engines.connections import BROKEN, EngineConnections, NotConnectedError, Patience, RequestHeads
-from nemo_gym.gateway.engines.exchange import NoHttpError, Reply, TooLongError
+from nemo_gym.gateway.engines.http_client import (
+    BROKEN,
+    EngineConnections,
+    NoHttpError,
+    NotConnectedError,
+    Patience,
+    Reply,
+    RequestHeads,
+    TooLongError,
+)
 from nemo_gym.gateway.engines.types import (
     EngineAnswerError,
     EngineAnswerTooLargeError,

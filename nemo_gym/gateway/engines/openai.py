@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import orjson
 
-from nemo_gym.gateway.engines.connections import EngineConnections
 from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
+from nemo_gym.gateway.engines.http_client import EngineConnections
 from nemo_gym.gateway.engines.types import (
     EngineCheck,
     EngineCredentialError,
@@ -18,7 +18,7 @@ from nemo_gym.gateway.engines.types import (
     EngineRefusedError,
     TextReply,
 )
-from nemo_gym.gateway.json_bytes import JsonText
+from nemo_gym.gateway.wire_data import JsonText
 
 
 class OpenAIEngine(HttpEngine):

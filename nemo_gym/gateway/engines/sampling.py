@@ -1,4 +1,6 @@
-"""Answers held to a JSON schema by the engine, as harnesses ask for with ``response_format``.
+"""Sampling parameters of one call, and answers held to a JSON schema.
+
+Answers held to a JSON schema by the engine, as harnesses ask for with ``response_format``.
 
 The engine masks the tokens that the schema does not allow, so such an answer is sampled from another distribution than
 the policy's own, and from its first token on, reasoning included. Whoever trains on it has to want that.

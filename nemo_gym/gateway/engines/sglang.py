@@ -8,9 +8,8 @@ from typing import Any
 
 import msgspec
 
-from nemo_gym.gateway.engines.connections import EngineConnections
-from nemo_gym.gateway.engines.exchange import Reply
 from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
+from nemo_gym.gateway.engines.http_client import EngineConnections, Reply
 from nemo_gym.gateway.engines.sampling import sglang_fields
 from nemo_gym.gateway.engines.types import (
     EngineError,

@@ -1,4 +1,4 @@
-"""What goes into an engine and comes out of it, whatever wire it speaks."""
+"""Engines as the gateway sees them: what goes in, what comes out, and how a call can fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that engines send back: compared as bytes, not as a hundred thousand parsed numbers."""
+"""vLLM: token ids in and out over ``/v1/completions``, or over its token-only route where that is served."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from uuid import uuid4
 import msgspec
 import orjson
 
-from nemo_gym.gateway.arrays import packed
-from nemo_gym.gateway.engines.connections import EngineConnections
 from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine, without_echo
+from nemo_gym.gateway.engines.http_client import EngineConnections
 from nemo_gym.gateway.engines.sampling import vllm_fields
 from nemo_gym.gateway.engines.types import (
     EngineCheck,
@@ -28,6 +27,7 @@ from nemo_gym.gateway.engines.types import (
     prompt_of,
 )
 from nemo_gym.gateway.policy_request import tokens_counted
+from nemo_gym.gateway.wire_data import packed
 
 # A long completion of vLLM's, read at the cost of its ids and logprobs.
 #

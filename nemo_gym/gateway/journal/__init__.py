@@ -10,7 +10,7 @@ from nemo_gym.gateway.journal.log import (
 )
 from nemo_gym.gateway.journal.session_journal import (
     DEADLINE_REASON,
-    KeptBody,
+    JournaledBody,
     ReplayedSession,
     SessionJournal,
     SessionRecord,
@@ -26,7 +26,7 @@ __all__ = [
     "JournalError",
     "JournalFullError",
     "JournalLog",
-    "KeptBody",
+    "JournaledBody",
     "ReplayedSession",
     "SessionJournal",
     "SessionRecord",

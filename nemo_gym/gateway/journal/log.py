@@ -1,4 +1,7 @@
-"""How a journal can fail. None of these is ever passed over: a gateway without its journal commits nothing."""
+"""The append-only log under the journal: records in checksummed frames, in segment files.
+
+A failure of the journal is never passed over: a gateway without it commits nothing.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ import structlog
 
 from nemo_gym._util.files import write_all
 from nemo_gym.contract.errors import ModelError
-from nemo_gym.gateway.json_bytes import Buffer, coalesced, size_of
+from nemo_gym.gateway.wire_data import Buffer, coalesced, size_of
 
 
 class JournalError(ModelError):

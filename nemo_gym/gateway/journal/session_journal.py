@@ -1,4 +1,6 @@
-"""The life of a gateway session.
+"""What the journal holds of sessions: their life, their turns, and where a turn's body can be read again.
+
+The life of a gateway session.
 
     OPEN ──complete──▶ COMPLETE ──finalize──▶ FINALIZED
       │ └───────────────finalize──────────────▲
@@ -23,7 +25,7 @@ import orjson
 
 from nemo_gym.contract.errors import ContractError, FencedError
 from nemo_gym.gateway.journal.log import SEGMENT_BYTES, Durability, JournalDamagedError, JournalError, JournalLog
-from nemo_gym.gateway.json_bytes import Buffer, size_of
+from nemo_gym.gateway.wire_data import Buffer, size_of
 
 
 class SessionState(StrEnum):
@@ -56,7 +58,7 @@ def step(session_id: str, now: SessionState, then: SessionState) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptBody:
+class JournaledBody:
     """In bytes of a segment's file. It is there for as long as its session is known."""
 
     path: Path
@@ -231,7 +233,7 @@ class SessionJournal:
         *,
         fingerprint: str,
         key: str | None = None,
-        kept: Callable[[KeptBody], None] | None = None,
+        kept: Callable[[JournaledBody], None] | None = None,
         undo: Callable[[], None] | None = None,
     ) -> int:
         """Commit one turn, whole or in pieces, and return its index. Cancelling the wait does not take the turn back.
@@ -254,7 +256,7 @@ class SessionJournal:
         durable = self._append(session_id, data, not_kept)
         if kept is not None:
             path, end = self._log.place
-            kept(KeptBody(path, end - size_of(data[1:])))
+            kept(JournaledBody(path, end - size_of(data[1:])))
         await durable
         return index
 

@@ -1,4 +1,4 @@
-"""Which formats a policy writes, by what its chat template itself makes of an answer with reasoning and a call."""
+"""Answer parsers by name, and ``auto``: the format that a policy's chat template writes."""
 
 from __future__ import annotations
 

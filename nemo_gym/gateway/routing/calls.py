@@ -1,5 +1,8 @@
-"""Bounds on retries that hold for all calls of an engine pool, and for all of one session, whoever repeats them: so
-failing engines are not buried under repetition, and one session's requests do not use up what others may need."""
+"""Calls of engines that are tried again: the budget for it, one call, and token answers that another engine finishes.
+
+Bounds on retries that hold for all calls of an engine pool, and for all of one session, whoever repeats them: so
+failing engines are not buried under repetition, and one session's requests do not use up what others may need.
+"""
 
 from __future__ import annotations
 

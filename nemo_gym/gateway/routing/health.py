@@ -1,4 +1,6 @@
-"""Whether an engine is in service, from what its calls and probes report. No clock and no I/O: a state machine.
+"""Engines as the router sees them: whether one is in service, and what is running on it.
+
+Whether an engine is in service, from what its calls and probes report. No clock and no I/O: a state machine.
 
 UP ── a fatal failure, or several in a row ──▶ DOWN ── a probe succeeds ──▶ TRIAL ── one call is answered ──▶ UP
                                                  ▲                           │

@@ -7,7 +7,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any, Generic, Literal
 from urllib.parse import urlsplit
 
 import structlog
@@ -15,8 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.engines import EngineConfig, EngineConnections, HttpEngine, OpenAIEngine, TokenEngine
-from nemo_gym.gateway.engines.types import EngineCheck
-from nemo_gym.gateway.routing import PROBE_INTERVAL_S, Prober, Router, RouterOptions
+from nemo_gym.gateway.engines.types import EngineCheck, EngineError, EngineFailedError
 from nemo_gym.gateway.routing.calls import (
     MAX_RESUMES,
     SESSION_RETRIES,
@@ -25,6 +24,84 @@ from nemo_gym.gateway.routing.calls import (
     RetryOptions,
     TokenCalls,
 )
+from nemo_gym.gateway.routing.health import E, HealthState, Replica
+from nemo_gym.gateway.routing.router import Router, RouterOptions
+
+# Asks engines how they are: those out of service, and those that have not been heard from for a while.
+
+PROBE_INTERVAL_S = 5.0
+
+
+class Prober(Generic[E]):
+    """An engine out of service gets one probe in each interval, and nothing else; one that is silent gets one, too."""
+
+    def __init__(self, router: Router[E], *, interval_s: float = PROBE_INTERVAL_S) -> None:
+        self._router = router
+        self._interval_s = interval_s
+        self._asking: set[Replica[E]] = set()
+        self.first_round_done = False
+        """Whether every engine there was at the beginning has answered, or failed to."""
+
+    async def run(self) -> None:
+        """Probe until cancelled. An engine that takes its time does not delay the others' next probe."""
+        async with asyncio.TaskGroup() as group:
+            self._router.ask_now = lambda replica: self._ask_now(group, replica)
+            group.create_task(self._first_round(self._ask(group)))
+            while True:
+                await asyncio.sleep(self._interval_s)
+                self._ask(group)
+
+    async def round(self) -> None:
+        """Probe once whoever is due, and wait for all of them."""
+        async with asyncio.TaskGroup() as group:
+            self._ask(group)
+
+    async def _first_round(self, probes: list[asyncio.Task[None]]) -> None:
+        if probes:
+            await asyncio.wait(probes)
+        self.first_round_done = True
+
+    def _ask(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        asked = []
+        for replica in self._router.replicas:
+            silent = not replica.heard_from
+            replica.heard_from = False
+            if replica.health.rests:
+                replica.health.rests -= 1
+            elif replica not in self._asking and (silent or replica.health.state is not HealthState.UP):
+                asked.append(group.create_task(self._probe(replica)))
+        return asked
+
+    def _ask_now(self, group: asyncio.TaskGroup, replica: Replica[E]) -> None:
+        if replica not in self._asking:
+            self._asking.add(replica)
+            replica.heard_from = False  # since then
+            group.create_task(self._probe(replica))
+
+    async def _probe(self, replica: Replica[E]) -> None:
+        before = replica.health.state
+        self._asking.add(replica)
+        try:
+            await replica.engine.probe()
+        except EngineError as error:
+            if error.fatal or not replica.heard_from:  # else its answers, which came meanwhile, say more
+                self._router.probe_failed(replica, error)
+        except Exception as error:
+            log.exception("a probe failed by a defect", engine=replica.name)
+            found = EngineFailedError(f"probing engine '{replica.name}' failed: {type(error).__name__}")
+            self._router.probe_failed(replica, found)
+        else:
+            self._router.probe_succeeded(replica)
+        finally:
+            self._asking.discard(replica)
+        if replica.health.state is not before:
+            log.info(
+                "engine changed its state",
+                engine=replica.name,
+                state=replica.health.state,
+                error=replica.health.last_error,
+            )
+
 
 EngineKind = Literal["token", "text"]
 _ROUTING, _RETRIES = RouterOptions(), RetryOptions()

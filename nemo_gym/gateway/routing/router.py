@@ -16,7 +16,7 @@ from nemo_gym.gateway.engines.types import EngineError, EngineFailedError, Engin
 from nemo_gym.gateway.routing.health import E, Health, HealthState, Replica, ReplicaStatus
 
 RETRY_AFTER_S = 5
-"""What a caller is told for whose call there was no engine."""
+"""Sent as ``Retry-After`` when no engine is available."""
 
 
 class NoEngineError(EngineError):

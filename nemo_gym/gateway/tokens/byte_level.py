@@ -1,4 +1,9 @@
-"""Token ids to text for byte-level vocabularies: bytes of each token looked up and joined.
+"""Byte-level vocabularies: ids to text and ASCII text to ids, faster than by the tokenizer itself.
+
+With a vocabulary of 150,000 entries a call takes 0.7 to 1.3 ms less CPU for the encoding, and 0.1 to 0.2 ms less for
+the decoding; 3 ms less for an answer of 16,384 tokens (campaigns.bench.ablation).
+
+Token ids to text for byte-level vocabularies: bytes of each token looked up and joined.
 
 In such a vocabulary every token is a string of bytes, written in an alphabet of 256 printable characters, and a text
 is those bytes one after the other. The tokenizer makes a string of each token anew; a token's bytes never change.
@@ -14,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from nemo_gym.gateway.arrays import LARGE, packed
+from nemo_gym.gateway.wire_data import LARGE, packed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -120,8 +125,8 @@ class UnknownSyntaxError(Exception):
     """Something of which it is not known here what it does to ASCII."""
 
 
-class AsciiWords:
-    """Encodes as its tokenizer does; see `ascii_words`."""
+class AsciiEncoder:
+    """Encodes as its tokenizer does; see `ascii_encoder`."""
 
     def __init__(self, tokenizer: Tokenizer, cuts: Sequence[re.Pattern[str]]) -> None:
         added = {token.content: (number, token) for number, token in tokenizer.get_added_tokens_decoder().items()}
@@ -182,7 +187,7 @@ class AsciiWords:
         return ids
 
 
-def ascii_words(tokenizer: Tokenizer) -> AsciiWords | None:
+def ascii_encoder(tokenizer: Tokenizer) -> AsciiEncoder | None:
     """Nothing for a tokenizer that does more, or other things, than what is known here."""
     from tokenizers.models import BPE
 
@@ -199,7 +204,7 @@ def ascii_words(tokenizer: Tokenizer) -> AsciiWords | None:
         return None
     try:
         expressions = _expressions(_state(tokenizer.pre_tokenizer))
-        words = AsciiWords(tokenizer, [re.compile(ascii_pattern(one), re.ASCII) for one in expressions])
+        words = AsciiEncoder(tokenizer, [re.compile(ascii_pattern(one), re.ASCII) for one in expressions])
     except (UnknownSyntaxError, re.error):
         return None
     # All of this is about what tokenizers do; this one shall have shown it.

@@ -21,7 +21,6 @@ from enum import StrEnum
 from typing import Any
 
 from nemo_gym.contract.errors import InvalidBodyError, ModelError
-from nemo_gym.gateway.arrays import LARGE, packed
 from nemo_gym.gateway.tokens.history import HistoryReader, Reading
 from nemo_gym.gateway.tokens.incremental import IncrementalEncoder, Unproven
 from nemo_gym.gateway.tokens.messages import (
@@ -44,6 +43,7 @@ from nemo_gym.gateway.tokens.turns import (
     extended,
     start_reason,
 )
+from nemo_gym.gateway.wire_data import LARGE, packed
 
 _COMPARED = 16
 """Conversations, newest first, that a new one is compared with to name its reason."""

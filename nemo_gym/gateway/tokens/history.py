@@ -1,4 +1,4 @@
-"""Beginnings of lists that grow: what requests of one conversation have in common exists once."""
+"""A request's history, read into keys that say which conversation it continues."""
 
 from __future__ import annotations
 

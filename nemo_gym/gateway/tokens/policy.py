@@ -1,4 +1,6 @@
-"""Text of messages never becomes a control token, whatever it spells.
+"""The policy as tokens see it: its tokenizer, its chat template and the tokens that end a turn.
+
+Text of messages never becomes a control token, whatever it spells.
 
 A file that an agent reads may contain ``<|im_end|>``. Encoded as the token, it would end the message for the policy,
 and let whoever wrote the file go on as ``system``. Only what the chat template writes itself are control tokens; the
@@ -29,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import orjson
 
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.gateway.tokens.byte_level import ascii_words, token_bytes
+from nemo_gym.gateway.tokens.byte_level import ascii_encoder, token_bytes
 from nemo_gym.gateway.tokens.messages import Message
 from nemo_gym.gateway.tokens.template import ChatTemplate, TemplateRefusedError, TemplateTraits, probe, shape, too_deep
 
@@ -169,7 +171,7 @@ class PolicyTokenizer:
         """
         self._tokenizer = tokenizer
         self._bytes = token_bytes(tokenizer)
-        self._words = ascii_words(tokenizer)
+        self._words = ascii_encoder(tokenizer)
         self.template = template
         self.traits: TemplateTraits = probe(template)
         self.vocabulary_size: int = tokenizer.get_vocab_size(with_added_tokens=True)

@@ -1,4 +1,4 @@
-"""A policy's chat template: Jinja as model repositories write it, in a sandbox, with nothing downloaded."""
+"""A policy's chat template: Jinja as model repositories write it, and what it takes, found by trying it."""
 
 from __future__ import annotations
 
@@ -123,18 +123,10 @@ def jinja_environment() -> ImmutableSandboxedEnvironment:
             next(parser.stream)
             return parser.parse_statements((f"name:end{_GENERATION_TAG}",), drop_needle=True)
 
-    class Sandbox(ImmutableSandboxedEnvironment):
-        """Looks up a message's keys at once; the sandbox's own way tries, and fails, to read an attribute first."""
-
-        def getattr(self, obj: Any, attribute: str) -> Any:
-            if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
-                return obj[attribute]
-            return super().getattr(obj, attribute)
-
     def raise_exception(message: str) -> NoReturn:
         raise TemplateError(message)
 
-    environment = Sandbox(
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = plain_json

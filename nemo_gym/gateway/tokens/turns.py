@@ -1,4 +1,4 @@
-"""Why a turn does not simply continue the conversation before it."""
+"""Turns: a sampled answer with the tokens that led to it, why it starts a sibling, and prompts on top of it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, overload
 
 import orjson
 
-from nemo_gym.gateway.arrays import LARGE
 from nemo_gym.gateway.tokens.history import Reading
 from nemo_gym.gateway.tokens.messages import Message
+from nemo_gym.gateway.wire_data import LARGE
 
 
 class SplitReason(StrEnum):

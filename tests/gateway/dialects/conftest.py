@@ -12,7 +12,7 @@ from aiohttp import web
 from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of, models_reply
-from nemo_gym.gateway.policy_request import Answer, LoweredRequest
+from nemo_gym.gateway.policy_request import Answer, PolicyRequest
 from tests.gateway.dialects.bodies import answer
 
 
@@ -23,7 +23,7 @@ class Served:
     url: str = ""
     answer: Answer = field(default_factory=lambda: answer("hello"))
     fail: NemoGymError | None = None
-    seen: list[LoweredRequest] = field(default_factory=list)
+    seen: list[PolicyRequest] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
 
     async def infer(self, request: web.Request) -> web.StreamResponse:

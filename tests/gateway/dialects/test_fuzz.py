@@ -13,7 +13,7 @@ from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
 from nemo_gym.gateway.engines.sampling import pinned_sampling
-from nemo_gym.gateway.policy_request import LoweredRequest
+from nemo_gym.gateway.policy_request import PolicyRequest
 from nemo_gym.gateway.tokens.history import entries_of, tools_digest
 from tests.gateway.dialects.bodies import answer, call, chat_body, claude_body, codex_body
 
@@ -82,7 +82,7 @@ def check(dialect: Dialect, body: dict[str, Any]) -> None:
     adapter = adapter_of(dialect)
     try:
         request = adapter.lower(body)
-        assert isinstance(request, LoweredRequest)
+        assert isinstance(request, PolicyRequest)
         pinned_sampling(request.asked, {}, room_tokens=100)
     except InvalidBodyError as error:
         status, said = adapter.error(error)

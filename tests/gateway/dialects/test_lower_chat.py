@@ -10,7 +10,7 @@ from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
 from nemo_gym.gateway.dialects.endpoint import answer_of_completion, chat_body
-from nemo_gym.gateway.policy_request import AnswerEnd, LoweredRequest
+from nemo_gym.gateway.policy_request import AnswerEnd, PolicyRequest
 from tests.gateway.dialects.bodies import IMAGE_PART, PIXEL_URL, SCHEMA, call
 from tests.gateway.dialects.bodies import chat_body as cli_body
 
@@ -18,7 +18,7 @@ USER = {"role": "user", "content": "q"}
 ADAPTER = adapter_of(Dialect.CHAT)
 
 
-def lower(**fields: Any) -> LoweredRequest:
+def lower(**fields: Any) -> PolicyRequest:
     return ADAPTER.lower({"messages": [USER], **fields})
 
 

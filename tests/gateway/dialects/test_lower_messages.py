@@ -9,13 +9,13 @@ import pytest
 from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
-from nemo_gym.gateway.policy_request import LoweredRequest
+from nemo_gym.gateway.policy_request import PolicyRequest
 from tests.gateway.dialects.bodies import IMAGE_PART, PIXEL, SCHEMA, claude_body
 
 USER = {"role": "user", "content": "q"}
 
 
-def lower(**fields: Any) -> LoweredRequest:
+def lower(**fields: Any) -> PolicyRequest:
     return adapter_of(Dialect.MESSAGES).lower({"max_tokens": 9, "messages": [USER], **fields})
 
 

@@ -10,13 +10,13 @@ import pytest
 from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
-from nemo_gym.gateway.policy_request import CallName, LoweredRequest
+from nemo_gym.gateway.policy_request import CallName, PolicyRequest
 from tests.gateway.dialects.bodies import IMAGE_PART, PIXEL_URL, SCHEMA, answer, call, codex_body
 
 ADAPTER = adapter_of(Dialect.RESPONSES)
 
 
-def lower(**fields: Any) -> LoweredRequest:
+def lower(**fields: Any) -> PolicyRequest:
     return ADAPTER.lower({"input": "q", **fields})
 
 

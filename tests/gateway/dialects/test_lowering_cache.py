@@ -14,7 +14,7 @@ from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
 from nemo_gym.gateway.dialects.conversation_cache import ConversationCache
-from nemo_gym.gateway.policy_request import LoweredRequest
+from nemo_gym.gateway.policy_request import PolicyRequest
 from tests.gateway.dialects.bodies import call, chat_body, claude_body, codex_body
 
 BODIES = {Dialect.CHAT: chat_body(), Dialect.MESSAGES: claude_body(), Dialect.RESPONSES: codex_body()}
@@ -144,7 +144,7 @@ def test_equal_parameters_of_another_dialect_are_lowered_in_it() -> None:
 
 
 def test_a_request_about_other_messages_has_all_else_as_it_was() -> None:
-    differing = {field.name: object() for field in fields(LoweredRequest)}
-    request = LoweredRequest(**differing)  # type: ignore[arg-type]
+    differing = {field.name: object() for field in fields(PolicyRequest)}
+    request = PolicyRequest(**differing)  # type: ignore[arg-type]
     other = [{"role": "user", "content": "x"}]
     assert request.asking(other) == replace(request, messages=other)

@@ -13,9 +13,9 @@ from campaigns.faults.gateway_restart import small_disk
 from nemo_gym.contract.errors import ContractError, FencedError
 from nemo_gym.gateway.journal import (
     JournalDamagedError,
+    JournaledBody,
     JournalError,
     JournalFullError,
-    KeptBody,
     ReplayedSession,
     SessionJournal,
     SessionRecord,
@@ -60,7 +60,7 @@ async def test_open_session_comes_back_with_its_turns(tmp_path: Path) -> None:
 
 
 async def test_bodies_are_read_again_where_the_journal_says_in_any_segment(tmp_path: Path) -> None:
-    kept: list[KeptBody] = []
+    kept: list[JournaledBody] = []
     bodies = [bytes([number]) * 300 for number in range(12)]
     for start in (0, 6):
         async with life(tmp_path, segment_bytes=1000) as (journal, _):

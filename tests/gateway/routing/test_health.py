@@ -19,7 +19,8 @@ from nemo_gym.gateway.engines import (
     EngineUnreachableError,
     VllmEngine,
 )
-from nemo_gym.gateway.routing import HealthState, Prober, Router
+from nemo_gym.gateway.routing import HealthState, Router
+from nemo_gym.gateway.routing.pool import Prober
 from nemo_gym_testing.gateway import FakeVllmEngine
 from tests.gateway.stubs import StubEngine
 

@@ -11,7 +11,8 @@ from collections import Counter
 import pytest
 
 from nemo_gym.gateway.engines import EngineLostError, EngineUnreachableError
-from nemo_gym.gateway.routing import HealthState, Prober, Reservation, Router
+from nemo_gym.gateway.routing import HealthState, Reservation, Router
+from nemo_gym.gateway.routing.pool import Prober
 from tests.gateway.stubs import StubEngine
 
 Stubs = Router[StubEngine]

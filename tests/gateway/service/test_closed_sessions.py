@@ -44,12 +44,14 @@ async def test_closed_sessions_answer_again_as_long_as_their_conversations_are_n
     await sessions.open_journal(tmp_path)
     try:
         large = await closed(sessions, 40, KEEP_CLOSED_BYTES // 20)
-        again = [each for each in large if each.session_id in sessions._live]
+        again = [each for each in large if each.session_id in sessions._table._by_id]
         assert again == large[-len(again) :] and 20 <= len(again) <= 22
         for each in again:
             await sessions.finalize(each.session_id, each.control_token)
         huge = await closed(sessions, 20, KEEP_CLOSED_BYTES)
-        assert [each for each in huge if each.session_id in sessions._live] == huge[-KEEP_CLOSED_AT_LEAST - 1 :]
+        assert [each for each in huge if each.session_id in sessions._table._by_id] == huge[
+            -KEEP_CLOSED_AT_LEAST - 1 :
+        ]
     finally:
         await sessions.aclose()
 

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 
 from nemo_gym.gateway.engines import EngineConnections, FinishReason, Sampling, TokenEngine, TokenRequest
-from nemo_gym.gateway.routing import Prober, Router
+from nemo_gym.gateway.routing import Router
 from nemo_gym.gateway.routing.calls import EngineCalls, RetryOptions, TokenCalls
+from nemo_gym.gateway.routing.pool import Prober
 from nemo_gym.gateway.tokens import Trajectory, TrajectoryTurn
 from nemo_gym.gateway.tokens.trajectories import as_row, write_jsonl
 from nemo_gym_testing.gateway import Abort, CutOff, Status

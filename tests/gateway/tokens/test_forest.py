@@ -391,7 +391,7 @@ def test_work_of_a_turn_does_not_grow_with_the_history(monkeypatch: pytest.Monke
         session.ask(messages, answer, TOOLS)
         messages = [*messages, answer, result(100 + number, "out")]
     assert work[10] == work[119]
-    assert work[119][0] == 1
+    assert work[119][0] == 2  # the answer as it came back, and the result of its call
 
 
 def test_journal_restores_the_forest_and_the_session_goes_on() -> None:

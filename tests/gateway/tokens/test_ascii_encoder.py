@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from nemo_gym.gateway.tokens.byte_level import AsciiWords, UnknownSyntaxError, ascii_pattern, ascii_words
+from nemo_gym.gateway.tokens.byte_level import AsciiEncoder, UnknownSyntaxError, ascii_encoder, ascii_pattern
 from tests.gateway.tokens.policies import CORPUS, FAMILIES, policy
 
 QWEN = (
@@ -70,8 +70,8 @@ MADE = {
 }
 
 
-def words_of(name: str) -> AsciiWords:
-    words = ascii_words(MADE[name])
+def words_of(name: str) -> AsciiEncoder:
+    words = ascii_encoder(MADE[name])
     assert words is not None, name
     return words
 
@@ -130,20 +130,20 @@ def test_a_policy_uses_words_where_its_vocabulary_is_bytes() -> None:
     ids=["lstrip", "rstrip", "single_word", "prefix_space", "normalizer", "removed", "property"],
 )
 def test_a_tokenizer_that_does_more_is_left_to_itself(tokenizer: Tokenizer) -> None:
-    assert ascii_words(tokenizer) is None
+    assert ascii_encoder(tokenizer) is None
 
 
 def test_a_tokenizer_that_cuts_texts_off_is_left_to_itself() -> None:
     tokenizer = made(QWEN)
     tokenizer.enable_truncation(100)
-    assert ascii_words(tokenizer) is None
+    assert ascii_encoder(tokenizer) is None
 
 
 def test_a_tokenizer_that_does_otherwise_than_its_settings_say_is_left_to_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("nemo_gym.gateway.tokens.byte_level.ascii_pattern", lambda source: r"\S+|\s+")
-    assert ascii_words(MADE["llama"]) is None
+    assert ascii_encoder(MADE["llama"]) is None
 
 
 @pytest.mark.parametrize(

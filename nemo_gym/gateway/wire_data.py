@@ -1,12 +1,16 @@
-"""JSON that passes through as bytes: what nobody here has to read is neither parsed nor written again."""
+"""Data that passes through as it came: JSON as bytes that nobody here has to read, ids and logprobs as arrays."""
 
 from __future__ import annotations
 
+import struct
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 import orjson
+
+# JSON that passes through as bytes: what nobody here has to read is neither parsed nor written again.
 
 Buffer = bytes | memoryview
 _WORTH_A_WRITE_BYTES = 64 * 1024
@@ -84,3 +88,22 @@ def coalesced(pieces: Sequence[Buffer]) -> Iterator[Buffer]:
         yield piece
     if held:
         yield b"".join(held)
+
+
+# Token ids and logprobs as arrays.
+
+LARGE = 1024
+"""Numbers from which on numpy is worth its call."""
+
+
+def packed(typecode: Literal["i", "f"], values: Sequence[Any]) -> array[Any]:
+    """An array of int32 or float32. Raises `TypeError` and `OverflowError` for what does not fit."""
+    if len(values) < LARGE or isinstance(values, array):
+        return array(typecode, values)
+    made: array[Any] = array(typecode)
+    try:
+        # In one call, where an array converts each by itself.
+        made.frombytes(struct.pack(f"{len(values)}{typecode}", *values))
+    except struct.error as error:
+        raise TypeError(str(error)) from error
+    return made

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from nemo_gym.contract.errors import CredentialError
 from nemo_gym.gateway.dialects import PATHS
 from nemo_gym.gateway.dialects.chat import ChatAdapter
-from nemo_gym.gateway.routes import InferenceDoor
+from nemo_gym.gateway.routes import InferenceShortcut
 from nemo_gym.gateway.sessions import GatewaySession
 from nemo_gym.server_utils import request
 from responses_api_models.gateway.app import Gateway
@@ -26,15 +26,15 @@ LONG_WAY = {"Cookie": "unknown=1"}
 
 @pytest.fixture
 def answered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The paths of all calls that were answered at the door."""
+    """The paths of all calls that were answered by the shortcut."""
     found: list[str] = []
-    answer = InferenceDoor._answered
+    answer = InferenceShortcut._serve
 
-    async def noted(self: Any, dialect: Any, live: Any, headers: Any, scope: Any, *channels: Any) -> None:
+    async def noted(self: Any, dialect: Any, live: Any, headers: Any, length: int, scope: Any, *channels: Any) -> None:
         found.append(scope["path"])
-        await answer(self, dialect, live, headers, scope, *channels)
+        await answer(self, dialect, live, headers, length, scope, *channels)
 
-    monkeypatch.setattr(InferenceDoor, "_answered", noted)
+    monkeypatch.setattr(InferenceShortcut, "_serve", noted)
     return found
 
 
@@ -46,7 +46,7 @@ async def sent(opened: Opened, path: str, body: Any, method: str = "POST", **hea
     return reply.status, await reply.json(content_type=None), reply.headers["content-type"]
 
 
-async def test_calls_of_sessions_are_answered_at_the_door_on_both_paths(
+async def test_calls_of_sessions_are_answered_by_the_shortcut_on_both_paths(
     gateway: GatewayStack, answered: list[str]
 ) -> None:
     opened = await gateway.open()
@@ -76,7 +76,7 @@ async def test_calls_of_sessions_are_answered_at_the_door_on_both_paths(
     ],
     ids=repr,
 )
-async def test_bodies_are_refused_in_the_same_words_at_the_door(
+async def test_bodies_are_refused_in_the_same_words_by_the_shortcut(
     gateway: GatewayStack, answered: list[str], path: str, body: Any
 ) -> None:
     opened = await gateway.open()

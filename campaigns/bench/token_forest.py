@@ -6,9 +6,9 @@ One session of a tool loop: each turn sends the whole history again, parsed anew
 four messages more (an answer with its calls, three results, 1 to 2 KB each), and samples an answer. Timed, in CPU time
 of the thread, are ``prepare``, the prompt as JSON for the engine, ``commit`` and the journal's record; the parsing of
 the body and its lowering are reported beside them. ``lowered``: the messages that were sent before are the objects of
-the request before, as `ConversationCache` hands them to the gateway's server; ``parsed``: all are new objects, the worst
-case. Before each turn a buffer larger than the processor's caches is walked over, because on a real gateway other
-sessions ran meanwhile. A turn's figure is the median over rounds and its four neighbours.
+the request before, as `ConversationCache` hands them to the gateway's server; ``parsed``: all are new objects, the
+worst case. Before each turn a buffer larger than the processor's caches is walked over, because on a real gateway
+other sessions ran meanwhile. A turn's figure is the median over rounds and its four neighbours.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest, SandboxHand
 from nemo_gym.sandbox.conformance.abilities import upstream
 from nemo_gym.sandbox.doors import GENERATION_ROUTES, INFERENCE_ROUTES
 from nemo_gym.sandbox.providers.remote import RemoteProvider
-from nemo_gym.sandbox.providers.remote.connection import box_of, watched_socket
+from nemo_gym.http.client import watched_socket
+from nemo_gym.sandbox.providers.remote.connection import box_of
 from resources_servers.sandbox.tests.broker_process import BrokerProcess
 from tests.sandbox.unreliable_network import Relay, relay
 

@@ -33,10 +33,10 @@ from nemo_gym.gateway.service.requests import OpenSession
 from nemo_gym.gateway.service.sessions import DurableSessions
 from nemo_gym.gateway.service.text_backend import TextBackend
 from nemo_gym.gateway.sessions import GatewaySessions, opener_of
-from nemo_gym.http.application import Application
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError
 from nemo_gym.http.middleware import require_role
 from nemo_gym.http.problems import JsonResponse, parse_json_object, refuse_encoded
+from nemo_gym.http.server import Application
 
 SESSION_PREFIX = "/sessions/{session_id}"
 COUNT_TOKENS = "/v1/messages/count_tokens"

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Scope
 from nemo_gym.broker.routes.execs import MAX_ID_LENGTH, submitted
 from nemo_gym.broker.service import BrokerService
 from nemo_gym.contract.session import IDENTIFIER
-from nemo_gym.http.application import DirectRoutesMiddleware, Endpoint
+from nemo_gym.http.middleware import DirectRoutesMiddleware, Endpoint
 from nemo_gym.sandbox.wire.routes import SANDBOXES
 
 _PATH = re.compile(rf"{re.escape(SANDBOXES)}/([^/]+)/execs/([^/]+)")

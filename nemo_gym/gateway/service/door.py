@@ -35,7 +35,7 @@ LENGTH_DIGITS = 15
 
 
 class InferenceDoor:
-    """An `nemo_gym.http.application.Shortcut` to a gateway's inference."""
+    """An `nemo_gym.http.server.Shortcut` to a gateway's inference."""
 
     def __init__(self, sessions: DurableSessions[Any, Any], inference: Inference[Any, Any]) -> None:
         self._sessions = sessions

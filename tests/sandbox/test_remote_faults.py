@@ -15,13 +15,13 @@ from aiohttp import web
 
 from nemo_gym.contract.errors import SandboxCreateError, SandboxError, SandboxLostError
 from nemo_gym.contract.sandbox import Door, SandboxSpec
+from nemo_gym.http.client import watched_socket
 from nemo_gym.sandbox.archive import pack_bytes
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest, SandboxHandle, SandboxStatus
 from nemo_gym.sandbox.conformance.upstream import upstream
 from nemo_gym.sandbox.doors import GENERATION_ROUTES, INFERENCE_ROUTES
 from nemo_gym.sandbox.providers.remote import RemoteProvider
 from nemo_gym.sandbox.providers.remote.box import box_of
-from nemo_gym.sandbox.providers.remote.connection import watched_socket
 from resources_servers.sandbox.tests.broker_process import BrokerProcess
 from tests.sandbox.unreliable_network import Relay, relay
 

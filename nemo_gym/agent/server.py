@@ -46,7 +46,6 @@ from nemo_gym.contract.session import (
     Topology,
 )
 from nemo_gym.contract.verdict import StageError, Verdict
-from nemo_gym.http.application import Application
 from nemo_gym.http.client import expect_json, inference_context
 from nemo_gym.http.correlation import (
     apply_rollout_prefix,
@@ -59,7 +58,7 @@ from nemo_gym.http.middleware import TOKEN_CAPTURE, require_role
 from nemo_gym.http.peers import PeerError, Peers, Reply
 from nemo_gym.http.plugin_call import PluginCall, plain
 from nemo_gym.http.problems import JsonResponse, parse_json_object, validated
-from nemo_gym.http.server import BaseServer, SimpleServer
+from nemo_gym.http.server import Application, BaseServer, SimpleServer
 from nemo_gym.reward_profile import AggregateMetricsMixin, compute_aggregate_metrics
 from nemo_gym.rollout import MODEL_SESSION_KEYS, Attempt, Budgets, RolloutSteps, Servers
 

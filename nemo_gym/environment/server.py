@@ -26,9 +26,8 @@ from nemo_gym.contract.session import Artifact, RolloutIdentity, SessionDescript
 from nemo_gym.contract.verdict import Verdict, decide_validity
 from nemo_gym.environment.attempts import AttemptStore
 from nemo_gym.environment.routes import EnvironmentRoutes
-from nemo_gym.http.application import Application
 from nemo_gym.http.plugin_call import PluginCall, plain
-from nemo_gym.http.server import BaseServer, SimpleServer
+from nemo_gym.http.server import Application, BaseServer, SimpleServer
 from nemo_gym.reward_profile import AggregateMetricsMixin, compute_aggregate_metrics
 
 if TYPE_CHECKING:

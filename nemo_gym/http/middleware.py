@@ -1,4 +1,5 @@
-"""What every request passes: bounds on its body, its session cookie, its rollout, its sender's credential.
+"""What every request passes: bounds on its body, its session cookie, its rollout, its sender's credential; and a short
+way to the routes of this suite, which every rollout takes.
 
 A session's cookie is a signed, unencrypted dict per client, read only when somebody looks at it. Its name is the one
 NeMo Gym uses; its key is the server's own, so no client can write a session. A session that was opened for an attempt
@@ -16,7 +17,11 @@ from typing import Any
 from uuid import uuid4
 
 import orjson
-from starlette.requests import HTTPConnection
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
+from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Caller, Role, ServerCredentials
@@ -32,7 +37,7 @@ from nemo_gym.http.correlation import (
     replica_context,
     rollout_context,
 )
-from nemo_gym.http.problems import send_problem, unexpected
+from nemo_gym.http.problems import refused, refused_by_framework, send_problem, unexpected
 
 
 class BodyTooLargeError(NemoGymError):
@@ -387,3 +392,80 @@ def require_role(connection: HTTPConnection, *roles: Role) -> Caller | None:
     if caller is not None:
         caller.require(*roles, route=connection.scope["path"])
     return caller
+
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class DirectRoutesMiddleware:
+    """Innermost of an application's layers: answers plain routes itself and passes the rest on.
+
+    The framework's own way goes through exception and exit-stack layers and asks each route in turn. A route that is a
+    plain function of a request needs none of that.
+
+    The first route of a path wins, as in the framework: a path whose first route is not a plain one is not touched.
+    """
+
+    def __init__(self, app: ASGIApp, application: FastAPI) -> None:
+        self.app = app
+        self._application = application
+        self._known = -1
+        self._exact: dict[tuple[str, str], Endpoint] = {}
+        self._patterns: list[Route] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._find(scope) if scope["type"] == "http" else None
+        if endpoint is None:
+            await self.app(scope, receive, send)
+            return
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        request = Request(scope, receive, send)
+        try:
+            response = await endpoint(request)
+            await response(scope, receive, watched)
+        except ClientDisconnect:
+            return  # gone before its whole body was here: nobody waits for an answer
+        except NemoGymError as error:
+            if started:
+                raise
+            await refused(request, error)(scope, receive, send)
+        except HTTPException as error:
+            if started:
+                raise
+            await (await refused_by_framework(request, error))(scope, receive, send)
+
+    def _find(self, scope: Scope) -> Endpoint | None:
+        routes = self._application.router.routes
+        if len(routes) != self._known:  # plugins add theirs after the base's, until the first request at the latest
+            self._learn()
+        endpoint = self._exact.get((scope["method"], scope["path"]))
+        if endpoint is None and scope["path"].startswith("/sessions/"):
+            for route in self._patterns:
+                match, found = route.matches(scope)
+                if match is Match.FULL:
+                    scope.update(found)
+                    return route.endpoint
+        return endpoint
+
+    def _learn(self) -> None:
+        routes = self._application.router.routes
+        self._known = len(routes)
+        self._exact, self._patterns = {}, []
+        taken: set[tuple[str, str]] = set()
+        for route in routes:
+            for method in getattr(route, "methods", None) or ():
+                key = (method, getattr(route, "path", ""))
+                # `type is`: the framework's own routes are subclasses and parse their arguments.
+                if key not in taken and type(route) is Route:
+                    if route.param_convertors:
+                        if route not in self._patterns:
+                            self._patterns.append(route)
+                    else:
+                        self._exact[key] = route.endpoint
+                taken.add(key)

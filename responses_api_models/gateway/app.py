@@ -30,10 +30,10 @@ from nemo_gym.gateway.routes import LENGTH_DIGITS, InferenceShortcut, OpenSessio
 from nemo_gym.gateway.routing.pool import EnginePool
 from nemo_gym.gateway.sessions import GatewaySessions, opener_of
 from nemo_gym.gateway.text_backend import TextBackend
-from nemo_gym.http.application import Application
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError
 from nemo_gym.http.middleware import require_role
 from nemo_gym.http.problems import JsonResponse, parse_json_object, refuse_encoded
+from nemo_gym.http.server import Application
 
 SESSION_PREFIX = "/sessions/{session_id}"
 COUNT_TOKENS = "/v1/messages/count_tokens"

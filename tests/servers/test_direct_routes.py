@@ -10,7 +10,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from nemo_gym.contract.errors import RowError
-from nemo_gym.http.application import DirectRoutesMiddleware
+from nemo_gym.http.middleware import DirectRoutesMiddleware
 from nemo_gym.http.problems import install_problem_handlers
 
 

@@ -174,7 +174,7 @@ def _large_texts_stay() -> None:
 
 
 def _framework_routes() -> None:
-    from nemo_gym.http.application import DirectRoutesMiddleware
+    from nemo_gym.http.middleware import DirectRoutesMiddleware
 
     DirectRoutesMiddleware._find = lambda self, scope: None
 

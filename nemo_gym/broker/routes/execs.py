@@ -30,7 +30,7 @@ from nemo_gym.broker.routes.sandboxes import live
 from nemo_gym.broker.service import BrokerService
 from nemo_gym.broker.spool import Stream
 from nemo_gym.contract.session import IDENTIFIER, LeaseScope
-from nemo_gym.http.application import DirectRoutesMiddleware, Endpoint
+from nemo_gym.http.middleware import DirectRoutesMiddleware, Endpoint
 from nemo_gym.sandbox.wire.frames import (
     MAX_PAYLOAD_BYTES,
     PING,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,8 +21,13 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        for lane in sorted(lanes.lanes_of(item)):
+        found = sorted(lanes.lanes_of(item))
+        for lane in found:
             item.add_marker(lane)
+        if found:
+            # Listed at the end of a run, and no failure: what is left of processes that a test killed is collected
+            # in whichever test runs then.
+            item.add_marker(pytest.mark.filterwarnings("default::ResourceWarning"))
     items.sort(key=lanes.order_of)
 
 
@@ -32,8 +38,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> lanes.Schedu
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What programs keep of a user's runs: the list of runs, controls, supervisors. Caches, which hold what takes
-    minutes to fetch or to build, stay the user's."""
+    """Programs keep controls and supervisors here, in one place for all processes of a run. The user's caches stay in
+    use: what they hold takes minutes to fetch or to build."""
+    base = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        patch.setenv("XDG_STATE_HOME", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "state"))
         yield

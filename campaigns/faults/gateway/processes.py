@@ -43,6 +43,8 @@ class EngineProcess:
     def stop(self) -> None:
         self._process.terminate()
         self._process.wait(30)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
 
 class GatewayProcess:

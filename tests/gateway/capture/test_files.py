@@ -196,12 +196,11 @@ def test_killed_writer_leaves_whole_lines_and_its_successor_goes_on_after_them(t
     path, random_s = tmp_path / "s1.jsonl", random.Random(5)
     seen = 0
     for _ in range(4):
-        process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
-        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        wait_for(lambda: path.exists() and path.stat().st_size > 1 << 20)
-        time.sleep(random_s.uniform(0, 0.2))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+            wait_for(lambda: path.exists() and path.stat().st_size > 1 << 20)
+            time.sleep(random_s.uniform(0, 0.2))
+            process.send_signal(signal.SIGKILL)
         before = len(list(read_calls(path)))
         assert before > 0
         successor = FileCapture(CaptureConfig(directory=tmp_path))

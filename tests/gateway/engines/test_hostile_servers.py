@@ -111,20 +111,23 @@ def _engine(server: asyncio.Server, http: EngineConnections) -> HttpEngine:
 async def test_connection_is_not_used_again_when_the_answer_came_before_all_was_sent(http: EngineConnections) -> None:
     """The next request would be taken for the rest of this one."""
     connections = 0
+    refused = asyncio.Event()
 
     async def early(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal connections
         connections += 1
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 413 Too Large\r\nContent-Length: 3\r\n\r\nbig")
-        await asyncio.sleep(0.5)
-        writer.close()
+        await refused.wait()
+        writer.transport.abort()
 
     async with await _listening(early) as server:
         for _ in range(2):
             with pytest.raises(EngineRefusedError, match="big"):
                 await _engine(server, http).post("/", {"x": "y" * (64 << 20)})
         assert connections == 2
+        refused.set()
+        await asyncio.sleep(0)  # both connections are aborted
 
 
 async def test_call_is_lost_at_once_when_the_server_ends_while_it_is_still_sent(http: EngineConnections) -> None:

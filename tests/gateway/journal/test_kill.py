@@ -17,16 +17,13 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def one_life(directory: Path, round_number: int, acknowledged: int) -> list[tuple[int, str, int]]:
     """Run the process, kill it after so many acknowledgements; all that it acknowledged."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.gateway.journal.turns_process", str(directory), str(round_number)],
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-    )
-    assert process.stdout is not None
-    lines = [process.stdout.readline() for _ in range(acknowledged)]
-    process.send_signal(signal.SIGKILL)
-    lines += process.stdout.read().splitlines(keepends=True)
-    assert process.wait() == -signal.SIGKILL, "it lived until it was killed"
+    command = [sys.executable, "-m", "tests.gateway.journal.turns_process", str(directory), str(round_number)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(acknowledged)]
+        process.send_signal(signal.SIGKILL)
+        lines += process.stdout.read().splitlines(keepends=True)
+    assert process.returncode == -signal.SIGKILL, "it lived until it was killed"
     told = [line.decode().split() for line in lines if line.endswith(b"\n")]
     return [(int(round_number), session_id, int(index)) for round_number, session_id, index in told]
 

@@ -43,7 +43,7 @@ LENGTH_DIGITS = 15
 
 
 class InferenceShortcut:
-    """Answers inference calls of sessions past the server's layers (`.Shortcut`)."""
+    """Answers inference calls of sessions past the server's layers (`nemo_gym.http.server.Shortcut`)."""
 
     def __init__(self, sessions: DurableSessions[Any, Any], inference: Inference[Any, Any]) -> None:
         self._sessions = sessions

@@ -13,12 +13,13 @@ import orjson
 import pytest
 
 from campaigns.bench.sampling import sampled, simulated_sampler
-from campaigns.bench.workloads import SamplingWorkload, SimulatedStage, SimulatedStages, simulate
+from campaigns.bench.workloads import SamplingWorkload, SimulatedStage, SimulatedStages, Timeless, simulate
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.rollouts.attempt import Attempt
-from nemo_gym.rollouts.interfaces import SameFailureError, StageFailure, StageName, StageResult
+from nemo_gym.rollouts.interfaces import JobSelector, JobState, SameFailureError, StageFailure, StageName, StageResult
 from nemo_gym.sampling import Batch, MixedOutcomes, NoEffectiveGroupsError, ValidSamples
+from nemo_gym.sampling.ledger import GroupRecord, SamplerLedger
 from nemo_gym.sampling.loader import RowFile
 
 MIXED, SOLVED, UNSOLVED = (1.0, 0.0), (1.0, 1.0), (0.0, 0.0)
@@ -329,17 +330,30 @@ def test_rollouts_that_were_dropped_before_a_crash_are_cancelled_after_it(tmp_pa
             assert names(await sampler.next_batch(1)) == ["fast"]
 
     async def after(directory: Path) -> None:
-        stages = SimulatedStages.of(4)
-        async with simulated_sampler(tmp_path, rows, stages, samples_per_group=2, epochs=1) as sampler:
+        async with simulated_sampler(tmp_path, rows, SimulatedStages.of(4), samples_per_group=2, epochs=1) as sampler:
             batch = await sampler.next_batch(4)
             assert names(batch) == [f"t{number}" for number in range(4)]
-            assert stages.run.busy_s < 5000
+            left_out = sampler._store.iterate(JobSelector(group_id="run.0"))
+            assert [record.state for record in [each async for each in left_out]][1] is JobState.CANCELLED
 
     simulate(before)
     with sqlite3.connect(tmp_path / "sampler.sqlite") as ledger:  # as a crash between the two writes leaves it
         ledger.execute("UPDATE groups SET state = 'left_out' WHERE serial = 0")
     ledger.close()
     simulate(after)
+
+
+def test_group_whose_jobs_were_not_submitted_before_a_crash_is_sampled_after_it() -> None:
+    async def work(directory: Path) -> None:
+        ledger = Timeless(SamplerLedger(directory / "sampler.sqlite"))
+        await ledger.recall("run", 0)
+        await ledger.keep(GroupRecord(0, orjson.dumps(task("kept")), "simulated", [0, 1], 2, 0, 0, 0, taken=1))
+        await ledger.aclose()
+        rows = [task("kept"), task("next")]
+        async with simulated_sampler(directory, rows, SimulatedStages.of(4), samples_per_group=2, epochs=1) as sampler:
+            assert names(await sampler.next_batch(2)) == ["kept", "next"]
+
+    simulate(work)
 
 
 def test_state_of_another_kind_is_refused() -> None:

@@ -78,7 +78,7 @@ async def makespan(workload: StagedWorkload, stages: SimulatedStages, directory:
         ]
     )
     route = Route(agent="simulated", environment=None, model=None)
-    dispatcher = AsyncDispatcher(store, stages.in_order, config, lambda _: route)  # type: ignore[arg-type]
+    dispatcher = AsyncDispatcher(store, stages.in_order, config, lambda _: route)
     clock = asyncio.get_running_loop().time
     start = clock()
     await dispatcher.start()

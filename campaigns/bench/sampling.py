@@ -91,7 +91,7 @@ async def simulated_sampler(
 
     observed = ObservedStage(stages.run, lambda job, session: sampler.job_started(job, session))
     dispatcher = AsyncDispatcher(
-        store,  # type: ignore[arg-type]
+        store,
         (stages.init, observed, stages.eval),
         config,
         lambda _: ROUTE,
@@ -99,8 +99,8 @@ async def simulated_sampler(
     )
     sampling = SamplingConfig.parse(options)
     sampler = RolloutSampler(
-        store,  # type: ignore[arg-type]
-        ledger,  # type: ignore[arg-type]
+        store,
+        ledger,
         dispatcher,
         LoaderCursor(rows, sampling.epochs),
         check,
@@ -152,7 +152,7 @@ async def rounds(workload: SamplingWorkload, size: int, directory: Path) -> floa
             done.set()
 
     store = Timeless(SqliteJobStore(directory / "store.sqlite"))
-    dispatcher = AsyncDispatcher(store, _stages(workload).in_order, config, lambda _: ROUTE, listener=ended)  # type: ignore[arg-type]
+    dispatcher = AsyncDispatcher(store, _stages(workload).in_order, config, lambda _: ROUTE, listener=ended)
     clock, groups, serial = asyncio.get_running_loop().time, workload.groups(), 0
     await dispatcher.start()
     start = clock()
@@ -251,7 +251,7 @@ def of_seed(seed: int) -> dict[str, Any]:
         "max_weights_lag=0": {"max_weights_lag": 0},
     }
     variants = {
-        name: simulate(lambda directory, options=options: sampled(workload, directory, **options))  # type: ignore[misc]
+        name: simulate(lambda directory, options=options: sampled(workload, directory, **options))
         for name, options in others.items()
     }
     published = simulate(lambda directory: rounds(workload, workload.batch, directory))

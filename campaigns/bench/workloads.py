@@ -104,11 +104,15 @@ class _JumpingSelector(selectors.DefaultSelector):
         super().__init__()
         self.owed = 0
         self.jumped_s = 0.0
+        self.limit_s = math.inf
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None or (timeout > 0 and self.owed):
             return super().select(None)
         self.jumped_s += max(timeout, 0.0)
+        if self.jumped_s > self.limit_s:
+            limit_s, self.limit_s = self.limit_s, math.inf  # once: what is under way still has to be closed
+            raise TimeoutError(f"not done after {limit_s:g} simulated seconds")
         return super().select(0)
 
 
@@ -118,6 +122,10 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
+
+    def end_after(self, limit_s: float) -> None:
+        """Raise `TimeoutError` out of the loop then: work that waits for ever would let time pass for ever."""
+        self._jumping.limit_s = limit_s
 
     def time(self) -> float:
         return self._jumping.jumped_s
@@ -166,11 +174,15 @@ def _owed(answer: Awaitable[T]) -> asyncio.Future[T]:
     return loop.owe(future) if isinstance(loop, SimulatedLoop) else future
 
 
-def simulate(work: Callable[[Path], Coroutine[Any, Any, T]]) -> T:
-    """Run ``work`` on a simulated clock, with a directory in memory for its files where the machine has one."""
+def simulate(work: Callable[[Path], Coroutine[Any, Any, T]], limit_s: float = 100_000.0) -> T:
+    """Run ``work`` on a simulated clock, with a directory in memory for its files where the machine has one. Raises
+    `TimeoutError` when it is not done after so many simulated seconds."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as directory:
         with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
+            loop = runner.get_loop()
+            assert isinstance(loop, SimulatedLoop)
+            loop.end_after(limit_s)
             return runner.run(work(Path(directory)))
 
 

@@ -11,8 +11,9 @@ import pytest
 from nemo_gym.contract.errors import ConfigError, RowError
 from nemo_gym.rollouts.collection import run_collection
 from nemo_gym.sampling import BlockingSampler, ValidSamples, open_sampler
-from tests.rollouts.conftest import Chain
-from tests.rollouts.conftest import make_chain as make_chain  # a fixture
+from tests.rollouts.conftest import Chain, _no_session_left, make_chain
+
+__all__ = ["_no_session_left", "make_chain"]  # fixtures
 
 MakeChain = Callable[..., Chain]
 ANY = (ValidSamples(),)

@@ -110,7 +110,6 @@ async def simulated_sampler(
         filters=filters,
     )
     await store.release()
-    await dispatcher.start()
     try:
         yield sampler
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
@@ -103,6 +103,9 @@ async def open_sampler(
         lock.acquire()
         undo.callback(lock.release)
         recorded = await RecordedRun.of(config, files)
+        agents = agent_instances(client.global_config_dict)
+        if config.agent_name is not None or len(agents) == 1:
+            await _add_route(client, peers, config, routes, config.agent_name or agents[0])
         if recorded is None:
             files.discard()
         else:
@@ -130,7 +133,7 @@ async def open_sampler(
             ledger,
             dispatcher,
             cursor,
-            _row_check(client, peers, config, routes),
+            _row_check(client, peers, config, routes, agents),
             run_id=run_id,
             workers=config.workers,
             config=chosen,
@@ -139,7 +142,6 @@ async def open_sampler(
         unfinished = JobSelector(states=frozenset({JobState.QUEUED, JobState.CLAIMED}))
         for agent in {record.spec.agent async for record in store.iterate(unfinished)}:
             await _add_route(client, peers, config, routes, agent)
-        await dispatcher.start()
         undo.push_async_callback(dispatcher.stop)
         undo.push_async_callback(sampler.aclose)
         yield sampler
@@ -154,9 +156,11 @@ async def _add_route(
         routes[agent] = route
 
 
-def _row_check(client: ServerClient, peers: Peers, config: RolloutRunConfig, routes: dict[str, Route]) -> CheckedRow:
+def _row_check(
+    client: ServerClient, peers: Peers, config: RolloutRunConfig, routes: dict[str, Route], agents: Sequence[str]
+) -> CheckedRow:
     """Checks a loader's rows as `materialize` checks those of a file."""
-    checker = RowChecker(config.input, config, agent_instances(client.global_config_dict))
+    checker = RowChecker(config.input, config, agents)
 
     async def check(number: int, row: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
         own = {key: value for key, value in row.items() if key != TASK_INDEX_KEY}

@@ -48,7 +48,8 @@ class NoEffectiveGroupsError(NemoGymError):
 
 
 class RolloutSampler:
-    """See the module. Made by `open_sampler`; its owner starts and stops the dispatcher.
+    """See the module. Made by `open_sampler`. The first batch that is asked for starts the dispatcher, so that nothing
+    runs before a checkpoint is loaded and the weights are known; its owner stops it.
 
     ``workers`` are the pipeline's INIT, RUN and EVAL workers. The dispatcher's listener calls `job_ended`, its RUN
     stage `job_started`.
@@ -200,6 +201,7 @@ class RolloutSampler:
         async with self._turn:
             if not self._tasks:
                 await self._recover()
+                await self._dispatcher.start()
                 self._tasks = [
                     asyncio.create_task(self._guard(work), name=f"sampler{work.__name__}")
                     for work in (self._pump, self._watch)

@@ -69,6 +69,16 @@ async def test_agent_that_fails_is_masked_and_gets_no_reward(make_chain: MakeCha
     assert [row["reward"] for row in chain.results("out_failures.jsonl")] == [None, None]
 
 
+async def test_agent_that_does_not_exist_is_named_at_once_and_costs_no_earlier_run(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    chain.write_rows(1)
+    await run_collection(chain.client(), chain.run_keys())
+    with pytest.raises(ConfigError, match="no responses_api_agents instance is named 'trivail'"):
+        async with open_sampler(chain.client(), chain.run_keys(agent_name="trivail", overwrite=True)):
+            pass
+    assert len(chain.results()) == 1
+
+
 async def test_output_of_another_kind_of_run_is_refused_both_ways(make_chain: MakeChain) -> None:
     chain = make_chain()
     chain.write_rows(2)

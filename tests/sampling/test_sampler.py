@@ -343,6 +343,26 @@ def test_rollouts_that_were_dropped_before_a_crash_are_cancelled_after_it(tmp_pa
     simulate(after)
 
 
+def test_nothing_runs_before_a_sampler_opened_again_knows_the_weights(tmp_path: Path) -> None:
+    rows = [task(f"t{number}", seconds=(50, 50)) for number in range(4)]
+
+    async def before(directory: Path) -> None:
+        async with simulated_sampler(tmp_path, rows, SimulatedStages.of(4), samples_per_group=2, epochs=1) as sampler:
+            await sampler.next_batch(1, weights_version=4)
+
+    async def after(directory: Path) -> None:
+        stages = SimulatedStages.of(4)
+        async with simulated_sampler(tmp_path, rows, stages, samples_per_group=2, epochs=1) as sampler:
+            await asyncio.sleep(1000)
+            assert stages.run.busy_s == 0
+            batch = await sampler.next_batch(3, weights_version=5)
+            assert names(batch) == ["t1", "t2", "t3"]
+            assert {sample.weights.first for sample in batch.samples} <= {4, 5}
+
+    simulate(before)
+    simulate(after)
+
+
 def test_group_whose_jobs_were_not_submitted_before_a_crash_is_sampled_after_it() -> None:
     async def work(directory: Path) -> None:
         ledger = Timeless(SamplerLedger(directory / "sampler.sqlite"))

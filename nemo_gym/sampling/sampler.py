@@ -83,6 +83,8 @@ class RolloutSampler:
         self._last_requested = 0
         self._exhausted = False
         self._checkpoint: Mapping[str, Any] | None = None
+        """The one to start from, then that of the last batch."""
+        self._asked = False
         self._tasks: list[asyncio.Task[None]] = []
         self._fatal: BaseException | None = None
         self._turn = asyncio.Lock()
@@ -98,13 +100,14 @@ class RolloutSampler:
         pipeline or the reading of rows, which a sampler opened anew goes on from.
         """
         _check_count("requested_batch_size", requested_batch_size, 1)
-        if self._requested:
+        if self._asked:
             raise ConfigError("next_batch is under way: one batch is asked for at a time", key="requested_batch_size")
-        await self._start()
-        version = max(self._weights_version, self._batch) if weights_version is None else weights_version
-        await self.set_weights_version(version)
-        self._requested = self._last_requested = requested_batch_size
+        self._asked = True
         try:
+            await self._start()
+            version = max(self._weights_version, self._batch) if weights_version is None else weights_version
+            await self.set_weights_version(version)
+            self._requested = self._last_requested = requested_batch_size
             self._wake.set()
             while True:
                 self._full.clear()
@@ -116,7 +119,7 @@ class RolloutSampler:
                     self._check_yield()
                 await self._full.wait()
         finally:
-            self._requested = 0
+            self._requested, self._asked = 0, False
 
     async def set_weights_version(self, version: int) -> None:
         """The engines serve these weights from now on; what is thereby too old is dropped or run again."""
@@ -136,7 +139,10 @@ class RolloutSampler:
         self._wake.set()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler stands after the last batch, as plain data and the loader's state, for a checkpoint."""
+        """Where the sampler stood when it handed out the last batch: plain data and the loader's state."""
+        return dict(self._checkpoint or self._snapshot())
+
+    def _snapshot(self) -> dict[str, Any]:
         return {
             "version": STATE_VERSION,
             "run_id": self._run_id,
@@ -458,6 +464,7 @@ class RolloutSampler:
         await self._ledger.hand_out([record for record, _ in chosen], self._batch)
         for record, _ in chosen:
             del self._ready[record.serial]
+        self._checkpoint = self._snapshot()
         left_out, self._left_out = dict(self._left_out), Counter()
         return Batch(
             index=self._batch,

@@ -67,6 +67,11 @@ class RunFiles:
         return self.store_path or self._beside("_store.sqlite")
 
     @property
+    def sampler(self) -> Path:
+        """What a sampler for RL remembers of its groups."""
+        return self.store.with_name(f"{self.store.stem}_sampler.sqlite")
+
+    @property
     def lock(self) -> Path:
         return self._beside(".lock")
 
@@ -79,8 +84,11 @@ class RunFiles:
             self.aggregate_metrics,
             self.configuration,
             self.reverified,
-            self.store,
-            *(self.store.with_name(self.store.name + suffix) for suffix in ("-wal", "-shm")),
+            *(
+                path.with_name(path.name + suffix)
+                for path in (self.store, self.sampler)
+                for suffix in ("", "-wal", "-shm")
+            ),
         ):
             path.unlink(missing_ok=True)
         shutil.rmtree(self.logs, ignore_errors=True)

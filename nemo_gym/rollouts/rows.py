@@ -88,7 +88,9 @@ class MaterializedInputs:
 
 
 @dataclass(slots=True)
-class _Checker:
+class RowChecker:
+    """Checks rows one by one; errors name ``path`` and the row's number."""
+
     path: Path
     config: RolloutRunConfig
     agents: Collection[str]
@@ -96,8 +98,7 @@ class _Checker:
 
     def check(self, number: int, line: bytes, position: int) -> tuple[int, list[int], str, dict[str, Any]]:
         """Task index, rollout indices, agent and row of one line; raises `RowError`."""
-        row = self._parsed(number, line)
-        agent = self._agent(number, row)
+        row, agent = self.row_and_agent(number, line)
         task_index = self._index(number, row, TASK_INDEX_KEY, position)
         if self.config.num_repeats == 1:
             samples = [self._index(number, row, ROLLOUT_INDEX_KEY, 0)]
@@ -112,6 +113,11 @@ class _Checker:
                     f"{TASK_INDEX_KEY} {task_index}, {ROLLOUT_INDEX_KEY} {sample} is line {first} as well",
                 )
         return task_index, samples, agent, row
+
+    def row_and_agent(self, number: int, line: bytes) -> tuple[dict[str, Any], str]:
+        """One line as a row with the run's request parameters, and its agent; raises `RowError`."""
+        row = self._parsed(number, line)
+        return row, self._agent(number, row)
 
     def _parsed(self, number: int, line: bytes) -> dict[str, Any]:
         try:
@@ -171,7 +177,7 @@ def materialize(config: RolloutRunConfig, agents: Collection[str] = (), *, keep:
     """
     config.check_input()
     source = config.input
-    checker = _Checker(source, config, agents)
+    checker = RowChecker(source, config, agents)
     bad: list[RowError] = []
     without_prompt: dict[int, Promptless] = {}
     tasks = rollouts = others = 0

@@ -1,0 +1,65 @@
+"""What an RL sampler needs to know besides its run's keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
+
+
+class SamplingConfig(BaseModel):
+    """How groups are sampled, filtered and kept fresh. Every key has one default, and it is here."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    samples_per_group: int = Field(8, ge=2)
+    """Rollouts of each row."""
+    look_ahead: bool = True
+    """Submit groups before the queue runs dry, so that no worker waits. ``False``: one group whenever no rollout waits
+    for a worker, as ProRL publishes it."""
+    batches_ahead: int | None = Field(None, ge=0)
+    """How many batches' worth of effective groups may be ready or under way beyond the batch that is asked for; by
+    default ``max_weights_lag``, and 1 without it."""
+    max_weights_lag: int | None = Field(None, ge=0)
+    """How many weights versions a sample may lie behind when it is handed out; ``None`` sets no bound."""
+    when_stale: Literal["drop", "rerun"] = "drop"
+    """What becomes of what is older: it is left out, or sampled again with the current weights."""
+    stale_unit: Literal["group", "sample"] = "group"
+    """Whether one sample that is too old takes its whole group with it."""
+    max_reruns: int = Field(1, ge=0)
+    """How often a group's samples are run again for their age; then they are dropped."""
+    epochs: int | None = Field(None, ge=1)
+    """Passes over the data; ``None`` goes on as long as batches are asked for."""
+    max_groups_per_batch: int | None = Field(None, ge=1)
+    """Groups that may end for one batch before `next_batch` gives up; ``None`` never does. A policy that solves
+    everything, or nothing, yields no effective group however long it runs."""
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> Self:
+        """The configuration of ``given``; raises `ConfigError` naming each wrong key, with the nearest right one."""
+        reject_unknown_keys(given, cls.model_fields, where="sampling keys")
+        try:
+            return cls.model_validate(dict(given))
+        except ValidationError as error:
+            found = error.errors()
+            said = [": ".join([*map(str, item["loc"]), item["msg"].removeprefix("Value error, ")]) for item in found]
+            raise ConfigError("; ".join(said), key=str(found[0]["loc"][0]) if found[0]["loc"] else None) from None
+
+    @model_validator(mode="after")
+    def _ahead_is_within_the_bound(self) -> Self:
+        if None not in (self.batches_ahead, self.max_weights_lag) and self.ahead > (self.max_weights_lag or 0):
+            raise ValueError(
+                f"batches_ahead={self.batches_ahead} prepares what max_weights_lag={self.max_weights_lag} then calls"
+                " too old; lower the one or raise the other"
+            )
+        return self
+
+    @property
+    def ahead(self) -> int:
+        """Batches that may be prepared beyond the one that is asked for."""
+        if self.batches_ahead is not None:
+            return self.batches_ahead
+        return 1 if self.max_weights_lag is None else self.max_weights_lag

@@ -1,0 +1,264 @@
+"""A sampler over the servers of a running stack, for asynchronous trainers and for those that block."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AsyncExitStack, asynccontextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import orjson
+import structlog
+
+from nemo_gym.config.run import RolloutRunConfig
+from nemo_gym.config.sampling import SamplingConfig
+from nemo_gym.contract.errors import ConfigError, RowError
+from nemo_gym.contract.identity import TASK_INDEX_KEY, new_run_id
+from nemo_gym.http.client import ServerClient, close_global_aiohttp_client
+from nemo_gym.rollouts.attempt import Attempt, Route, agent_instances
+from nemo_gym.rollouts.interfaces import (
+    Job,
+    JobEvent,
+    JobSelector,
+    JobState,
+    Stage,
+    StageFailure,
+    StageName,
+    StageResult,
+)
+from nemo_gym.rollouts.peers import Peers
+from nemo_gym.rollouts.pipeline import AsyncDispatcher
+from nemo_gym.rollouts.results import OutputLock, RecordedRun, ResultFiles, RunFiles
+from nemo_gym.rollouts.routing import checked_route, chosen_topology, preflight
+from nemo_gym.rollouts.rows import RowChecker
+from nemo_gym.rollouts.stages import http_stages
+from nemo_gym.rollouts.store import SqliteJobStore
+from nemo_gym.sampling.groups import DEFAULT_FILTERS, Batch, GroupFilter
+from nemo_gym.sampling.ledger import SamplerLedger
+from nemo_gym.sampling.loader import LoaderCursor, RowFile
+from nemo_gym.sampling.sampler import CheckedRow, RolloutSampler
+
+log = structlog.get_logger(__name__)
+
+INPUTS = "rows of a data loader"
+"""Stands in the run's record for the digest of its rows, which nobody knows beforehand."""
+
+T = TypeVar("T")
+
+
+class ObservedStage:
+    """A stage that says when an attempt enters it, and with which session of the model server."""
+
+    def __init__(self, stage: Stage, on_start: Callable[[Job, str | None], None]) -> None:
+        self._stage, self._on_start = stage, on_start
+
+    @property
+    def name(self) -> StageName:
+        return self._stage.name
+
+    @property
+    def workers(self) -> int:
+        return self._stage.workers
+
+    @property
+    def timeout_s(self) -> float:
+        return self._stage.timeout_s
+
+    async def run(self, attempt: Attempt) -> StageResult:
+        self._on_start(attempt.job, attempt.session.session_id if attempt.session is not None else None)
+        return await self._stage.run(attempt)
+
+    def classify(self, error: BaseException) -> StageFailure:
+        return self._stage.classify(error)
+
+
+@asynccontextmanager
+async def open_sampler(
+    client: ServerClient,
+    run: RolloutRunConfig | Mapping[str, Any],
+    loader: Iterable[Any] | None = None,
+    *,
+    sampling: SamplingConfig | Mapping[str, Any] | None = None,
+    filters: Iterable[GroupFilter] = DEFAULT_FILTERS,
+) -> AsyncIterator[RolloutSampler]:
+    """Sample from ``loader``, or from the rows of ``run.input``, with the servers that ``client`` knows.
+
+    ``run`` has the keys of ``ng_run``: workers, limits, deadlines, and the ``output`` whose files hold every rollout
+    and the sampler's state; a ``loader`` takes the place of ``input``. An output that holds a sampler's run is
+    continued. Leaving stops what is under way and keeps it queued. Raises `ConfigError` and `RowError` before anything
+    runs, and `StoreError` when nothing can be recorded.
+    """
+    if not isinstance(run, RolloutRunConfig):
+        run = RolloutRunConfig.parse(run if loader is None else {**run, "input": "data loader"})
+    config = run
+    chosen = sampling if isinstance(sampling, SamplingConfig) else SamplingConfig.parse(sampling or {})
+    files, peers = RunFiles(config.output, config.store), Peers(client)
+    cursor = LoaderCursor(RowFile(config.input) if loader is None else loader, chosen.epochs)
+    routes: dict[str, Route] = {}
+    async with AsyncExitStack() as undo:
+        lock = OutputLock(files)
+        lock.acquire()
+        undo.callback(lock.release)
+        recorded = await RecordedRun.of(config, files)
+        agents = agent_instances(client.global_config_dict)
+        if config.agent_name is not None or len(agents) == 1:
+            await _add_route(client, peers, config, routes, config.agent_name or agents[0])
+        if recorded is None:
+            files.discard()
+        else:
+            recorded.require_same(config, INPUTS)
+        sink = ResultFiles(files)
+        undo.callback(sink.close)
+        store = SqliteJobStore(files.store, sink=sink)
+        undo.push_async_callback(store.aclose)
+        ledger = SamplerLedger(files.sampler)
+        undo.push_async_callback(ledger.aclose)
+        info = {"run_id": config.run_id or new_run_id(), "inputs_sha256": INPUTS, "validation": config.validation}
+        run_id = str((await store.open_run(info))["run_id"])
+        await store.release()  # whoever held the jobs before is gone: this process holds the output's lock
+        await sink.recover(store)
+
+        def ended(event: JobEvent) -> None:
+            sampler.job_ended(event)
+
+        init, running, evaluating = http_stages(peers, config, chosen_topology(client), logs=files.logs)
+        observed = ObservedStage(running, lambda job, session: sampler.job_started(job, session))
+        stages = (init, observed, evaluating)
+        dispatcher = AsyncDispatcher(store, stages, config, routes.__getitem__, listener=ended)
+        sampler = RolloutSampler(
+            store,
+            ledger,
+            dispatcher,
+            cursor,
+            _row_check(client, peers, config, routes, agents),
+            run_id=run_id,
+            workers=config.workers,
+            config=chosen,
+            filters=filters,
+        )
+        unfinished = JobSelector(states=frozenset({JobState.QUEUED, JobState.CLAIMED}))
+        for agent in {record.spec.agent async for record in store.iterate(unfinished)}:
+            await _add_route(client, peers, config, routes, agent)
+        undo.push_async_callback(dispatcher.stop)
+        undo.push_async_callback(sampler.aclose)
+        yield sampler
+
+
+async def _add_route(
+    client: ServerClient, peers: Peers, config: RolloutRunConfig, routes: dict[str, Route], agent: str
+) -> None:
+    if agent not in routes:
+        route = await checked_route(client, peers, agent, config)
+        await preflight([route], peers, lambda text: log.info(text))
+        routes[agent] = route
+
+
+def _row_check(
+    client: ServerClient, peers: Peers, config: RolloutRunConfig, routes: dict[str, Route], agents: Sequence[str]
+) -> CheckedRow:
+    """Checks a loader's rows as `materialize` checks those of a file."""
+    checker = RowChecker(config.input, config, agents)
+
+    async def check(number: int, row: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
+        own = {key: value for key, value in row.items() if key != TASK_INDEX_KEY}
+        try:
+            try:
+                line = orjson.dumps(own)
+            except orjson.JSONEncodeError as error:
+                raise RowError(f"row {number} of the data loader is not JSON: {error}", line=number) from error
+            checked, agent = checker.row_and_agent(number, line)
+        except RowError as error:
+            if not config.skip_bad_rows:
+                raise
+            log.warning("row left out", error=error.message)
+            return None
+        await _add_route(client, peers, config, routes, agent)
+        return checked, agent
+
+    return check
+
+
+class BlockingSampler:
+    """A sampler for trainers without an event loop. The pipeline has a thread of its own, so rollouts go on while the
+    trainer computes."""
+
+    def __init__(
+        self, client: ServerClient, run: RolloutRunConfig | Mapping[str, Any], *rest: Any, **options: Any
+    ) -> None:
+        """Takes what `open_sampler` takes, and raises what it raises."""
+        opened: Future[RolloutSampler] = Future()
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._thread = threading.Thread(
+            target=lambda: self._loop.run_until_complete(self._serve(opened, client, run, *rest, **options)),
+            name="sampler",
+            daemon=True,
+        )
+        self._thread.start()
+        try:
+            self._sampler = opened.result()
+        except BaseException:
+            self._thread.join()
+            self._loop.close()
+            raise
+
+    async def _serve(self, opened: Future[RolloutSampler], *given: Any, **options: Any) -> None:
+        try:
+            async with open_sampler(*given, **options) as sampler:
+                opened.set_result(sampler)
+                await self._closing.wait()
+        except Exception as error:
+            if opened.done():
+                raise
+            opened.set_exception(error)
+        finally:
+            await close_global_aiohttp_client()
+
+    def next_batch(self, requested_batch_size: int, *, weights_version: int | None = None) -> Batch:
+        """See `RolloutSampler.next_batch`."""
+        return self._call(self._sampler.next_batch(requested_batch_size, weights_version=weights_version))
+
+    def set_weights_version(self, version: int) -> None:
+        """See `RolloutSampler.set_weights_version`."""
+        self._call(self._sampler.set_weights_version(version))
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `RolloutSampler.state_dict`."""
+
+        async def state() -> dict[str, Any]:
+            return self._sampler.state_dict()
+
+        return self._call(state())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `RolloutSampler.load_state_dict`."""
+        self._sampler.load_state_dict(state)
+
+    def close(self) -> None:
+        """Stop what is under way and keep it queued; idempotent."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join()
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop.is_closed():
+            work.close()
+            raise ConfigError("the sampler is closed", key="sampler")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # also what interrupts the trainer ends the wait
+            raise

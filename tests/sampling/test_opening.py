@@ -1,0 +1,120 @@
+"""Samplers over the servers of a stack, beside what else uses an output."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from nemo_gym.contract.errors import ConfigError, RowError
+from nemo_gym.rollouts.collection import run_collection
+from nemo_gym.sampling import BlockingSampler, ValidSamples, open_sampler
+from tests.rollouts.conftest import Chain, _no_session_left, make_chain
+
+__all__ = ["_no_session_left", "make_chain"]  # fixtures
+
+MakeChain = Callable[..., Chain]
+ANY = (ValidSamples(),)
+TWO = {"samples_per_group": 2}
+
+
+async def test_sampler_drives_the_servers_of_a_stack_and_goes_on_with_its_output(make_chain: MakeChain) -> None:
+    trajectory = {"weights_versions": ["0", "1"], "prompt_ids": [1]}
+    chain = make_chain(environment={"says": {f"t{n}": {"ng_trajectory": [trajectory]} for n in range(6)}})
+    chain.write_rows(6)
+    names = []
+    for _ in range(2):
+        async with open_sampler(chain.client(), chain.run_keys(concurrency=4), sampling=TWO, filters=ANY) as sampler:
+            batch = await sampler.next_batch(2, weights_version=2)
+            names += [group.row["id"] for group in batch.groups]
+            # What the engines reported wins over what the sampler saw.
+            assert {(sample.weights.first, sample.weights.last) for sample in batch.samples} == {(0, 1)}
+            assert {row["staleness"] for row in batch.rows()} == {2}
+    assert names == ["t0", "t1", "t2", "t3"]
+    done = chain.results()
+    assert len({row["_ng_rollout_id"] for row in done}) == len(done) >= 8
+    opened = set(chain.notes("seed"))
+    assert opened == set(chain.notes("close"))  # also what was stopped
+
+
+def test_sampler_that_blocks_samples_while_the_trainer_computes(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    loader = [{"id": f"q{n}", "responses_create_params": {"input": "A or B?"}} for n in range(8)]
+    keys = {key: value for key, value in chain.run_keys().items() if key != "input"}
+    with BlockingSampler(chain.client(), keys, loader, sampling={**TWO, "epochs": 1}, filters=ANY) as sampler:
+        first = sampler.next_batch(requested_batch_size=3)
+        state = sampler.state_dict()
+        assert [group.row["id"] for group in first.groups] == ["q0", "q1", "q2"]
+        assert len(sampler.next_batch(3).groups) == 3
+    with BlockingSampler(chain.client(), keys, loader, sampling={**TWO, "epochs": 1}, filters=ANY) as sampler:
+        sampler.load_state_dict(state)
+        assert [group.row["id"] for group in sampler.next_batch(3).groups] == ["q3", "q4", "q5"]
+        last = sampler.next_batch(3)
+        assert ([group.row["id"] for group in last.groups], last.exhausted) == (["q6", "q7"], True)
+    with pytest.raises(ConfigError, match="is closed"):
+        sampler.next_batch(1)
+
+
+async def test_agent_that_fails_is_masked_and_gets_no_reward(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"crash": {"t0": 9}})
+    chain.write_rows(2)
+    async with open_sampler(
+        chain.client(), chain.run_keys(max_attempts=2), sampling={**TWO, "epochs": 1}, filters=ANY
+    ) as sampler:
+        batch = await sampler.next_batch(2)
+        assert [group.row["id"] for group in batch.groups] == ["t1"]
+        assert batch.left_out == {"too few valid samples": 1}
+    assert [row["reward"] for row in chain.results("out_failures.jsonl")] == [None, None]
+
+
+async def test_agent_that_does_not_exist_is_named_at_once_and_costs_no_earlier_run(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    chain.write_rows(1)
+    await run_collection(chain.client(), chain.run_keys())
+    with pytest.raises(ConfigError, match="no responses_api_agents instance is named 'trivail'"):
+        async with open_sampler(chain.client(), chain.run_keys(agent_name="trivail", overwrite=True)):
+            pass
+    assert len(chain.results()) == 1
+
+
+async def test_output_of_another_kind_of_run_is_refused_both_ways(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    chain.write_rows(2)
+    async with open_sampler(chain.client(), chain.run_keys(), sampling=TWO, filters=ANY) as sampler:
+        await sampler.next_batch(1)
+        with pytest.raises(ConfigError, match="another collector"):
+            async with open_sampler(chain.client(), chain.run_keys(), sampling=TWO):
+                pass
+    with pytest.raises(ConfigError, match="with other rows"):
+        await run_collection(chain.client(), chain.run_keys())
+    await run_collection(chain.client(), chain.run_keys(overwrite=True))
+    with pytest.raises(ConfigError, match="with other rows"):
+        async with open_sampler(chain.client(), chain.run_keys(), sampling=TWO):
+            pass
+    async with open_sampler(chain.client(), chain.run_keys(overwrite=True), sampling=TWO, filters=ANY) as sampler:
+        assert (await sampler.next_batch(1)).index == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"id": "x", "agent_ref": {"name": "trivail"}}, "unknown agent 'trivail'"),
+        ({"id": "x", "responses_create_params": {}}, "must be an object with 'input'"),
+        ({"id": {1, 2}}, "row 1 of the data loader is not JSON"),
+    ],
+)
+async def test_row_of_a_loader_that_cannot_be_used_is_named_or_passed_over(
+    make_chain: MakeChain, row: dict[str, Any], said: str
+) -> None:
+    chain = make_chain()
+    good = {"id": "good", "responses_create_params": {"input": "A or B?"}}
+    options: dict[str, Any] = {"sampling": {**TWO, "epochs": 1}, "filters": ANY}
+    async with open_sampler(chain.client(), chain.run_keys(), [row, good], **options) as sampler:
+        with pytest.raises(RowError, match=said):
+            await sampler.next_batch(1)
+    keys = chain.run_keys(skip_bad_rows=True, overwrite=True)
+    async with open_sampler(chain.client(), keys, [row, good], **options) as sampler:
+        async with asyncio.timeout(60):
+            assert [group.row["id"] for group in (await sampler.next_batch(1)).groups] == ["good"]

@@ -27,8 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script,
 from campaigns.bench.report import Bar, argument_parser, print_report
 from campaigns.bench.workloads import SimulatedStage, SimulatedStages, StagedWorkload, Timeless, simulate
 from nemo_gym.config.run import RolloutRunConfig
-from nemo_gym.rollouts.attempt import Route
-from nemo_gym.rollouts.interfaces import JobSpec, StageName
+from nemo_gym.contract.verdict import StageName
+from nemo_gym.rollout import Servers
+from nemo_gym.rollouts.interfaces import JobSpec
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.store import SqliteJobStore
 
@@ -77,7 +78,7 @@ async def makespan(workload: StagedWorkload, stages: SimulatedStages, directory:
             for n, times in enumerate(workload.times())
         ]
     )
-    route = Route(agent="simulated", environment=None, model=None)
+    route = Servers(agent="simulated", environment=None, model=None)
     dispatcher = AsyncDispatcher(store, stages.in_order, config, lambda _: route)
     clock = asyncio.get_running_loop().time
     start = clock()

@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from campaigns.bench.report import Bar, argument_parser, print_report
 from campaigns.bench.workloads import SampledGroup, SamplingWorkload, SimulatedStages, Timeless, simulate
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.config.sampling import SamplingConfig
-from nemo_gym.rollouts.attempt import Route
+from nemo_gym.rollout import Servers
 from nemo_gym.rollouts.interfaces import JobEvent, JobSpec
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.store import SqliteJobStore
@@ -51,7 +52,7 @@ ROUNDS_AT_LEAST = 2.7
 BEST_ROUNDS_AT_LEAST = 2.0
 KNOWING_AT_MOST = 1.15
 ROUND_SIZES = range(8, 161, 4)
-ROUTE = Route(agent="simulated", environment=None, model=None)
+ROUTE = Servers(agent="simulated", environment=None, model=None)
 
 
 # -------------------------------------------------------------------------------- through the dispatcher and store
@@ -84,7 +85,7 @@ async def simulated_sampler(
     keys = {"input": directory / "in.jsonl", "output": directory / "out.jsonl", "concurrency": stages.run.workers}
     config = RolloutRunConfig.parse({**keys, **(run or {})})
     store = Timeless(SqliteJobStore(directory / "store.sqlite"))
-    ledger = Timeless(SamplerLedger(directory / "sampler.sqlite"))
+    ledger: Any = Timeless(SamplerLedger(directory / "sampler.sqlite"))
 
     async def check(number: int, row: Any) -> tuple[dict[str, Any], str]:
         return dict(row), "simulated"
@@ -239,20 +240,21 @@ def work_alone(workload: SamplingWorkload) -> float:
 # --------------------------------------------------------------------------------------------------------- report
 
 
+async def _sampled_with(workload: SamplingWorkload, options: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    return await sampled(workload, directory, **options)
+
+
 def of_seed(seed: int) -> dict[str, Any]:
     workload = SamplingWorkload(seed)
     start = time.perf_counter()
     ours = simulate(lambda directory: sampled(workload, directory))
     wall_s = time.perf_counter() - start
-    others = {
+    others: dict[str, dict[str, Any]] = {
         "published look-ahead": {"look_ahead": False},
         "max_weights_lag=1": {"max_weights_lag": 1},
         "max_weights_lag=0": {"max_weights_lag": 0},
     }
-    variants = {
-        name: simulate(lambda directory, options=options: sampled(workload, directory, **options))
-        for name, options in others.items()
-    }
+    variants = {name: simulate(partial(_sampled_with, workload, options)) for name, options in others.items()}
     published = simulate(lambda directory: rounds(workload, workload.batch, directory))
     on_heap = {size: rounds_on_a_heap(workload, size) for size in ROUND_SIZES}
     assert abs(on_heap[workload.batch] / published - 1) < 0.01, (on_heap[workload.batch], published)

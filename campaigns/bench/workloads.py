@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import orjson
 
-from nemo_gym.rollouts.attempt import Attempt
-from nemo_gym.rollouts.interfaces import StageFailure, StageName, StageResult
+from nemo_gym.contract.verdict import StageFailure, StageName
+from nemo_gym.rollouts.interfaces import JobAttempt, StageResult
 
 T = TypeVar("T")
 
@@ -139,7 +139,9 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
     def _given(self, _: object) -> None:
         self._jumping.owed -= 1
 
-    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    def run_in_executor(  # type: ignore[override]  # the base class names its parameters by type variables of their own
+        self, executor: Any, func: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
         return self.owe(super().run_in_executor(executor, func, *args))
 
 
@@ -197,7 +199,7 @@ class SimulatedStage:
         self.timeout_s = 1e6
         self.busy_s = 0.0
 
-    async def run(self, attempt: Attempt) -> StageResult:
+    async def run(self, attempt: JobAttempt) -> StageResult:
         row, sample = orjson.loads(attempt.job.spec.row), attempt.job.spec.sample_index
         seconds = self._seconds(row, sample)
         if seconds:

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import orjson
 
-from nemo_gym.rollouts.failures import of_verdict
-from nemo_gym.rollouts.interfaces import JobRecord, JobState, StageName
+from nemo_gym.contract.verdict import StageName, failure_of_reply
+from nemo_gym.rollouts.interfaces import JobRecord, JobState
 from nemo_gym.rollouts.trajectories import TRAJECTORY_KEY
 
 
@@ -39,7 +39,7 @@ class Sample:
 
     @property
     def valid(self) -> bool:
-        return of_verdict(StageName.EVAL, self.row) is None
+        return failure_of_reply(StageName.EVAL, self.row) is None
 
     @classmethod
     def of(cls, record: JobRecord, seen: WeightsSpan) -> Sample:

@@ -16,23 +16,15 @@ import structlog
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.config.sampling import SamplingConfig
 from nemo_gym.contract.errors import ConfigError, RowError
-from nemo_gym.contract.identity import TASK_INDEX_KEY, new_run_id
+from nemo_gym.contract.rows import TASK_INDEX_KEY, new_run_id
+from nemo_gym.contract.verdict import StageFailure, StageName
 from nemo_gym.http.client import ServerClient, close_global_aiohttp_client
-from nemo_gym.rollouts.attempt import Attempt, Route, agent_instances
-from nemo_gym.rollouts.interfaces import (
-    Job,
-    JobEvent,
-    JobSelector,
-    JobState,
-    Stage,
-    StageFailure,
-    StageName,
-    StageResult,
-)
-from nemo_gym.rollouts.peers import Peers
+from nemo_gym.http.peers import Peers
+from nemo_gym.rollout import Servers
+from nemo_gym.rollouts.interfaces import Job, JobAttempt, JobEvent, JobSelector, JobState, Stage, StageResult
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.results import OutputLock, RecordedRun, ResultFiles, RunFiles
-from nemo_gym.rollouts.routing import checked_route, chosen_topology, preflight
+from nemo_gym.rollouts.routing import agent_instances, checked_servers, chosen_topology, preflight
 from nemo_gym.rollouts.rows import RowChecker
 from nemo_gym.rollouts.stages import http_stages
 from nemo_gym.rollouts.store import SqliteJobStore
@@ -67,7 +59,7 @@ class ObservedStage:
     def timeout_s(self) -> float:
         return self._stage.timeout_s
 
-    async def run(self, attempt: Attempt) -> StageResult:
+    async def run(self, attempt: JobAttempt) -> StageResult:
         self._on_start(attempt.job, attempt.session.session_id if attempt.session is not None else None)
         return await self._stage.run(attempt)
 
@@ -97,7 +89,7 @@ async def open_sampler(
     chosen = sampling if isinstance(sampling, SamplingConfig) else SamplingConfig.parse(sampling or {})
     files, peers = RunFiles(config.output, config.store), Peers(client)
     cursor = LoaderCursor(RowFile(config.input) if loader is None else loader, chosen.epochs)
-    routes: dict[str, Route] = {}
+    routes: dict[str, Servers] = {}
     async with AsyncExitStack() as undo:
         lock = OutputLock(files)
         lock.acquire()
@@ -148,16 +140,16 @@ async def open_sampler(
 
 
 async def _add_route(
-    client: ServerClient, peers: Peers, config: RolloutRunConfig, routes: dict[str, Route], agent: str
+    client: ServerClient, peers: Peers, config: RolloutRunConfig, routes: dict[str, Servers], agent: str
 ) -> None:
     if agent not in routes:
-        route = await checked_route(client, peers, agent, config)
+        route = await checked_servers(client, peers, agent, config)
         await preflight([route], peers, lambda text: log.info(text))
         routes[agent] = route
 
 
 def _row_check(
-    client: ServerClient, peers: Peers, config: RolloutRunConfig, routes: dict[str, Route], agents: Sequence[str]
+    client: ServerClient, peers: Peers, config: RolloutRunConfig, routes: dict[str, Servers], agents: Sequence[str]
 ) -> CheckedRow:
     """Checks a loader's rows as `materialize` checks those of a file."""
     checker = RowChecker(config.input, config, agents)

@@ -15,18 +15,24 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def validation_problems(
-    error: ValidationError, known: Collection[str] = (), *, where: str = "", most: int | None = None
+    error: ValidationError,
+    known: Collection[str] = (),
+    *,
+    where: str = "",
+    whole: str = "value",
+    most: int | None = None,
 ) -> str:
     """What a model of configuration or of a body refused, without the values: they may be secrets.
 
     Args:
         known: its keys.
         where: the dotted path of its block, so that each problem names the key as a user types it.
+        whole: what a problem without a key is about.
         most: how many problems are named.
     """
     problems, block = [], f"{where}." if where else ""
     for item in error.errors(include_input=False, include_url=False)[:most]:
-        *parents, key = map(str, item["loc"] or ("value",))
+        *parents, key = map(str, item["loc"] or (whole,))
         path = block + ".".join((*parents, key))
         if item["type"] == "extra_forbidden":
             problems.append(f"unknown key '{path}'{'' if parents else nearest(key, known)}")

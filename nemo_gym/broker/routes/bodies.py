@@ -63,7 +63,8 @@ async def parse(request: Request, model: type[M], max_bytes: int) -> M:
     try:
         return model.model_validate_json(data)
     except ValidationError as error:
-        raise InvalidBodyError(validation_problems(error, model.model_fields, most=10), started="no") from None
+        wrong = validation_problems(error, model.model_fields, whole="the body", most=10)
+        raise InvalidBodyError(wrong, started="no") from None
 
 
 async def read(request: Request, max_bytes: int) -> bytes:

@@ -16,16 +16,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean '{matches[0]}'?)" if matches else ""
 
 
-def validation_problems(error: ValidationError, known: Collection[str] = (), *, where: str = "") -> str:
+def validation_problems(
+    error: ValidationError, known: Collection[str] = (), *, where: str = "", whole: str = "value"
+) -> str:
     """What a model refused, by field and without the values: they may be secrets, or private to an environment.
 
     Args:
         known: the model's keys, from which a misspelled one gets a suggestion.
         where: the dotted path of a configuration's block, so that each problem names the key as a user types it.
+        whole: what a problem without a key is about.
     """
     problems, block = [], f"{where}." if where else ""
     for item in error.errors(include_input=False, include_url=False, include_context=False)[:MAX_PROBLEMS]:
-        *parents, key = map(str, item["loc"] or ("value",))
+        *parents, key = map(str, item["loc"] or (whole,))
         path = block + ".".join((*parents, key))
         if item["type"] == "extra_forbidden":
             problems.append(f"unknown key '{path}'{'' if parents else nearest(key, known)}")

@@ -71,7 +71,8 @@ async def parse(request: Request, model: type[M], config: BrokerConfig, max_byte
     try:
         return model.model_validate_json(data)
     except ValidationError as error:
-        raise InvalidBodyError(validation_problems(error, model.model_fields), started="no") from None
+        wrong = validation_problems(error, model.model_fields, whole="the body")
+        raise InvalidBodyError(wrong, started="no") from None
 
 
 async def read(request: Request, max_bytes: int) -> bytes:

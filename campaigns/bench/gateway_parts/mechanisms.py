@@ -243,7 +243,7 @@ MECHANISMS: Mapping[str, Mechanism] = {
     "all_prefix_memos": Mechanism("the four above", _no_prefix_memory),
     "message_json": Mechanism("text_backend (HistoryJson)", _histories_written_anew, "text"),
     "released_texts": Mechanism("live_session (LargeText)", _large_texts_stay, kept_for="memory of long sessions"),
-    "own_reply": Mechanism("streaming (DeliveredJson)", _framework_replies),
+    "own_reply": Mechanism("streaming (DeliveredJson)", _framework_replies, kept_for="large bodies, sent uncopied"),
     "door": Mechanism("routes (InferenceShortcut)", _all_layers),
     "direct_routes": Mechanism("http/direct", _framework_routes, kept_for="other servers"),
     "door_and_direct_routes": Mechanism("both", _layers_and_framework_routes, kept_for="see both"),

@@ -205,7 +205,7 @@ class Bench:
                     found = await long_history.growth(door, self.engine.url, proxy, rounds, tokens=tokens)
                 self.figures["history"][door.name] = found
                 label = f"{door.name}: turn {long_history.LATE} over turn {long_history.EARLY}, "
-                # Moving the bytes and parsing the body once cost every gateway more as they grow: the bar is beyond that.
+                # Moving the bytes and parsing the body once cost every gateway more: the bar is beyond that.
                 label += "engine, transport and JSON subtracted"
                 self.bars.append(Bar.at_most(label, found["own_wall_ratio"], HISTORY_RATIO_AT_MOST, "x"))
 

@@ -80,6 +80,7 @@ class TinyEngine(FakeTokenEngine):
             self._thread.shutdown()
             self._thread = None
         self.prefixes.clear()
+        self.log.close()
 
     async def respond(self, request: web.Request, call: CallLog) -> web.StreamResponse:
         number = len(self.calls) - 1

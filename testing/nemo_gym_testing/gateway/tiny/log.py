@@ -53,9 +53,8 @@ class EngineLog:
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.calls: list[EngineCall] = []
-        self._file: IO[bytes] | None = None
-        if path is not None:
-            self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - open as long as the engine is
+        self._path = Path(path) if path is not None else None
+        self._file: IO[bytes] | None = self._path.open("ab", buffering=0) if self._path is not None else None
 
     def begin(
         self, request_id: str | None, prompt_ids: Sequence[int], max_tokens: int, *, forced: bool, fault: str | None
@@ -77,12 +76,15 @@ class EngineLog:
         self._write("end", call, tail)
 
     def close(self) -> None:
+        """An engine that is started again goes on in the same file."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _write(self, event: str, call: EngineCall, data: Mapping[str, Any]) -> None:
-        if self._file is not None:
+        if self._path is not None:
+            if self._file is None:
+                self._file = self._path.open("ab", buffering=0)
             self._file.write(orjson.dumps({"event": event, "key": call.key, **data}, option=orjson.OPT_APPEND_NEWLINE))
 
 

@@ -6,7 +6,7 @@ SANDBOX ?= local
 unexport PYTHONDONTWRITEBYTECODE
 # Tests side by side. Tests of boxes and stacks mostly wait; those of the fast lane do not.
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 6 ? n + 2 : 8)))
-FAST_JOBS ?= $(shell nproc)
+FAST_JOBS ?= $(shell echo $$(($$(nproc) + 1)))
 
 .PHONY: help setup system test-system engine clis rollouts test test-fast test-full lint format clean
 

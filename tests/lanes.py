@@ -21,12 +21,13 @@ from nemo_gym.sandbox.providers.local.supervisor.main import OPTIONS_VARIABLE, S
 MARKS = {
     "box": "starts boxes of the local provider or of Apptainer",
     "docker": "needs a Docker Engine",
-    "stack": "starts commands, brokers or servers as processes",
+    "stack": "starts commands, brokers, servers, engines or workers as processes",
     "cli": "runs the CLI of an agent, which `make clis` installs",
 }
 
 PLACES: Mapping[str, str] = {
     "resources_servers/example_mcp_weather/tests/test_box.py": "box",
+    "resources_servers/math/tests": "stack",
     "resources_servers/sandbox/tests": "box stack",
     "resources_servers/swe_bench/tests/test_app.py": "box",
     "resources_servers/swe_bench/tests/test_apply.py": "box",
@@ -50,8 +51,10 @@ PLACES: Mapping[str, str] = {
     "tests/config/test_compatibility.py::test_provider_that_can": "box",
     "tests/faults": "box stack",
     "tests/faults/gateway": "stack",
+    "tests/gateway/routing/test_killed_processes.py": "stack",
     "tests/harness/test_agent_clis.py": "box cli",
     "tests/harness/test_isolation.py": "box",
+    "tests/harness/test_python_tree.py": "stack",
     "tests/harvest": "box",
     "tests/rollouts": "stack",
     "tests/sandbox/opensandbox/test_conformance_opensandbox.py": "box",

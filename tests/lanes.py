@@ -42,10 +42,12 @@ PLACES: Mapping[str, str] = {
     "tests/acceptance": "box stack",
     "tests/acceptance/clis": "box stack cli",
     "tests/acceptance/matrix": "box stack cli docker",
+    "tests/architecture/test_docs.py::test_capability_table": "box",
     "tests/architecture/test_docs.py::test_example_agent_does_its_command": "box stack",
     "tests/architecture/test_docs.py::test_example_environment": "box stack",
     "tests/architecture/test_docs.py::test_example_provider": "box",
     "tests/architecture/test_docs.py::test_readme_example": "box stack",
+    "tests/architecture/test_sampling_page.py": "stack",
     "tests/cli": "stack",
     "tests/config/test_compatibility.py::test_capability": "box",
     "tests/config/test_compatibility.py::test_provider_that_can": "box",
@@ -73,6 +75,7 @@ PLACES: Mapping[str, str] = {
     "tests/servers/test_owned_boxes.py": "box stack",
     "tests/stack": "stack",
     "tests/topology": "box",
+    "tests/topology/test_lent_world.py": "box stack",
 }
 """Marks of the tests whose id begins so. The longest entry that fits counts."""
 

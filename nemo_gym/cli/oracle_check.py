@@ -90,7 +90,7 @@ def folder_of(composition: Composition) -> Path:
     return find_plugin(environment.server_type, environment.implementation, composition.roots)
 
 
-_SOURCES = (".", f":(exclude){MARKER}", ":(exclude)*.md", ":(exclude)tests")
+_SOURCES = (".", f":(exclude){MARKER}", ":(exclude)*.md", ":(exclude)tests", ":(exclude,glob)**/__pycache__/**")
 """What of the folder the marker speaks of."""
 
 

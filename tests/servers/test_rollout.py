@@ -42,7 +42,7 @@ def left_open(stack: Stack) -> tuple[int, list[str], list[str]]:
     model: Any = stack.servers["model"]
     environment: Any = stack.servers["phrase"]
     agent: Any = stack.servers["agent"]
-    sessions = sum(entry.closed_at is None for entry in model.gateway_sessions._entries.values())
+    sessions = sum(entry.closed_at is None for entry in model.gateway_sessions._table._by_id.values())
     return sessions, environment.closed, agent.cleaned
 
 

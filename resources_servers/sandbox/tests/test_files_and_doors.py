@@ -113,11 +113,11 @@ async def test_archive_that_breaks_off_tells_why_when_it_is_asked(api: Api) -> N
     try:
         answer = await box.ask("GET", "/archive?path=/srv/big&max_bytes=1000000", headers={"X-Request-ID": request_id})
         assert answer.status == 400
-        assert answer.code == "sandbox_archive"
+        assert answer.code == "sandbox_archive_too_large"
     except Exception as error:
         assert "Connection" in type(error).__name__ or "Payload" in type(error).__name__
         why = await box.ask("GET", f"/archive/failure?request_id={request_id}")
-        assert why.json["code"] == "sandbox_archive"
+        assert why.json["code"] == "sandbox_archive_too_large"
         assert "1000000" in why.json["detail"]
 
 

@@ -47,10 +47,9 @@ async def test_box_that_vanished_is_written_off_and_its_command_is_lost(
             assert (await box.output(exec_id)).end["outcome"] == "lost"
 
             async def written_off() -> bool:
-                return await reason(box) == "lost"
+                return await reason(box) == "lost" and await api.ids() == []
 
-            await eventually(written_off, "the box is written off")
-            assert await api.ids() == []
+            await eventually(written_off, "the box is written off, and listed no more")
     finally:
         await backend.aclose()
 

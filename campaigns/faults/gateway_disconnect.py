@@ -267,15 +267,19 @@ async def while_streaming(folder: Path, dialects: Sequence[Dialect], stride: int
     block = {"first_event_grace_s": 0.02, "ping_interval_s": 0.02}
     async with setting(folder, *options, **block) as there:
 
-        async def one(dialect: Dialect, at: int) -> None:
+        async def one(dialect: Dialect, at: int, *, into_the_answer: bool = False) -> None:
             nonlocal sampled_twice, after_its_beginning
             client = await there.session(dialect)
             conversation = Conversation(dialect)
             conversation.user(f"{client.tag} says something")
             body = conversation.body(stream=True, max_tokens=MAX_TOKENS)
             call = await there.send(client, body)
+            while into_the_answer and _ANSWER_EVENT.search(call.read) is None:
+                await call.read_bytes(1)
             await call.read_bytes(at)
             call.leave(Leave.CLOSE)
+            if call.is_whole:  # fewer pings came than in the measured one: nothing was cut, and the next is a new turn
+                return
             second = await there.send(client, body)
             status, data = await second.whole()
             second.leave(Leave.CLOSE)
@@ -310,7 +314,10 @@ async def while_streaming(folder: Path, dialects: Sequence[Dialect], stride: int
             length = len(call.read)
             call.leave(Leave.CLOSE)
             # How many pings come varies; one is shorter than this.
-            await _together([partial(one, dialect, at) for at in range(0, length - 600, stride)])
+            anywhere = [partial(one, dialect, at) for at in range(0, length - 600, stride)]
+            # Under load more pings come before the answer, and cuts by their distance from the start may all miss it.
+            behind = [partial(one, dialect, at, into_the_answer=True) for at in range(0, 120, 40)]
+            await _together([*anywhere, *behind])
     figures: dict[str, Any] = {
         "cuts": outcome.cuts,
         "one_turn": outcome.same,

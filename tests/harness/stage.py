@@ -57,6 +57,13 @@ def task(words: str, *turns: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 
 DONE = {"text": "All done."}
+
+
+def nap(seconds: int) -> str:
+    """A `sleep` that no other process of tests on this machine has in its command line, inside a box or out of it."""
+    return f"sleep {seconds}.{os.getpid():07}"
+
+
 FIX = bash("sed -i s/wrld/world/ greeting.txt; pwd")
 KEEP = "echo kept >> greeting.txt; "
 FLOOD = "(echo; head -c 30000000 /dev/zero | tr '\\0' x; echo)"
@@ -69,12 +76,12 @@ SCRIPT = {
         task("ask the weather", {"tool_calls": [{"name": "weather", "arguments": {"city": "Oslo"}}]}, DONE),
         task("look around", bash("cat /proc/*/environ | tr '\\0' '\\n'; cat /proc/net/route; id -u"), DONE),
         task("never stop", bash("pwd"), repeat_last=True),
-        task("hang", bash(KEEP + "sleep 273"), DONE),
+        task("hang", bash(KEEP + nap(273)), DONE),
         task("flood", bash(KEEP + "head -c 30000000 /dev/zero | tr '\\0' x >&2"), DONE),
         task("garbage among the events", bash(KEEP + FLOOD + " > /proc/$PPID/fd/1"), DONE),
-        task("stop the agent", bash(KEEP + "kill -STOP $PPID; sleep 274"), DONE),
-        task("hold the output", bash(KEEP + "(setsid sleep 275 <&- >/proc/$PPID/fd/1 2>/proc/$PPID/fd/2 &)"), DONE),
-        task("fork daemons", bash(KEEP + "(setsid sleep 271 >/dev/null &); sleep 272 >/dev/null & true"), DONE),
+        task("stop the agent", bash(KEEP + "kill -STOP $PPID; " + nap(274)), DONE),
+        task("hold the output", bash(KEEP + f"(setsid {nap(275)} <&- >/proc/$PPID/fd/1 2>/proc/$PPID/fd/2 &)"), DONE),
+        task("fork daemons", bash(KEEP + f"(setsid {nap(271)} >/dev/null &); {nap(272)} >/dev/null & true"), DONE),
         task("kill the agent", bash(KEEP + "kill -9 $PPID; sleep 5"), DONE),
         task("eat memory", bash(KEEP + "echo 1000 > /proc/$PPID/oom_score_adj; tail -n 7771 /dev/zero"), DONE),
         task("rate limit", bash("true"), {**DONE, "fault": {"status": 429, "times": 99, "retry_after_s": 0}}),

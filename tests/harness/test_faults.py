@@ -15,7 +15,7 @@ from nemo_gym.contract.session import ActResponse, AgentOutcome, McpServer, Sand
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.providers.local import LocalProvider
 from tests.harness.conftest import Weather
-from tests.harness.stage import IMAGE, MCP_TOKEN, RUN, act, descriptor, patience_s
+from tests.harness.stage import IMAGE, MCP_TOKEN, RUN, act, descriptor, nap, patience_s
 from tests.servers.stack import Stack
 
 WORLD = descriptor(Topology.AGENT_IN_ENV)
@@ -43,7 +43,7 @@ async def test_hanging_agent_is_stopped_at_its_deadline_and_its_work_kept(stack:
     assert answer.outcome is AgentOutcome.TIMED_OUT
     assert "+kept" in patch(answer)
     assert answer.observations["turns"] == 1
-    assert await gone(local, "sleep 273")
+    assert await gone(local, nap(273))
 
 
 async def test_agent_that_is_stopped_is_ended_at_its_deadline_and_its_work_kept(
@@ -53,14 +53,14 @@ async def test_agent_that_is_stopped_is_ended_at_its_deadline_and_its_work_kept(
     answer = await act(stack, "stop the agent", WORLD, wall_clock_s=patience)
     assert answer.outcome is AgentOutcome.TIMED_OUT
     assert "+kept" in patch(answer)
-    assert await gone(local, "sleep 274")
+    assert await gone(local, nap(274))
 
 
 async def test_daemon_that_holds_the_output_open_does_not_hold_the_run_up(stack: Stack, local: LocalProvider) -> None:
     answer = await act(stack, "hold the output", WORLD, wall_clock_s=200)
     assert answer.outcome is AgentOutcome.COMPLETED, answer.outcome_detail
     assert "+kept" in patch(answer)
-    assert await gone(local, "sleep 275")
+    assert await gone(local, nap(275))
 
 
 async def test_flood_among_the_events_is_a_gap_and_harmless(stack: Stack) -> None:
@@ -92,9 +92,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def test_attempt_whose_caller_leaves_is_stopped_with_its_box(stack: Stack, local: LocalProvider) -> None:
     acting = asyncio.create_task(act(stack, "hang", WORLD))
-    await until_gone(local, "sleep 273", expected=False)
+    await until_gone(local, nap(273), expected=False)
     acting.cancel()
-    await until_gone(local, "sleep 273", expected=True)
+    await until_gone(local, nap(273), expected=True)
 
 
 async def test_looping_agent_ends_at_its_turn_limit(stack: Stack) -> None:
@@ -114,7 +114,7 @@ async def test_daemons_neither_hold_the_run_up_nor_outlive_the_box(stack: Stack,
     answer = await act(stack, "fork daemons", WORLD, wall_clock_s=60)
     assert answer.outcome is AgentOutcome.COMPLETED, answer.outcome_detail
     assert "+kept" in patch(answer)
-    assert await gone(local, "sleep 271", "sleep 272")
+    assert await gone(local, nap(271), nap(272))
 
 
 async def test_agent_killed_from_within_is_crashed_and_its_work_kept(stack: Stack) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 from pydantic import Field, PrivateAttr
@@ -39,7 +38,7 @@ class MiniSWEAgentConfig(BaseResponsesAPIAgentConfig):
     """Per attempt, where the descriptor sets no limit."""
     model_max_tries: int = 4
     max_concurrency: int = 64
-    """Attempts that run at once; each holds a thread."""
+    """Attempts that run at once."""
     scratch: SandboxSpecModel = Field(default_factory=SandboxSpecModel)
     """The box its commands run in where the task has no world (topology A)."""
     requires: list[str] = Field(default_factory=list)
@@ -66,7 +65,6 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
     )
     tool_access: ClassVar[tuple[str, ...]] = ("exec",)
 
-    _executor: ThreadPoolExecutor | None = PrivateAttr(default=None)
     _slots: asyncio.Semaphore | None = PrivateAttr(default=None)
     _owner: SandboxOwner | None = PrivateAttr(default=None)
     _boxes: AgentBoxes = PrivateAttr(default_factory=AgentBoxes)
@@ -79,7 +77,7 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
         from responses_api_agents.mini_swe_agent import loop
 
         config, params = self.config, request.responses_create_params
-        executor, slots, owner = self._resources()
+        slots, owner = self._resources()
         system, task = prompt_text(params)
         client = PolicyClient(
             request.inference,
@@ -94,7 +92,6 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
                 inference=request.inference,
                 client=client,
                 sampling=_sampling(params, config.max_output_tokens),
-                executor=executor,
                 model=loop.PolicyModelConfig(
                     model_name=request.inference.model,
                     observation_template=config.observation_template,
@@ -122,21 +119,18 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
                 lease_ttl_s=config.sandbox_lease_s,
             )
 
-    def _resources(self) -> tuple[ThreadPoolExecutor, asyncio.Semaphore, SandboxOwner]:
+    def _resources(self) -> tuple[asyncio.Semaphore, SandboxOwner]:
         """What attempts share, made with the first of them, on the loop that serves it."""
-        if self._executor is None or self._slots is None or self._owner is None:
-            self._executor = ThreadPoolExecutor(self.config.max_concurrency, thread_name_prefix="mini-swe-agent")
+        if self._slots is None or self._owner is None:
             self._slots = asyncio.Semaphore(self.config.max_concurrency)
             self._owner = SandboxOwner(self.config.sandbox_provider, self.server_client)
             self._boxes = AgentBoxes(scratch=self.config.scratch.to_spec())
-        return self._executor, self._slots, self._owner
+        return self._slots, self._owner
 
     async def shutdown(self) -> None:
         await super().shutdown()
         if self._owner is not None:
             await self._owner.aclose()
-        if self._executor is not None:
-            self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _sampling(params: dict[str, Any], max_output_tokens: int | None) -> dict[str, Any]:

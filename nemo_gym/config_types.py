@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from nemo_gym._util.directories import from_command
+from nemo_gym._util.files import from_command
 from nemo_gym.contract.errors import ConfigError
 
 __all__ = [

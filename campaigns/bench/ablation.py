@@ -41,7 +41,7 @@ from campaigns.bench.gateway_parts.mechanisms import MECHANISMS, VARIABLE
 from campaigns.bench.gateway_parts.processes import on_socket
 from campaigns.bench.gateway_parts.wire import Connection
 from campaigns.bench.report import Bar, argument_parser, print_report
-from nemo_gym._util.directories import cache_root
+from nemo_gym._util.files import cache_root
 from nemo_gym.http.webserver import keep_memory, raise_file_limit
 
 ROOT = Path(__file__).resolve().parents[2]

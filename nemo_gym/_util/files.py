@@ -1,8 +1,30 @@
-"""Writing to descriptors."""
+"""Where paths start from, where packages are kept, and writing to descriptors.
+
+A server works in its plugin's folder, as plugins written for NeMo Gym expect; a path in its configuration was written
+by somebody who stood elsewhere.
+"""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+INSTALL_ROOT = Path(__file__).resolve().parents[2]
+COMMAND_DIRECTORY_VARIABLE = "NEMO_GYM_COMMAND_DIR"
+"""Tells servers that `ng_run` starts where it was started; others have a working directory of their own."""
+
+
+def from_command(path: str | Path) -> Path:
+    """An absolute path: ``~`` is the user's home, and a relative path starts where the command was typed. Links are
+    kept."""
+    start = os.environ.get(COMMAND_DIRECTORY_VARIABLE) or os.getcwd()  # noqa: PTH109 - links stay
+    return Path(os.path.abspath(os.path.join(start, os.path.expanduser(path))))  # noqa: PTH100, PTH111, PTH118
+
+
+def cache_root() -> Path:
+    """``$NEMO_GYM_CACHE_DIR`` or ``~/.cache/nemo-gym``."""
+    given = os.environ.get("NEMO_GYM_CACHE_DIR")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo-gym"
 
 
 def write_all(descriptor: int, data: bytes | bytearray | memoryview, *, at_once: int | None = None) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from starlette.requests import Request
 from yarl import URL
 
-from nemo_gym._util.directories import cache_root
+from nemo_gym._util.files import cache_root
 from nemo_gym._util.suggest import nearest
 from nemo_gym.broker.box import Box
 from nemo_gym.broker.boxes import Boxes

@@ -112,7 +112,7 @@ def _judged(output: Path, mode: str) -> Iterable[str]:
 
 
 def _providers(composition: Composition) -> list[str]:
-    from nemo_gym.config.backend import backend_of
+    from nemo_gym.config.composition import backend_of
 
     environment = composition.servers[composition.chosen["environment"]]
     named = environment.values.get("sandbox_provider")

@@ -235,7 +235,7 @@ def _collecting(composition: Composition, config: RolloutRunConfig, outlook: Run
     async def collect_rollouts(supervisor: Supervisor) -> int:
         from nemo_gym.cli.collect_rollouts import collect
         from nemo_gym.config.hosts import Hosts
-        from nemo_gym.stack.others import wait_for_others
+        from nemo_gym.stack.ports import wait_for_others
 
         _print_table(supervisor)
         if (hosts := Hosts.of(composition)) is not None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from nemo_gym._util.directories import INSTALL_ROOT
+from nemo_gym._util.files import INSTALL_ROOT
 from nemo_gym.config import compatibility
 from nemo_gym.config import servers as server_blocks
 from nemo_gym.config.composition import SANDBOX, Composition

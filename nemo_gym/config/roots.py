@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from nemo_gym._util.directories import INSTALL_ROOT
+from nemo_gym._util.files import INSTALL_ROOT
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.keys import SERVER_TYPES
 from nemo_gym.contract.errors import ConfigError

@@ -13,11 +13,12 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nemo_gym._util.backoff import Backoff, pause_after
-from nemo_gym._util.directories import COMMAND_DIRECTORY_VARIABLE
+from nemo_gym._util.files import COMMAND_DIRECTORY_VARIABLE
 from nemo_gym._util.secrets import scrub, secret_values
 from nemo_gym._util.tasks import BackgroundTasks
 from nemo_gym.config.composition import Composition
@@ -26,13 +27,66 @@ from nemo_gym.config.keys import AGENT_TYPE, ENVIRONMENT_TYPE, MODEL_TYPE
 from nemo_gym.config.launch import ServerLaunch, write_launch
 from nemo_gym.config.plugin_keys import entrypoint
 from nemo_gym.config.roots import EXTRA_ROOTS_VARIABLE
+from nemo_gym.config.servers import ServerBlock
 from nemo_gym.config.visibility import Address, call_targets, endpoints, pipeline_view, server_view
 from nemo_gym.contract.credentials import Role, StackKeys
 from nemo_gym.contract.errors import ConfigError, ServerError
 from nemo_gym.stack import nursery
 from nemo_gym.stack.endpoints import ServerEntry, StackEntry, http_answer, start_ticks, why_not_ready, write_stack
 from nemo_gym.stack.ports import Listener, close_listeners
-from nemo_gym.stack.process import Server, Settings
+
+STARTUP_TIMEOUT_S = 120.0
+SHUTDOWN_TIMEOUT_S = 30.0
+MAX_RESTARTS = 5
+
+
+@dataclass
+class Settings:
+    """How patient the supervisor is; keys of the configuration of the same names."""
+
+    startup_timeout_s: float = STARTUP_TIMEOUT_S
+    shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S
+    max_restarts: int = MAX_RESTARTS
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Settings:
+        result = cls()
+        for key in ("startup_timeout_s", "shutdown_timeout_s", "max_restarts"):
+            if values.get(key) is not None:
+                setattr(result, key, values[key])
+        return result
+
+
+@dataclass
+class Server:
+    """One server's life."""
+
+    number: int
+    block: ServerBlock
+    listener: Listener
+    app: Path
+    python: str | None
+    log: Path
+    pid: int | None = None
+    restarts: int = 0
+    """Over the whole life."""
+    crashes: int = 0
+    """Since it was last healthy for a while."""
+    ready_at: float | None = None
+    error: str | None = None
+    not_ready: str | None = None
+    """What ``/ready`` said last, while it said no."""
+    """What the starting server said about its failure."""
+    is_permanent: bool = False
+    """Whether that failure is one of configuration, which no restart mends."""
+    was_ready: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while no process of it runs."""
+
+    @property
+    def instance(self) -> str:
+        return self.block.instance
+
 
 ROLES = {AGENT_TYPE: Role.AGENT, ENVIRONMENT_TYPE: Role.ENVIRONMENT, MODEL_TYPE: Role.MODEL}
 STOP_ORDER = (AGENT_TYPE, ENVIRONMENT_TYPE, MODEL_TYPE)

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_gym.config.backend import backend_of
 from nemo_gym.config.compose import compose
+from nemo_gym.config.composition import backend_of
 from nemo_gym.contract.errors import ConfigError, NemoGymError, reject_unknown_keys
 from nemo_gym.sandbox.registry import create_provider
 from resources_servers.swe_bench.confirm.controls import ControlStore

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from nemo_gym._util.directories import cache_root
+from nemo_gym._util.files import cache_root
 from nemo_gym.agent.harness.agent import CliAgent
 from nemo_gym.agent.harness.base import CliHarness, CliPackage, HarnessCommand, HarnessContext, HarnessEnded, Judgement
 from nemo_gym.contract.errors import ConfigError

@@ -1,16 +1,94 @@
-"""Agent server of opencode, run as it is in a box: one program, no interpreter."""
+"""Agent server of opencode, run as it is in a box: one program, no interpreter.
+
+From top to bottom: the package it is mounted from, its options, the reader of its event log, its harness.
+"""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+from pydantic import Field
+
 from nemo_gym.agent.harness.agent import CliAgent
-from nemo_gym.agent.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, Judgement
-from nemo_gym.agent.harness.events import EventReader
+from nemo_gym.agent.harness.base import (
+    CliHarness,
+    CliPackage,
+    HarnessCommand,
+    HarnessContext,
+    HarnessEnded,
+    HarnessOptions,
+    Judgement,
+)
+from nemo_gym.agent.harness.events import EventReader, JsonEventReader
 from nemo_gym.contract.session import AgentOutcome
-from responses_api_agents.opencode_agent.events import OpencodeReader
-from responses_api_agents.opencode_agent.options import PACKAGE, OpencodeOptions
+
+# The build for processors without AVX2, which runs on all of x86-64.
+BUILD = "opencode-linux-x64-baseline"
+INTEGRITY = "sha512-1KQGBiiDDeL/VHHbHkOvvFo8Jr97WT5+C1tear+p7IcDTnXgVHXqIjU4O4jM4mHQzykTP2i884FCnW5LDa+zCA=="
+PACKAGE = CliPackage(
+    name="opencode-ai",
+    version="1.18.33",
+    command=f"node_modules/{BUILD}/bin/opencode",
+    runtime="elf-glibc",
+    npm={BUILD: "1.18.33"},
+    integrity={BUILD: INTEGRITY},
+)
+
+
+class OpencodeOptions(HarnessOptions):
+    context_tokens: int = Field(131_072, gt=0)
+    """Of the model; opencode summarizes a conversation that comes near."""
+    output_tokens: int = Field(16_384, gt=0)
+    """Of one answer, where the row sets no limit."""
+    request_timeout_s: float = Field(600.0, gt=0)
+    """Per model call, its whole answer included."""
+
+
+class OpencodeReader(JsonEventReader):
+    """Reads ``opencode run --format json``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reason: str | None = None
+        """Why the last step ended (``stop``, ``tool-calls``, ``length``); nothing while in one."""
+        self.error: str | None = None
+        """Of the session, which ends it."""
+
+    def event(self, event: dict[str, Any]) -> None:
+        part = event.get("part") or {}
+        match event["type"]:
+            case "step_start":
+                self.reason = None
+            case "text":
+                self.transcript.says(part["text"])
+            case "reasoning":
+                self.transcript.thinks(part["text"])
+            case "tool_use":
+                self._tool(part)
+            case "step_finish":
+                self.reason = part["reason"]
+                self._step(part.get("tokens") or {})
+            case "error":
+                error = event["error"]
+                said = (error.get("data") or {}).get("message")
+                self.error = ": ".join(str(word) for word in (error.get("name"), said) if word)
+
+    def _tool(self, part: dict[str, Any]) -> None:
+        """A call that has ended already: it is printed once, with its times."""
+        state, call_id = part["state"], part["callID"]
+        failed = state["status"] == "error"
+        self.transcript.calls(call_id, part["tool"], state.get("input") or {})
+        self.transcript.returns(call_id, state.get("error" if failed else "output") or "", failed=failed)
+
+    def _step(self, tokens: dict[str, Any]) -> None:
+        cache = tokens.get("cache") or {}
+        cached = int(cache.get("read") or 0)
+        self.transcript.turn(
+            input_tokens=int(tokens.get("input") or 0) + cached + int(cache.get("write") or 0),
+            output_tokens=int(tokens.get("output") or 0) + int(tokens.get("reasoning") or 0),
+            cached_tokens=cached,
+        )
 
 
 class Opencode(CliHarness):

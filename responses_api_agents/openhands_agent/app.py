@@ -1,16 +1,94 @@
-"""Agent server of the OpenHands SDK, run in a box by a Python of its own."""
+"""Agent server of the OpenHands SDK, run in a box by a Python of its own.
+
+From top to bottom: the package it is mounted from, its options, the reader of its event log, its harness.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+
+from pydantic import Field
 
 from nemo_gym.agent.harness.agent import CliAgent
-from nemo_gym.agent.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, Judgement
-from nemo_gym.agent.harness.events import EventReader
+from nemo_gym.agent.harness.base import (
+    CliHarness,
+    CliPackage,
+    HarnessCommand,
+    HarnessContext,
+    HarnessEnded,
+    HarnessOptions,
+    Judgement,
+)
+from nemo_gym.agent.harness.events import EventReader, JsonEventReader
 from nemo_gym.contract.session import AgentOutcome
-from responses_api_agents.openhands_agent.events import LIMIT_CODE, OpenHandsReader
-from responses_api_agents.openhands_agent.options import PACKAGE, OpenHandsOptions
+
+PACKAGE = CliPackage(
+    name="openhands",
+    version="1.58.0",
+    command="bin/python",
+    runtime="script",
+    requirements=Path(__file__).with_name("requirements.lock"),
+    pythons=("3.12", "3.13", "3.14"),
+    box_commands=("bash",),
+)
+
+
+class OpenHandsOptions(HarnessOptions):
+    tools: list[str] = Field(default_factory=lambda: ["terminal", "file_editor", "task_tracker"])
+    """Built-in tools the model is offered, beside ``finish`` and ``think``."""
+    condense_after_events: int | None = Field(240, gt=10)
+    """Events in the conversation after which the SDK has the model summarize the older ones; ``null`` for never."""
+    parallel_tool_calls: int = Field(1, gt=0)
+    """Tool calls of one answer that run at once."""
+    stuck_detection: bool = True
+    """Whether the SDK ends a conversation that repeats itself."""
+    max_retries: int = Field(5, ge=0)
+    """Of one model call, after 429, 5xx, or a broken connection; 1 to 30 seconds between them."""
+    request_timeout_s: int = Field(600, gt=0)
+    """Per model call."""
+
+
+LIMIT_CODE = "MaxIterationsReached"
+
+
+class OpenHandsReader(JsonEventReader):
+    """Reads the lines of ``conversation.py``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.end: dict[str, Any] | None = None
+        """Its last word: ``status`` of the conversation, and ``code`` and ``detail`` of an error."""
+        self._response: str | None = None
+
+    def event(self, event: dict[str, Any]) -> None:
+        match event["type"]:
+            case "action":
+                self._answer(event)
+                self.transcript.calls(event["call"], event["tool"], event["arguments"])
+                if event["message"]:
+                    self.transcript.says(event["message"])
+            case "message":
+                self._answer(event)
+            case "observation":
+                self.transcript.returns(event["call"], event["text"], failed=bool(event["failed"]))
+            case "condensation":
+                self.transcript.compacts(trigger="events")
+            case "usage":
+                tokens = ("input_tokens", "output_tokens", "cached_tokens")
+                self.transcript.set_usage(**{name: int(event[name]) for name in tokens})
+            case "end":
+                self.end = event
+
+    def _answer(self, event: dict[str, Any]) -> None:
+        """Each tool call of an answer is an event of its own, with the same response id; the first has the text."""
+        if event["response"] is None or event["response"] != self._response:
+            self._response = event["response"]
+            self.transcript.turn()
+        self.transcript.thinks(event["reasoning"])
+        self.transcript.says(event["text"])
+
 
 PROGRAM = Path(__file__).with_name("conversation.py")
 UNLIMITED_TURNS = 1_000_000

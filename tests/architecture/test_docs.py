@@ -46,7 +46,7 @@ from nemo_gym.sandbox.base import (
     SandboxCapabilities,
     SandboxProvider,
 )
-from nemo_gym.sandbox.providers.apptainer.options import ApptainerOptions
+from nemo_gym.sandbox.providers.apptainer.provider import ApptainerOptions
 from nemo_gym.sandbox.providers.docker.config import DockerConfig
 from nemo_gym.sandbox.providers.local.options import LocalOptions
 from nemo_gym.sandbox.providers.remote.options import RemoteOptions
@@ -54,13 +54,13 @@ from resources_servers.math.app import MathConfig
 from resources_servers.mcqa.app import McqaConfig
 from resources_servers.swe_bench import prepare
 from resources_servers.swe_bench.config import SweBenchConfig
-from responses_api_agents.claude_code_agent.options import ClaudeCodeOptions
-from responses_api_agents.codex_agent.options import CodexOptions
+from responses_api_agents.claude_code_agent.app import ClaudeCodeOptions
+from responses_api_agents.codex_agent.app import CodexOptions
 from responses_api_agents.composite_agent.options import CompositeOptions
 from responses_api_agents.mini_swe_agent.app import MiniSWEAgentConfig
-from responses_api_agents.opencode_agent.options import OpencodeOptions
+from responses_api_agents.opencode_agent.app import OpencodeOptions
 from responses_api_agents.oracle_agent.app import OracleAgentConfig
-from responses_api_agents.qwen_code_agent.options import QwenCodeOptions
+from responses_api_agents.qwen_code_agent.app import QwenCodeOptions
 from responses_api_agents.simple_agent.app import SimpleAgentConfig
 from responses_api_models.openai_model.app import SimpleModelServerConfig
 from responses_api_models.scripted_model.app import ScriptedModelConfig

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_gym.config.backend import backend_of
 from nemo_gym.config.check import check_everything
 from nemo_gym.config.compose import compose
+from nemo_gym.config.composition import backend_of
 from nemo_gym.config.visibility import Address, call_targets, server_view
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.session import Topology

@@ -14,7 +14,7 @@ from nemo_gym.config.visibility import Address
 from nemo_gym.contract.credentials import StackKeys
 from nemo_gym.contract.errors import ServerError
 from nemo_gym.stack.endpoints import http_status
-from nemo_gym.stack.others import wait_for_others
+from nemo_gym.stack.ports import wait_for_others
 
 
 @pytest.fixture

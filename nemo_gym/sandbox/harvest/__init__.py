@@ -4,6 +4,6 @@
 repository's configuration, hooks, attributes and ignore rules, nor any program found through its PATH.
 """
 
-from nemo_gym.sandbox.harvest.collect import harvest_all
+from nemo_gym.sandbox.harvest.files import harvest_all
 
 __all__ = ["harvest_all"]

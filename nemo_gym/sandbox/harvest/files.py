@@ -1,16 +1,18 @@
-"""Files of a box as one tar stream, and what a command prints in it."""
+"""Collects what harvest rules name: files of a box as one tar stream, and what a command prints in it."""
 
 from __future__ import annotations
 
 import io
 import posixpath
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from nemo_gym.contract.errors import ContractError, SandboxArchiveError, SandboxArchiveTooLargeError, SandboxLostError
-from nemo_gym.contract.session import Artifact, CommandHarvest, FilesHarvest
+from nemo_gym.contract.sandbox import SandboxSpec
+from nemo_gym.contract.session import Artifact, CommandHarvest, FilesHarvest, GitDiffHarvest, HarvestItem
 from nemo_gym.sandbox.archive import END_OF_ARCHIVE, ArchiveError, TarParser, encode_header, member_parts
 from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle, SandboxProvider
+from nemo_gym.sandbox.harvest.git_diff import harvest_git_diff
 
 
 class _TooLarge(Exception):
@@ -107,3 +109,33 @@ async def harvest_command(provider: SandboxProvider, handle: SandboxHandle, item
 
 def _cap_message(max_bytes: int) -> str:
     return f"more than the cap of {max_bytes} bytes"
+
+
+async def harvest_all(
+    provider: SandboxProvider,
+    handle: SandboxHandle,
+    spec: SandboxSpec,
+    items: Sequence[HarvestItem],
+    labels: Mapping[str, str],
+) -> list[Artifact]:
+    """Collect ``items`` from a box, in their order.
+
+    What the box's contents can cause (a missing directory, too much data, a command that hangs) is an artifact with
+    ``error`` or ``truncated``.
+
+    Args:
+        spec: what the box was created from; its image is where a patch's pristine side comes from.
+        labels: of the attempt; boxes made for harvesting carry them with the role ``harvest``.
+
+    Raises:
+        SandboxError: the provider failed, or a box was lost.
+    """
+    artifacts = []
+    for item in items:
+        if isinstance(item, GitDiffHarvest):
+            artifacts.append(await harvest_git_diff(provider, handle, spec, item, labels))
+        elif isinstance(item, FilesHarvest):
+            artifacts.append(await harvest_files(provider, handle, item))
+        else:
+            artifacts.append(await harvest_command(provider, handle, item))
+    return artifacts

@@ -10,9 +10,7 @@ import pytest
 from nemo_gym.agent.harness.base import HarnessContext, HarnessEnded, McpEndpoint
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.sandbox.base import ExecOutcome
-from responses_api_agents.claude_code_agent.app import ClaudeCode
-from responses_api_agents.claude_code_agent.events import ClaudeCodeReader
-from responses_api_agents.claude_code_agent.options import ClaudeCodeOptions
+from responses_api_agents.claude_code_agent.app import ClaudeCode, ClaudeCodeOptions, ClaudeCodeReader
 
 
 def init(*servers: tuple[str, str]) -> dict[str, Any]:

@@ -11,9 +11,7 @@ import pytest
 from nemo_gym.agent.harness.base import HarnessContext, HarnessEnded, McpEndpoint
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.sandbox.base import ExecOutcome
-from responses_api_agents.codex_agent.app import Codex
-from responses_api_agents.codex_agent.events import CodexReader
-from responses_api_agents.codex_agent.options import CodexOptions
+from responses_api_agents.codex_agent.app import Codex, CodexOptions, CodexReader
 
 RUN = rb"""
 {"type":"thread.started","thread_id":"01a1fcd9-677c-7b92-8d73-3a8cad8ddcdc"}

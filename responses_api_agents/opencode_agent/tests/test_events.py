@@ -9,8 +9,7 @@ from nemo_gym.agent.harness.base import HarnessEnded
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.rollout_observability import ToolCallObservation
 from nemo_gym.sandbox.base import ExecOutcome
-from responses_api_agents.opencode_agent.app import Opencode
-from responses_api_agents.opencode_agent.events import OpencodeReader
+from responses_api_agents.opencode_agent.app import Opencode, OpencodeReader
 
 START = """{"type":"step_start","timestamp":1795243188608,"sessionID":"ses_e0","part":{"id":"prt_1",\
 "messageID":"msg_1","sessionID":"ses_e0","snapshot":"9221","type":"step-start"}}"""

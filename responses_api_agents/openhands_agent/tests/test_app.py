@@ -14,8 +14,7 @@ from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import SandboxProvider
 from nemo_gym.sandbox.providers.docker import DockerProvider
 from nemo_gym.server_utils import close_global_aiohttp_client
-from responses_api_agents.openhands_agent.app import OpenHandsAgent
-from responses_api_agents.openhands_agent.options import PACKAGE
+from responses_api_agents.openhands_agent.app import PACKAGE, OpenHandsAgent
 from tests.docker_engine import docker_engine
 from tests.harness import stage as staging
 from tests.harness.conftest import Weather, local, local_settings, weather

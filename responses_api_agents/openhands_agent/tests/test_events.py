@@ -10,8 +10,7 @@ import pytest
 from nemo_gym.agent.harness.base import HarnessContext, HarnessEnded, McpEndpoint
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.sandbox.base import ExecOutcome
-from responses_api_agents.openhands_agent.app import OpenHands
-from responses_api_agents.openhands_agent.events import OpenHandsReader
+from responses_api_agents.openhands_agent.app import OpenHands, OpenHandsReader
 
 CONTEXT = HarnessContext(
     prompt="fix it",

@@ -8,8 +8,7 @@ from typing import Any
 from nemo_gym.agent.harness.base import HarnessEnded
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.sandbox.base import ExecOutcome
-from responses_api_agents.qwen_code_agent.app import QwenCode
-from responses_api_agents.qwen_code_agent.events import QwenReader
+from responses_api_agents.qwen_code_agent.app import QwenCode, QwenReader
 
 TEXT = """{"type":"assistant","uuid":"a8","session_id":"de","parent_tool_use_id":null,"message":{"id":"a8",\
 "type":"message","role":"assistant","model":"scripted","content":[{"type":"text","text":"Next."}],"stop_reason":null,\

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from nemo_gym._util.directories import cache_root
+from nemo_gym._util.files import cache_root
 from nemo_gym_boxtool import ARCHITECTURES, BINARIES, SOURCE, source_digest
 
 _BUILD_TIMEOUT_S = 900

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nemo_gym._util.directories import cache_root
+from nemo_gym._util.files import cache_root
 
 ROOT = Path(__file__).resolve().parents[3]
 NETWORK = "10.77.0.0/24"

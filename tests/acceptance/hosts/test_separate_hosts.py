@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import pytest
 
-from nemo_gym._util.directories import cache_root
+from nemo_gym._util.files import cache_root
 from nemo_gym.sandbox.providers.local.images import ImageStore
 from nemo_gym.sandbox.providers.local.options import default_image_dir
 from tests.acceptance.hosts.network import OWN, ROOT, Host, switched_hosts

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from nemo_gym._util.directories import cache_root
+from nemo_gym._util.files import cache_root
 from tests.acceptance.matrix.cells import Cell
 from tests.docker_engine import start_engine
 from tests.sandbox.opensandbox.double import API_KEY

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from nemo_gym._util.directories import cache_root
+from nemo_gym._util.files import cache_root
 from nemo_gym.agent.harness.base import CliPackage
 from nemo_gym.agent.harness.provision.libraries import LOADERS, SYSTEM_DIRECTORY
 from nemo_gym.contract.errors import ConfigError

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import orjson
 
-from nemo_gym._util.directories import cache_root
+from nemo_gym._util.files import cache_root
 from nemo_gym.agent.harness.base import CliPackage
 from nemo_gym.agent.harness.provision import (
     GLIBC,

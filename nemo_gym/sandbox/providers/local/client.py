@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nemo_gym._util.backoff import Backoff
-from nemo_gym._util.directories import INSTALL_ROOT
+from nemo_gym._util.files import INSTALL_ROOT
 from nemo_gym.contract.errors import (
     ConfigError,
     NemoGymError,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from nemo_gym._util.directories import INSTALL_ROOT, from_command
+from nemo_gym._util.files import INSTALL_ROOT, from_command
 from nemo_gym.contract.errors import ConfigError, SandboxCreateError, reject_unknown_keys
 from nemo_gym.contract.sandbox import SandboxResources
 

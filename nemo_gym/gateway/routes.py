@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from nemo_gym._util.suggest import validation_problems
 from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Caller, Role
 from nemo_gym.contract.errors import ConfigError, ContractError, InvalidBodyError, NemoGymError
 from nemo_gym.contract.model_limits import NONE_CHOSEN, ChosenLimits
@@ -165,8 +166,7 @@ class OpenSession(BaseModel):
         try:
             asked = cls.model_validate(body)
         except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False))
-            raise InvalidBodyError(f"/sessions: {wrong}") from None
+            raise InvalidBodyError(f"/sessions: {validation_problems(error, cls.model_fields)}") from None
         checked_depth(asked.sampling, "sampling")
         if (size := len(orjson.dumps(asked.sampling))) > MAX_SAMPLING_BYTES:
             raise InvalidBodyError(

@@ -9,6 +9,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from nemo_gym.gateway.engines.types import TokenizerProbe
 from nemo_gym.gateway.limits import SMALL_BYTES, LoopTurns, SessionShare, apart, step_begins
 from nemo_gym.gateway.policy_request import Answer, AnswerTokens, PolicyRequest
 from nemo_gym.gateway.tokens.forest import Prepared, TokenForest
@@ -111,7 +112,12 @@ class Backend(Protocol[C, D]):
 
     @property
     def context_tokens(self) -> int | None:
-        """Prompt and answer together; nothing where the engines alone know."""
+        """Prompt and answer together, as configured; nothing where the engines alone know."""
+        ...
+
+    @property
+    def tokenizer_probe(self) -> TokenizerProbe | None:
+        """For engines that take token ids: what shows whether they serve this policy."""
         ...
 
     def conversations(self, now: datetime) -> C:

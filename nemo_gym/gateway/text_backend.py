@@ -156,6 +156,10 @@ class TextBackend:
         self._extra_body = dict(extra_body or {})
 
     @property
+    def tokenizer_probe(self) -> None:
+        return None
+
+    @property
     def context_tokens(self) -> int | None:
         return None
 

@@ -22,6 +22,7 @@ from nemo_gym.gateway.engines import (
     TokenRequest,
     pinned_sampling,
 )
+from nemo_gym.gateway.engines.types import TokenizerProbe
 from nemo_gym.gateway.limits import apart
 from nemo_gym.gateway.parsing import AnswerParser, ParsedAnswer
 from nemo_gym.gateway.policy_request import Answer, AnswerEnd, AnswerTokens, AnswerUsage, PolicyRequest
@@ -41,6 +42,8 @@ from nemo_gym.gateway.tokens.turns import Prompt, json_of
 from nemo_gym.gateway.wire_data import JsonText
 
 _ANY_ROOM = 1 << 62
+PROBE_TEXT = "The quick brown fox jumps over 12345 lazy dogs.\n\tdef half(x): return x / 2  # naïve: 東京 🙂\n"
+"""Words, digits, spaces, code and letters of several bytes: tokenizers that agree on all of it are the same one."""
 _BYTES_PER_TOKEN = 16
 """More than any text has on average."""
 _TAIL_IDS = 96
@@ -162,6 +165,15 @@ class TokenBackend:
     def context_tokens(self) -> int | None:
         return self._limits.context
 
+    @property
+    def tokenizer_probe(self) -> TokenizerProbe:
+        return TokenizerProbe(PROBE_TEXT, self._policy.encode(PROBE_TEXT))
+
+    def _context(self) -> int:
+        """The smaller of what is configured and what the engines say they take."""
+        told = self._pool.context_tokens
+        return self._limits.context if told is None else min(told, self._limits.context)
+
     def conversations(self, now: datetime) -> TokenConversations:
         return TokenConversations(TokenForest(self._encoder, self._policy, self._history, now), self._policy)
 
@@ -169,14 +181,15 @@ class TokenBackend:
         self, conversations: TokenConversations, request: PolicyRequest, context: CallContext
     ) -> TokenSample:
         _refuse_constraints(request)
-        if context.body_bytes > self._limits.context * _BYTES_PER_TOKEN:
+        if context.body_bytes > self._context() * _BYTES_PER_TOKEN:
             self._refuse_overflow(request)
         prepared = await conversations.preparing.prepared(request, context)
         await context.turns.wait(context.share)
         prompt = prepared.prompt
-        room = self._limits.context - len(prompt)
+        context_tokens = self._context()
+        room = context_tokens - len(prompt)
         if room < 1:
-            raise ContextOverflowError(len(prompt), self._limits.context)
+            raise ContextOverflowError(len(prompt), context_tokens)
         if self._limits.answer is not None:
             room = min(room, self._limits.answer)
         sampling = conversations.sampling(request.asked, context.pinned, room, self._stops)
@@ -204,8 +217,8 @@ class TokenBackend:
             len(text_of(message.get("content"))) + sum(len(str(call)) for call in calls_of(message))
             for message in request.messages
         ) + sum(len(json_at(tool, "tools")) for tool in request.tools or ())
-        if written > self._limits.context * _BYTES_PER_TOKEN:
-            raise ContextOverflowError(written // _BYTES_PER_TOKEN, self._limits.context)
+        if written > self._context() * _BYTES_PER_TOKEN:
+            raise ContextOverflowError(written // _BYTES_PER_TOKEN, self._context())
 
     def commit(
         self, conversations: TokenConversations, request: PolicyRequest, sampled: TokenSample

@@ -94,7 +94,7 @@ class Gateway(SimpleResponsesAPIModel):
 
     async def preflight(self) -> list[EngineCheck]:
         ours = self._backend.context_tokens
-        return [_compared(check, ours) for check in await self._pool.check()]
+        return [_compared(check, ours) for check in await self._pool.check(self._backend.tokenizer_probe)]
 
     def journal_dir(self) -> Path:
         if self.config.journal_dir is not None:
@@ -228,8 +228,8 @@ def _compared(check: EngineCheck, ours: int | None) -> EngineCheck:
     if ours is None or check.context_tokens is None or check.context_tokens >= ours:
         return check
     warning = (
-        f"engine '{check.engine}' has a context of {check.context_tokens} tokens, the policy one of {ours}: longer"
-        f" conversations are refused by the engine; set policy.max_context_tokens to {check.context_tokens}"
+        f"engine '{check.engine}' takes {check.context_tokens} tokens, the policy's configuration says {ours}:"
+        f" conversations end at {check.context_tokens}"
     )
     return replace(check, warning=warning)
 

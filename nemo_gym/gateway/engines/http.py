@@ -132,11 +132,16 @@ class HttpEngine:
 
     health_route = "/health"
     models_route = "/v1/models"
+    tokenize_route: str | None = None
+    """Where the engine tokenizes a text; nothing for wires that carry no token ids."""
 
     def __init__(self, endpoint: EngineEndpoint, http: EngineConnections) -> None:
         """Raises `ConfigError` for headers that cannot be sent."""
         self.endpoint = endpoint
         self.weights_version: str | None = None
+        self.context_tokens: int | None = None
+        """Prompt and answer together, as the engine told it; nothing before it did, and where it does not tell."""
+        self._asked_for_context = False
         self._http = http
         key = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
         self._heads = RequestHeads(endpoint.base_url, {**endpoint.headers, **key})
@@ -163,6 +168,9 @@ class HttpEngine:
 
     async def probe(self) -> None:
         await self._whole("GET", self.health_route, b"", self._probe_patience, self.endpoint.max_answer_bytes)
+        if self.tokenize_route is not None and not self._asked_for_context:  # text engines count their prompts alone
+            self._asked_for_context = True
+            await self.check()
 
     async def check(self) -> EngineCheck:
         """Ask once whether the key is taken and the model is there, and how long its context is. Never raises for what
@@ -173,8 +181,11 @@ class HttpEngine:
             )
             models = _listed_models(self.parsed(raw))
             if self.endpoint.model is None or (card := models.get(self.endpoint.model)) is not None:
-                context = (card or {}).get("max_model_len") if self.endpoint.model else None
-                return EngineCheck(self.name, context_tokens=context if isinstance(context, int) else None)
+                if self.endpoint.model is None and len(models) == 1:
+                    (card,) = models.values()
+                context = (card or {}).get("max_model_len")
+                self.context_tokens = context if isinstance(context, int) and context > 0 else None
+                return EngineCheck(self.name, context_tokens=self.context_tokens)
         except EngineCredentialError as error:
             return EngineCheck(self.name, problem=error.message)
         except (EngineRefusedError, EngineAnswerError):
@@ -182,6 +193,22 @@ class HttpEngine:
         except EngineError as error:
             return EngineCheck(self.name, unreachable=error.message)
         return await self._check_name(models)
+
+    async def tokenize(self, text: str) -> list[int] | None:
+        """The ids that the engine's own tokenizer makes of ``text``, nothing added; ``None`` where it does not say."""
+        if self.tokenize_route is None:
+            return None
+        asked: dict[str, Any] = {"prompt": text, "add_special_tokens": False}
+        if self.endpoint.model:
+            asked["model"] = self.endpoint.model
+        try:
+            raw, _ = await self._whole(
+                "POST", self.tokenize_route, orjson.dumps(asked), self._probe_patience, self.endpoint.max_answer_bytes
+            )
+            tokens = self.parsed(raw).get("tokens")
+        except EngineError:
+            return None  # what it cannot tell is no problem: not every version has the route
+        return tokens if isinstance(tokens, list) else None
 
     async def _check_name(self, models: Mapping[str, Any]) -> EngineCheck:
         """The check of a model that the engine does not list. What an adapter cannot find out is no problem."""

@@ -62,6 +62,8 @@ class SglangEngine(HttpEngine):
     with ``--incremental-streaming-output``, which costs less). ``stream_interval`` tokens are asked for per event,
     after the first."""
 
+    tokenize_route = "/tokenize"
+
     def __init__(
         self, endpoint: EngineEndpoint, http: EngineConnections, *, stream_interval: int = STREAM_INTERVAL
     ) -> None:

@@ -160,6 +160,14 @@ class EngineCheck:
     """What works, and may not be meant."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenizerProbe:
+    """A text and the ids that the policy's tokenizer makes of it: an engine of the same model makes the same."""
+
+    text: str
+    token_ids: list[int]
+
+
 # How an engine call can fail, told apart by what may be done about it.
 #
 #     EngineError
@@ -276,6 +284,11 @@ class Engine(Protocol):
     weights_version: str | None
     """The version of the weights being served. Set by the trainer after an update; an engine that reports its own
     version keeps it current by itself."""
+
+    @property
+    def context_tokens(self) -> int | None:
+        """Prompt and answer together, as the engine told it; nothing where it did not."""
+        ...
 
     async def probe(self) -> None:
         """One cheap request that samples nothing; raises `EngineError` unless the engine is able to serve."""

@@ -205,6 +205,8 @@ class VllmEngine(HttpEngine):
     tokens are asked for per event, after the first; versions that do not know it send one. Cached tokens are told by
     servers started with ``--enable-prompt-tokens-details``."""
 
+    tokenize_route = "/tokenize"
+
     def __init__(
         self,
         endpoint: EngineEndpoint,

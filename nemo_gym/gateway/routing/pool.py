@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Generic, Literal
 from urllib.parse import urlsplit
 
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.engines import EngineConfig, EngineConnections, HttpEngine, OpenAIEngine, TokenEngine
-from nemo_gym.gateway.engines.types import EngineCheck, EngineError, EngineFailedError
+from nemo_gym.gateway.engines.types import EngineCheck, EngineError, EngineFailedError, TokenizerProbe
 from nemo_gym.gateway.routing.calls import (
     MAX_RESUMES,
     SESSION_RETRIES,
@@ -305,9 +305,15 @@ class EnginePool:
 
     # -- what operators see --------------------------------------------------------------------------------------
 
-    async def check(self) -> list[EngineCheck]:
-        """Every engine asked once: key, model name, context."""
-        return list(await asyncio.gather(*(replica.engine.check() for replica in self.router.replicas)))
+    @property
+    def context_tokens(self) -> int | None:
+        """Prompt and answer together, what every engine takes that told its context; nothing while none did."""
+        told = [replica.engine.context_tokens for replica in self.router.replicas if replica.engine.context_tokens]
+        return min(told, default=None)
+
+    async def check(self, probe: TokenizerProbe | None = None) -> list[EngineCheck]:
+        """Every engine asked once: key, model name, context, and whether its tokenizer is the policy's."""
+        return list(await asyncio.gather(*(_checked(replica.engine, probe) for replica in self.router.replicas)))
 
     def status(self) -> dict[str, Any]:
         """Plain data: ``kind``, ``engines``, ``waiting`` (calls without a place), ``retries_saved``."""
@@ -347,6 +353,21 @@ class EnginePool:
         self.router.add(engine, weight=config.weight, max_in_flight=config.max_in_flight)
         self._facts[engine.name] = {"type": config.type, "base_url": config.base_url, "model": config.model}
         log.info("engine added", engine=engine.name, type=config.type, at=urlsplit(config.base_url).netloc)
+
+
+async def _checked(engine: HttpEngine, probe: TokenizerProbe | None) -> EngineCheck:
+    check = await engine.check()
+    if probe is None or check.problem is not None or check.unreachable is not None:
+        return check
+    theirs = await engine.tokenize(probe.text)
+    if theirs is None or theirs == probe.token_ids:
+        return check
+    problem = (
+        f"engine '{engine.name}' at {engine.endpoint.base_url} reads a text as other token ids than the policy's"
+        f" tokenizer ({len(theirs)} and {len(probe.token_ids)} of them): it serves another model; set policy_path"
+        " (the gateway's 'policy.path') to the directory of the model that it serves"
+    )
+    return replace(check, problem=problem)
 
 
 def _kind_of(configs: Sequence[EngineConfig], wanted: EngineKind | None) -> EngineKind:

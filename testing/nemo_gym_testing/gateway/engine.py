@@ -192,6 +192,26 @@ class FakeEngine:
 class FakeTokenEngine(FakeEngine):
     """A wire that carries token ids: how its requests are read and its answers are written."""
 
+    max_model_len: int | None = None
+    """What ``/v1/models`` says of the one model; without it there is no such route."""
+    tokenizer: Callable[[str], list[int]] | None = None
+    """What ``/tokenize`` answers with; without it there is no such route."""
+
+    def add_routes(self, app: web.Application) -> None:
+        app.router.add_get("/v1/models", self._list_models)
+        app.router.add_post("/tokenize", self._tokenize)
+
+    async def _list_models(self, request: web.Request) -> web.Response:
+        if self.max_model_len is None:
+            raise web.HTTPNotFound
+        return web.json_response({"object": "list", "data": [{"id": "policy", "max_model_len": self.max_model_len}]})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        if self.tokenizer is None:
+            raise web.HTTPNotFound
+        ids = self.tokenizer((await request.json())["prompt"])
+        return web.json_response({"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len})
+
     def asked(self, call: CallLog) -> Asked:
         raise NotImplementedError
 

@@ -45,8 +45,9 @@ test: test-system engine clis lint ## lint, types and the test suite, with real 
 	-@scripts/install-apptainer
 	@scripts/with-engine $(PY) -m pytest -q -m "not full" -n $(JOBS) $(ARGS)
 
-test-full: test-system engine clis lint ## also the slow tests, the fault campaigns and the benches
+test-full: test-system engine clis lint ## also real engines, the slow tests, the fault campaigns and the benches
 	-@scripts/install-apptainer
+	@scripts/install-engines vllm
 	@scripts/with-engine $(PY) -m pytest -q $(ARGS)
 	@scripts/with-engine scripts/campaigns
 

@@ -13,10 +13,12 @@ import msgspec
 import orjson
 
 from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine, without_echo
-from nemo_gym.gateway.engines.http_client import EngineConnections
+from nemo_gym.gateway.engines.http_client import EngineConnections, Reply
 from nemo_gym.gateway.engines.sampling import vllm_fields
 from nemo_gym.gateway.engines.types import (
     EngineCheck,
+    EngineCredentialError,
+    EngineError,
     EngineLostError,
     EngineRefusedError,
     FinishReason,
@@ -201,9 +203,9 @@ _COMPLETIONS = msgspec.json.Decoder(_Completion)
 
 class VllmEngine(HttpEngine):
     """``completions`` posts to ``/v1/completions`` with ``return_token_ids``, ``generate`` to
-    ``/inference/v1/generate``, which not every version streams: there the answer is one delta. ``stream_interval``
-    tokens are asked for per event, after the first; versions that do not know it send one. Cached tokens are told by
-    servers started with ``--enable-prompt-tokens-details``."""
+    ``/inference/v1/generate``, which vLLM 0.32 serves with ``--enable-scale-out`` and not every version streams: there
+    the answer is one delta. ``stream_interval`` tokens are asked for per event, after the first; versions that do not
+    know it send one. Cached tokens are told by servers started with ``--enable-prompt-tokens-details``."""
 
     tokenize_route = "/tokenize"
 
@@ -369,6 +371,16 @@ class VllmEngine(HttpEngine):
         if self.endpoint.model:
             body["model"] = self.endpoint.model
         return body
+
+    def _status_error(self, reply: Reply, body: bytes, *, probe: bool = False) -> EngineError:
+        if reply.status == 403 and self._route == "generate" and b"--enable-scale-out" in body:
+            return EngineCredentialError(
+                f"engine '{self.name}' does not serve /inference/v1/generate; start vLLM with --enable-scale-out, or"
+                " set the engine's 'route' to completions",
+                engine=self.name,
+                upstream_status=reply.status,
+            )
+        return super()._status_error(reply, body, probe=probe)
 
     def _refuse_images(self, request: TokenRequest) -> None:
         if request.image_data:

@@ -74,7 +74,7 @@ class FakeVllmEngine(FakeTokenEngine):
 
     def _generated(self, call: CallLog) -> dict[str, Any]:
         content: list[dict[str, Any]] = [
-            {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+            {"token_id": token, "logprob": logprob, "top_logprobs": []}
             for token, logprob in zip(call.token_ids, call.logprobs, strict=True)
         ]
         asked_logprobs = call.body["sampling_params"].get("logprobs") is not None

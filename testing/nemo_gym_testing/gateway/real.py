@@ -1,0 +1,127 @@
+"""Real inference engines as processes of a test, each in the environment that ``scripts/install-engines`` made."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import aiohttp
+import orjson
+
+from nemo_gym_testing.gateway.tiny import make_policy
+
+INSTALL = Path(__file__).resolve().parents[3] / "scripts" / "install-engines"
+PROGRAM = Path(__file__).with_name("real_policy.py")
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 30.0
+
+
+class EngineMissingError(RuntimeError):
+    """An engine is not installed; the message says how to install it."""
+
+
+def python_of(engine: str) -> Path:
+    """The Python of an installed engine. Raises `EngineMissingError`."""
+    found = subprocess.run([INSTALL, "--python", engine], capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise EngineMissingError(found.stderr.strip())
+    return Path(found.stdout.strip())
+
+
+def make_real_policy(folder: Path, *, family: str = "chatml_think", seed: int = 0) -> Path:
+    """A policy of 1.4 million random parameters (Qwen3, 131,072 positions) for vLLM and the gateway. Takes 10 s."""
+    make_policy(folder, family, seed)
+    (folder / "model.npz").unlink()
+    _run_program("weights", str(folder), "--seed", str(seed))
+    return folder
+
+
+def recomputed_logprobs(folder: Path, sequences: Sequence[Sequence[int]]) -> list[list[float | None]]:
+    """By ``transformers``, in float32, for each token of each sequence after those before it."""
+    lines = b"".join(orjson.dumps(list(ids)) + b"\n" for ids in sequences)
+    return [orjson.loads(line) for line in _run_program("logprobs", str(folder), given=lines).splitlines()]
+
+
+def _run_program(*words: str, given: bytes | None = None) -> bytes:
+    done = subprocess.run([python_of("vllm"), PROGRAM, *words], input=given, capture_output=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{PROGRAM.name} {words[0]} failed:\n{done.stderr.decode(errors='replace')[-2000:]}")
+    return done.stdout
+
+
+@contextlib.asynccontextmanager
+async def vllm_server(policy: Path, log: Path, *words: str, max_model_len: int = 16_384) -> AsyncIterator[str]:
+    """vLLM over ``policy`` on the CPU, in float32, as the model ``tiny``; yields its URL. ``words``: more arguments.
+
+    Raises `EngineMissingError`; `RuntimeError` with the log's end when it does not come up.
+    """
+    port = _free_port()
+    command = [
+        *(str(python_of("vllm").with_name("vllm")), "serve", str(policy), "--served-model-name", "tiny"),
+        *("--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(max_model_len)),
+        *("--dtype", "float32", "--enforce-eager", *words),
+    ]
+    settings = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+    }
+    async with _serving(command, settings, f"http://127.0.0.1:{port}", "/health", log) as url:
+        yield url
+
+
+@contextlib.asynccontextmanager
+async def _serving(
+    command: Sequence[str], settings: dict[str, str], url: str, health: str, log: Path
+) -> AsyncIterator[str]:
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **settings},
+            cwd=log.parent,
+            start_new_session=True,
+        )
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S), aiohttp.ClientSession() as http:
+            while not await _answers(http, url + health):
+                if process.returncode is not None:
+                    said = log.read_text(errors="replace")[-3000:]
+                    raise RuntimeError(f"{command[0]} ended with {process.returncode}:\n{said}")
+                await asyncio.sleep(0.5)
+        yield url
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+
+async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with http.get(url) as reply:
+            return reply.status == 200
+    except aiohttp.ClientError:
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

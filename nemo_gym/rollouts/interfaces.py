@@ -20,7 +20,7 @@ import orjson
 from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.contract.rows import ROLLOUT_INDEX_KEY
 from nemo_gym.contract.session import RolloutIdentity
-from nemo_gym.contract.verdict import StageFailure, StageName
+from nemo_gym.contract.verdict import FailureKind, StageFailure, StageName
 from nemo_gym.rollout import Attempt, ModelSession, Servers
 
 
@@ -187,6 +187,15 @@ class Job:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Why an attempt is stopped from outside: cancelled, overdue, or its server is gone."""
+
+    kind: FailureKind
+    reason: str
+    retryable: bool = False
+
+
 @dataclass(slots=True)
 class JobAttempt(Attempt):
     """A claimed job's attempt on its way through the stages."""
@@ -199,8 +208,8 @@ class JobAttempt(Attempt):
     timings: dict[str, float] = field(default_factory=dict)
     salvage: Callable[[], Awaitable[dict[str, Any]]] | None = None
     """What is worth keeping of the attempt when it ends without a verdict; asked once, before it is closed."""
-    cancelled: str | None = None
-    """Why it is being cancelled for good."""
+    stop: Stop | None = None
+    """Why it is being stopped."""
     lost: bool = False
     """Its lease is somebody else's by now."""
     has_result: bool = False
@@ -296,6 +305,11 @@ class JobStore(Protocol):
     cannot write (disk full, server gone) raises `StoreError`; nothing acknowledged is lost, and the run can be
     resumed.
     """
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes may work on the same jobs."""
+        ...
 
     async def open_run(self, info: Mapping[str, Any]) -> dict[str, Any]:
         """Describe the run once; returns what is on record, which on a resume is the first description."""

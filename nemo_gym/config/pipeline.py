@@ -89,7 +89,7 @@ class PipelineConfig(BaseModel):
     """Of the end of each evaluation's log, kept as a file beside ``output``; 0 keeps none."""
 
     @classmethod
-    def keys(cls) -> frozenset[str]:
+    def spellings(cls) -> frozenset[str]:
         """Every spelling of every key."""
         keys: set[str] = set()
         for name, field in cls.model_fields.items():
@@ -101,7 +101,7 @@ class PipelineConfig(BaseModel):
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Self:
         """The configuration of ``given``; raises `ConfigError` naming each wrong key, with the nearest right one."""
-        reject_unknown_keys(given, cls.keys(), where=cls.WHAT)
+        reject_unknown_keys(given, cls.spellings(), where=cls.WHAT)
         try:
             return cls.model_validate(dict(given))
         except ValidationError as error:

@@ -86,5 +86,5 @@ class RolloutRunConfig(PipelineConfig):
         return int(number) - 1, int(count)
 
 
-RUN_KEYS = RolloutRunConfig.keys()
+RUN_KEYS = RolloutRunConfig.spellings()
 """Every spelling of every run key. ``agent`` is among them; a command that composes groups takes it out first."""

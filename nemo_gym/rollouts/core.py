@@ -27,30 +27,39 @@ class RolloutCore:
 
     Args:
         say: gets a sentence about each engine that serves.
+        needs_engines: an engine that does not answer is an error; otherwise calls to it are tried again.
     """
 
     def __init__(
-        self, client: ServerClient, config: PipelineConfig, *, say: Callable[[str], None] = lambda text: None
+        self,
+        client: ServerClient,
+        config: PipelineConfig,
+        *,
+        say: Callable[[str], None] = lambda text: None,
+        needs_engines: bool = False,
     ) -> None:
         self.client = client
         self.config = config
         self.peers = Peers(client)
         self.routes: dict[str, Servers] = {}
         """The agents that were checked, with their servers."""
+        self.preflighted: set[str] = set()
+        """Those whose model server has asked its engines."""
         self.agents = agent_instances(client.global_config_dict)
         self._say = say
+        self._needs_engines = needs_engines
         self._checking = asyncio.Lock()
 
     async def add_route(self, agent: str, *, preflights: bool = True) -> Servers:
         """The servers of an agent, checked once; raises `ConfigError` for what does not fit. ``preflights``: their
         model server asks its engines once."""
         async with self._checking:
-            if agent not in self.routes:
-                route = await checked_servers(self.client, self.peers, agent, self.config)
-                if preflights:
-                    await preflight([route], self.peers, self._say)
-                self.routes[agent] = route
-        return self.routes[agent]
+            route = self.routes.get(agent) or await checked_servers(self.client, self.peers, agent, self.config)
+            if preflights and agent not in self.preflighted:
+                await preflight([route], self.peers, self._say, reachable=self._needs_engines)
+                self.preflighted.add(agent)
+            self.routes[agent] = route
+        return route
 
     def require_agent(self, agent: str) -> None:
         """Raise `ConfigError` when no such agent is configured, or its servers are not."""
@@ -58,7 +67,7 @@ class RolloutCore:
 
     async def preflight(self) -> None:
         """Have the model servers of all routes ask their engines once."""
-        await preflight(self.routes.values(), self.peers, self._say)
+        await preflight(self.routes.values(), self.peers, self._say, reachable=self._needs_engines)
 
     def dispatcher(
         self,

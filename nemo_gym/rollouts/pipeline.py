@@ -186,6 +186,13 @@ class AsyncDispatcher:
         """What the stages do now, in their order."""
         return [pool.status for pool in (self._init, self._run, self._eval)]
 
+    async def stopped(self) -> None:
+        """Raise what stops the dispatcher, when something does."""
+        while self._fatal is None:
+            self._changed.clear()
+            await self._changed.wait()
+        raise self._fatal
+
     async def quiet(self) -> None:
         """Return when no job is under way, whatever is queued."""
         while self._held:

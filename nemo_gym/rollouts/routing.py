@@ -149,9 +149,11 @@ async def _box_needs(peers: Peers, servers: Servers) -> Mapping[str, Any]:
     return needs
 
 
-async def preflight(servers: Iterable[Servers], peers: Peers, say: Callable[[str], None]) -> None:
+async def preflight(
+    servers: Iterable[Servers], peers: Peers, say: Callable[[str], None], *, reachable: bool = False
+) -> None:
     """Have each model server ask its engines once, and say what serves. Raises `ConfigError` where no rollout could
-    get an answer."""
+    get an answer; ``reachable``: also where one of them does not answer now."""
     for model in dict.fromkeys(each.model for each in servers if each.model is not None and not each.own_run):
         try:
             checks = (await peers.post(model, "/preflight", {})).json()["engines"]
@@ -164,6 +166,10 @@ async def preflight(servers: Iterable[Servers], peers: Peers, say: Callable[[str
         for check in checks:
             if check["warning"]:
                 say(f"{model}: {check['warning']}")
+            if check["unreachable"] and reachable:
+                raise ConfigError(
+                    f"model server '{model}': {check['unreachable']}; mend that and try again", key=model
+                )
             if check["unreachable"]:
                 say(f"{model}: {check['unreachable']}; the run starts all the same, and its calls are tried again")
             elif check["context_tokens"]:

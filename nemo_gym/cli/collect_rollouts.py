@@ -33,22 +33,12 @@ def collect_command(argv: Sequence[str]) -> int:
     ).parse_args(argv)
     import uvloop
 
-    from nemo_gym.config.overrides import Mode, parse_overrides
+    from nemo_gym.config.overrides import given_values
     from nemo_gym.config.run import RUN_KEYS
-    from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
+    from nemo_gym.contract.errors import reject_unknown_keys
     from nemo_gym.stack.endpoints import find_stack
 
-    values: dict[str, Any] = {}
-    for override in parse_overrides(arguments.settings):
-        if override.mode is Mode.DELETE:
-            raise ConfigError(
-                f"'{override.word}': there is nothing to delete from; leave the key out", key=override.key
-            )
-        *parents, last = override.path
-        node = values
-        for part in parents:
-            node = node.setdefault(part, {})
-        node[last] = override.value
+    values = given_values(arguments.settings)
     # NeMo Gym's address of its head server says nothing here: the stack is found on this machine.
     values.pop("head_server", None)
     reject_unknown_keys(values, RUN_KEYS, where="the command line")
@@ -62,27 +52,12 @@ def collect_command(argv: Sequence[str]) -> int:
 
 async def _collect_until_signal(stack: StackEntry, values: Mapping[str, Any]) -> int:
     import asyncio
-    import signal
 
+    from nemo_gym.cli.signals import until_signal
     from nemo_gym.config.run import RolloutRunConfig
 
-    task = asyncio.current_task()
-    assert task is not None
-    stopped = False
-
-    def stop() -> None:
-        nonlocal stopped
-        if stopped:
-            # A second signal: die of it, so that nothing is waited for.
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            signal.raise_signal(signal.SIGINT)
-        stopped = True
-        task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
     try:
-        return await collect(stack, RolloutRunConfig.parse(values))
+        return await until_signal(collect(stack, RolloutRunConfig.parse(values)))
     except asyncio.CancelledError:
         return command.EXIT_INTERRUPTED
 

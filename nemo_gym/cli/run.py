@@ -34,7 +34,7 @@ def run_command(argv: Sequence[str]) -> int:
         " exit.",
     ).parse_args(argv)
     try:
-        return with_stack(lambda: _compose(arguments.settings))
+        return with_stack(lambda: compose_stack(arguments.settings))
     except _NothingLeft as finished:
         return finished.exit_code
 
@@ -84,12 +84,14 @@ def _dry_run(composition: Composition, topology: Topology | None) -> int:
     return command.EXIT_OK
 
 
-def _compose(words: Sequence[str]) -> tuple[Composition, Topology | None, Work]:
+def compose_stack(words: Sequence[str], *, serves: bool = False) -> tuple[Composition, Topology | None, Work]:
     from nemo_gym._util.secrets import is_secret_name
     from nemo_gym.config.check import check_everything, notices
     from nemo_gym.config.compose import compose
 
     composition = compose(words)
+    if serves:
+        composition.values["serve"] = composition.values.get("serve") or {}
     topology = check_everything(composition)
     for notice in notices(composition):
         say(notice)
@@ -97,6 +99,8 @@ def _compose(words: Sequence[str]) -> tuple[Composition, Topology | None, Work]:
         key = word.split("=", 1)[0].lstrip("+~")
         if is_secret_name(key.split(".")[-1]):
             say(f"{key} on the command line can be read by other users of this machine; put it in env.yaml")
+    if composition.serves:
+        return composition, topology, _serving(composition)
     if not composition.has_run:
         return composition, topology, _serve
     from nemo_gym.cli.collect_rollouts import exit_code_of, result_console
@@ -193,7 +197,8 @@ class _Run:
         except asyncio.CancelledError:
             if not self.signals:
                 raise
-            return command.EXIT_OK if self.work is _serve else command.EXIT_INTERRUPTED
+            serves = self.work is _serve or self.composition.serves
+            return command.EXIT_OK if serves else command.EXIT_INTERRUPTED
         finally:
             # Where the stack was never set up, nobody else has ended it.
             stop_nursery(self.process[0])
@@ -229,6 +234,32 @@ async def _serve(supervisor: Supervisor) -> int:
     _print_table(supervisor)
     await asyncio.Event().wait()
     return command.EXIT_OK
+
+
+def _serving(composition: Composition) -> Work:
+    from pathlib import Path
+
+    from nemo_gym.config.service import ServiceConfig
+
+    values = composition.serve_values()
+    if "agent" in composition.chosen:
+        values.setdefault("agent_name", composition.chosen["agent"])
+    config = ServiceConfig.parse(values)
+
+    async def serve_rollouts(supervisor: Supervisor) -> int:
+        from nemo_gym.http.client import close_global_aiohttp_client
+        from nemo_gym.service.hosting import host
+        from nemo_gym.stack.stack import pipeline_client
+
+        _print_table(supervisor)
+        stack = supervisor.stack()
+        try:
+            await host(pipeline_client(stack), config, Path(stack.run_dir), lambda text: print(text, flush=True))
+        finally:
+            await close_global_aiohttp_client()
+        return command.EXIT_OK
+
+    return serve_rollouts
 
 
 def _collecting(composition: Composition, config: RolloutRunConfig, outlook: RunOutlook) -> Work:

@@ -99,6 +99,17 @@ def _check_run_keys(composition: Composition) -> None:
     if composition.has_run != has_output:
         missing = "output" if composition.has_run else "input"
         raise ConfigError(f"a rollout run needs both input= and output=; add {missing}=<file>.jsonl", key=missing)
+    if composition.serves:
+        from nemo_gym.config.service import ServiceConfig
+
+        if composition.has_run:
+            raise ConfigError(
+                "a stack either serves rollouts (serve) or runs those of input=; leave one of them out", key="serve"
+            )
+        serve = composition.values["serve"]
+        if not isinstance(serve, Mapping):
+            raise ConfigError("serve must be a block of keys, as in +serve.port=8210", key="serve")
+        ServiceConfig.parse(composition.serve_values())
     if run:
         from nemo_gym.config.run import RolloutRunConfig
 

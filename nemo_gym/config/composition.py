@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from nemo_gym._util.suggest import nearest
+from nemo_gym.config.keys import SERVE
 from nemo_gym.config.layers import Merged
 from nemo_gym.config.servers import ServerBlock, references
 from nemo_gym.contract.errors import ConfigError
@@ -47,6 +48,18 @@ class Composition:
         """Whether rollouts are asked for."""
         run = self.run_values()
         return "input" in run or "input_jsonl_fpath" in run
+
+    @property
+    def serves(self) -> bool:
+        """Whether rollouts are to be served."""
+        return self.values.get(SERVE) is not None
+
+    def serve_values(self) -> dict[str, Any]:
+        """The keys of the service: those of its pipeline may stand at the top level, as for a run."""
+        from nemo_gym.config.pipeline import PipelineConfig
+
+        shared = {key: value for key, value in self.run_values().items() if key in PipelineConfig.spellings()}
+        return {**shared, **(self.values.get(SERVE) or {})}
 
     def run_values(self) -> dict[str, Any]:
         """The keys that configure a rollout run."""

@@ -25,6 +25,8 @@ CONFIG_PATHS: Final = "config_paths"
 TOPOLOGY: Final = "topology"
 HOSTS: Final = "hosts"
 HOST: Final = "host"
+SERVE: Final = "serve"
+"""The block that makes a stack a rollout service."""
 
 INHERIT_FROM: Final = "_inherit_from"
 COPY: Final = "_copy"
@@ -39,6 +41,7 @@ SUITE_KEYS: Final = frozenset(
         TOPOLOGY,
         HOSTS,
         HOST,
+        SERVE,
         "run_dir",
         "run_id",
         "default_host",

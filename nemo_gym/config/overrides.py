@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 from nemo_gym._util.suggest import nearest
+from nemo_gym.config.keys import SERVE
 from nemo_gym.config.layers import Layer, Merged, lookup
 from nemo_gym.contract.errors import ConfigError
 
@@ -38,6 +39,22 @@ class Override:
 def parse_overrides(words: Sequence[str]) -> list[Override]:
     """Parse words; raises `ConfigError` naming the word's key (never its value, which may be secret) and the fix."""
     return [_parse(word) for word in words]
+
+
+def given_values(words: Sequence[str]) -> dict[str, Any]:
+    """What words say by themselves, for a command that composes nothing. Raises `ConfigError`."""
+    values: dict[str, Any] = {}
+    for override in parse_overrides(words):
+        if override.mode is Mode.DELETE:
+            raise ConfigError(
+                f"'{override.word}': there is nothing to delete from; leave the key out", key=override.key
+            )
+        *parents, last = override.path
+        node = values
+        for part in parents:
+            node = node.setdefault(part, {})
+        node[last] = override.value
+    return values
 
 
 def _parse(word: str) -> Override:
@@ -87,9 +104,9 @@ def _plain(value: Any) -> Any:
 
 
 def apply_overrides(merged: Merged, overrides: Iterable[Override], known: Iterable[str]) -> None:
-    """Change ``merged`` in place. ``k=v`` needs a key that exists, is ``known``, or lies in the block of a server or
-    of a sandbox provider (whose classes check it later). ``+k=v`` and ``++k=v`` may add; ``~k`` needs one that is
-    there."""
+    """Change ``merged`` in place. ``k=v`` needs a key that exists, is ``known``, or lies in the block of a server, of
+    a sandbox provider or of the service (whose classes check it later). ``+k=v`` and ``++k=v`` may add; ``~k`` needs
+    one that is there."""
     known_names = set(known)
     for override in overrides:
         if override.mode is Mode.DELETE:
@@ -102,7 +119,7 @@ def apply_overrides(merged: Merged, overrides: Iterable[Override], known: Iterab
 
 def _require_known(merged: Merged, override: Override, known: set[str]) -> None:
     path = override.path
-    if len(path) == 1 and path[0] in known:
+    if (len(path) == 1 and path[0] in known) or (len(path) > 1 and path[0] == SERVE):
         return
     try:
         lookup(merged.values, path)

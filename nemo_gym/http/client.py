@@ -292,6 +292,10 @@ class ServerClient(BaseModel):
     def _credentials(self) -> dict[str, str]:
         return {}
 
+    @cached_property
+    def _credentials_by_url(self) -> dict[str, str]:
+        return {}
+
     @classmethod
     def load_head_server_config(cls) -> BaseServerConfig:
         from nemo_gym.global_config import get_global_config_dict
@@ -333,6 +337,16 @@ class ServerClient(BaseModel):
             urls = tuple(str(url).rstrip("/") for url in several) or (self._build_server_base_url(block),)
             self._replica_urls[server_name] = urls
         return urls
+
+    def add_replica(self, server_name: str, url: str, credential: str | None = None) -> int:
+        """Know one more replica of ``server_name``, or again one that is known; returns its number. ``credential``
+        where it is not that of the others."""
+        urls, url = self.replica_urls(server_name), url.rstrip("/")
+        if url not in urls:
+            self._replica_urls[server_name] = urls = (*urls, url)
+        if credential is not None:
+            self._credentials_by_url[url] = credential
+        return urls.index(url)
 
     def base_url(self, server_name: str) -> str:
         """Where the current rollout's replica of ``server_name`` listens, without a trailing slash."""
@@ -379,6 +393,8 @@ class ServerClient(BaseModel):
     async def _request_of(
         self, method: str, url: str, url_path: str, headers: dict[str, str], options: dict[str, Any]
     ) -> ClientResponse:
+        if (own := self._credentials_by_url.get(url)) is not None:
+            headers = {**headers, CREDENTIAL_HEADER: own}
         with self._chooser.busy(url):
             try:
                 # Credentials are for this address; a redirection is an answer like any other.

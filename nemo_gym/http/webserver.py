@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import functools
 import gc
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import structlog
 import uvicorn
 from fastapi import FastAPI
 
+from nemo_gym._util.tasks import finish
 from nemo_gym.config.launch import GC_THRESHOLDS, ServerLaunch, announce_ready, die_with_parent
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.http.client import is_loopback
+from nemo_gym.http.client import is_loopback, url_host
 from nemo_gym.http.protocol import WatchedHttpProtocol
 
 SERVER_KEEPALIVE_S = 75
@@ -70,14 +72,54 @@ def serve(
 ) -> None:
     """Serve ``app`` until SIGINT or SIGTERM; ``on_stop`` then ends what would keep requests open. Raises `ConfigError`
     for an address that cannot be used."""
-    raise_file_limit()
-    gc.set_threshold(*GC_THRESHOLDS)
-    keep_memory()
+    _tune_process()
     if launch is not None and launch.parent_pid is not None:
         die_with_parent(launch.parent_pid)
     secured = launch is not None and launch.credentials is not None
     sockets = [_inherited(launch.socket_fd)] if launch and launch.socket_fd is not None else [bind(config, secured)]
-    settings: dict[str, Any] = {
+    settings = _settings(slow_request_timeout_s)
+    if launch is not None and launch.certificate_file is not None:
+        settings |= {"ssl_certfile": launch.certificate_file, "ssl_keyfile": launch.key_file}
+    server = WebServer(uvicorn.Config(app, **settings), launch, on_stop)
+    server.run(sockets=sockets)
+    if not server.started:
+        sys.exit(3)
+
+
+class _Guest(WebServer):
+    """Runs in an event loop of somebody else's, whose signals are that one's affair."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def served(
+    app: FastAPI, config: BaseServerConfig, *, on_stop: Callable[[], Awaitable[None]] | None = None
+) -> AsyncIterator[str]:
+    """Serve ``app``, which checks its callers itself, in the running event loop until the block ends; gives its URL.
+    ``on_stop`` then ends what would keep requests open. Raises `ConfigError` for an address that cannot be used."""
+    _tune_process()
+    listener = bind(config, secured=True)
+    host, port = listener.getsockname()[:2]
+    server = _Guest(uvicorn.Config(app, **_settings(60.0), lifespan="off"), None, on_stop)
+    serving = asyncio.create_task(server.serve(sockets=[listener]), name="serve")
+    try:
+        yield f"http://{url_host(host)}:{port}"
+    finally:
+        server.should_exit = True
+        await finish(serving)
+
+
+def _tune_process() -> None:
+    raise_file_limit()
+    gc.set_threshold(*GC_THRESHOLDS)
+    keep_memory()
+
+
+def _settings(slow_request_timeout_s: float) -> dict[str, Any]:
+    return {
         "access_log": False,
         "timeout_keep_alive": SERVER_KEEPALIVE_S,
         "timeout_graceful_shutdown": SHUTDOWN_GRACE_S,
@@ -89,12 +131,6 @@ def serve(
         "ws": "none",
         "http": functools.partial(WatchedHttpProtocol, slow_request_timeout_s=slow_request_timeout_s),
     }
-    if launch is not None and launch.certificate_file is not None:
-        settings |= {"ssl_certfile": launch.certificate_file, "ssl_keyfile": launch.key_file}
-    server = WebServer(uvicorn.Config(app, **settings), launch, on_stop)
-    server.run(sockets=sockets)
-    if not server.started:
-        sys.exit(3)
 
 
 def _inherited(fd: int) -> socket.socket:

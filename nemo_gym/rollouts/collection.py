@@ -21,10 +21,8 @@ from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import RowError
 from nemo_gym.contract.rows import new_run_id
 from nemo_gym.http.client import ServerClient
-from nemo_gym.http.peers import Peers
-from nemo_gym.rollout import Servers
+from nemo_gym.rollouts.core import RolloutCore
 from nemo_gym.rollouts.interfaces import JobListener, JobSelector, JobState, JobStore
-from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.report import (
     aggregate,
     counted,
@@ -37,16 +35,8 @@ from nemo_gym.rollouts.report import (
     write_aggregates,
 )
 from nemo_gym.rollouts.results import OutputLock, RecordedRun, ResultFiles, RunFiles
-from nemo_gym.rollouts.routing import (
-    agent_instances,
-    checked_servers,
-    chosen_topology,
-    preflight,
-    rows_without_prompt,
-    servers_of,
-)
+from nemo_gym.rollouts.routing import agent_instances, rows_without_prompt
 from nemo_gym.rollouts.rows import MAX_LISTED, MaterializedInputs, job_specs, materialize, without_rows
-from nemo_gym.rollouts.stages import http_stages
 from nemo_gym.rollouts.store import SqliteJobStore
 from nemo_gym.rollouts.store.sqlite import store_error
 from nemo_gym.rollouts.tally import RolloutSummary, RunProgress, Tally
@@ -103,8 +93,7 @@ class Collection:
         self._config = config
         self._console = console
         self._files = RunFiles(config.output, config.store)
-        self._peers = Peers(client)
-        self._servers: dict[str, Servers] = {}
+        self._core = RolloutCore(client, config, say=self._say)
 
     async def run(self) -> CollectionResult:
         lock = OutputLock(self._files)
@@ -128,23 +117,23 @@ class Collection:
         config, files = self._config, self._files
         start = asyncio.get_running_loop().time()
         recorded = await RecordedRun.of(config, files)
-        agents = agent_instances(self._client.global_config_dict)
+        core = self._core
         if config.agent_name is not None:
-            servers_of(self._client.global_config_dict, config.agent_name)
+            core.require_agent(config.agent_name)
         if self._inputs is None:
-            self._inputs = await asyncio.to_thread(materialize, config, agents)
+            self._inputs = await asyncio.to_thread(materialize, config, core.agents)
         inputs = self._inputs
         if recorded is not None:
             recorded.require_same(config, inputs.digest)
             if is_finished(config, recorded):
                 return await finished_result(config, recorded)
         for agent in inputs.agents:
-            self._servers[agent] = await checked_servers(self._client, self._peers, agent, config)
-        refused = await rows_without_prompt(config, inputs, self._servers, self._peers)
+            await core.add_route(agent, preflights=False)
+        refused = await rows_without_prompt(config, inputs, core.routes, core.peers)
         inputs = without_rows(config, inputs, refused)
         for error in inputs.bad_rows:
             log.warning("row left out", error=error.message)
-        await preflight(self._servers.values(), self._peers, self._say)
+        await core.preflight()
         if recorded is None:
             # As late as this: whatever is wrong with the new run, the old one stands until then.
             files.discard()
@@ -209,11 +198,9 @@ class Collection:
     # During
 
     async def _drive(self, store: JobStore, tally: Tally, total: int) -> None:
-        config = self._config
-        stages = http_stages(self._peers, config, chosen_topology(self._client), logs=self._files.logs)
         with RunProgress(total, tally, self._console) as progress:
             listener: JobListener = progress
-            dispatcher = AsyncDispatcher(store, stages, config, self._servers.__getitem__, listener=listener)
+            dispatcher = self._core.dispatcher(store, listener=listener, logs=self._files.logs)
             await dispatcher.start()
             try:
                 await dispatcher.drain()
@@ -227,7 +214,7 @@ class Collection:
 
     async def _conclude(self, store: JobStore, run_id: str, start: float) -> CollectionResult:
         summaries: list[RolloutSummary] = []
-        rows: dict[str, list[dict[str, Any]]] = {agent: [] for agent in self._servers}
+        rows: dict[str, list[dict[str, Any]]] = {agent: [] for agent in self._core.routes}
         tally = Tally()
         async for record in store.iterate(JobSelector()):
             row = orjson.loads(record.result) if record.result is not None else {}
@@ -241,7 +228,8 @@ class Collection:
         if not self._config.disable_aggregation:
             for agent, of_agent in tally.agents.items():
                 mine = [item for item in summaries if item.agent == agent]
-                aggregates.append(await aggregate(self._peers, self._servers[agent], rows[agent], of_agent, mine))
+                servers = self._core.routes[agent]
+                aggregates.append(await aggregate(self._core.peers, servers, rows[agent], of_agent, mine))
             await asyncio.to_thread(write_aggregates, self._files.aggregate_metrics, aggregates)
         seconds = asyncio.get_running_loop().time() - start
         return _result(run_id, self._files, tally, summaries, aggregates, seconds=seconds)

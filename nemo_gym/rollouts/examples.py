@@ -21,12 +21,9 @@ from nemo_gym.contract.rows import (
     task_id_of,
 )
 from nemo_gym.http.client import ServerClient
-from nemo_gym.http.peers import Peers
-from nemo_gym.rollout import Servers
+from nemo_gym.rollouts.core import RolloutCore
 from nemo_gym.rollouts.interfaces import JobSpec, JobStore
-from nemo_gym.rollouts.pipeline import AsyncDispatcher
-from nemo_gym.rollouts.routing import agent_instances, checked_servers, chosen_topology
-from nemo_gym.rollouts.stages import http_stages
+from nemo_gym.rollouts.routing import agent_instances
 from nemo_gym.rollouts.store import SqliteJobStore
 
 Example = tuple[dict[str, Any], dict[str, Any]]
@@ -96,15 +93,13 @@ class ExampleRun:
                 future.set_result((self._given[job_id], result))
 
     async def _drive(self) -> None:
-        peers = Peers(self._client)
+        core = RolloutCore(self._client, self._config)
         store: JobStore = SqliteJobStore(MEMORY, sink=self._sink)
         try:
-            servers: dict[str, Servers] = {}
             for agent in {spec.agent for spec in self._specs}:
-                servers[agent] = await checked_servers(self._client, peers, agent, self._config)
+                await core.add_route(agent, preflights=False)
             await store.submit(self._specs)
-            stages = http_stages(peers, self._config, chosen_topology(self._client))
-            dispatcher = AsyncDispatcher(store, stages, self._config, servers.__getitem__)
+            dispatcher = core.dispatcher(store)
             await dispatcher.start()
             try:
                 await dispatcher.drain()

@@ -9,6 +9,7 @@ fenced.*
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -19,7 +20,7 @@ import orjson
 from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.contract.rows import ROLLOUT_INDEX_KEY
 from nemo_gym.contract.session import RolloutIdentity
-from nemo_gym.contract.verdict import StageFailure, StageName
+from nemo_gym.contract.verdict import FailureKind, StageFailure, StageName
 from nemo_gym.rollout import Attempt, ModelSession, Servers
 
 
@@ -68,6 +69,75 @@ class JobSpec:
     """The dataset row as one JSON object, without line end."""
     priority: int = 0
     """Higher first; equal ones in order of submission."""
+    deadline_s: float | None = None
+    """Seconds from its first submission, queues included, after which the job ends without a verdict."""
+
+    @property
+    def row_digest(self) -> bytes:
+        return hashlib.blake2b(self.row, digest_size=16).digest()
+
+    @property
+    def digest(self) -> str:
+        """Of everything that was submitted under this id."""
+        return body_digest(self.row_digest, self.identity)
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """All that was submitted but the row and the id."""
+        return (
+            *(self.agent, self.task_index, self.sample_index),
+            *(self.run_id, self.task_id, self.group_id, self.priority, self.deadline_s),
+        )
+
+
+def body_digest(row_digest: bytes, identity: Sequence[Any]) -> str:
+    """See `JobSpec.digest`."""
+    return hashlib.blake2b(row_digest + orjson.dumps(list(identity)), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What became of one job of a batch."""
+
+    job_id: str
+    is_new: bool
+    state: JobState
+    digest: str
+    """Of what was offered now."""
+    known_digest: str
+    """Of what is recorded under the id."""
+
+    @property
+    def is_refused(self) -> bool:
+        """The id belongs to a job with another content."""
+        return self.digest != self.known_digest
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many more jobs a dispatcher can take, where agents or environments have bounds."""
+
+    agents: Mapping[str, int]
+    """Free places by agent. Jobs of other agents are left to other dispatchers."""
+    environment_of: Mapping[str, str]
+    environments: Mapping[str, int]
+    """Free places by environment; one that is not named has no bound."""
+
+    def pick(self, candidates: Sequence[tuple[int, int, str]], limit: int) -> list[int]:
+        """The first ``limit`` of ``(priority, place in the queue, agent)`` that find a place, best first."""
+        agents, environments = dict(self.agents), dict(self.environments)
+        picked: list[int] = []
+        for _, place, agent in sorted(candidates, key=lambda each: (-each[0], each[1])):
+            environment = self.environment_of.get(agent, "")
+            if len(picked) == limit:
+                break
+            if agents.get(agent, 0) < 1 or environments.get(environment, 1) < 1:
+                continue
+            agents[agent] -= 1
+            if environment in environments:
+                environments[environment] -= 1
+            picked.append(place)
+        return picked
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +165,10 @@ class Job:
     failures: tuple[StageFailure, ...] = ()
     run_result: bytes | None = None
     """The stored RUN payload, when ``stage`` is EVAL."""
+    left_s: float | None = None
+    """Until its deadline, when it was claimed."""
+    cancel_reason: str | None = None
+    """Somebody asked for its end while it was under way."""
 
     @property
     def job_id(self) -> str:
@@ -113,6 +187,15 @@ class Job:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Why an attempt is stopped from outside: cancelled, overdue, or its server is gone."""
+
+    kind: FailureKind
+    reason: str
+    retryable: bool = False
+
+
 @dataclass(slots=True)
 class JobAttempt(Attempt):
     """A claimed job's attempt on its way through the stages."""
@@ -125,8 +208,8 @@ class JobAttempt(Attempt):
     timings: dict[str, float] = field(default_factory=dict)
     salvage: Callable[[], Awaitable[dict[str, Any]]] | None = None
     """What is worth keeping of the attempt when it ends without a verdict; asked once, before it is closed."""
-    cancelled: str | None = None
-    """Why it is being cancelled for good."""
+    stop: Stop | None = None
+    """Why it is being stopped."""
     lost: bool = False
     """Its lease is somebody else's by now."""
     has_result: bool = False
@@ -200,6 +283,10 @@ class JobRecord:
     failures: tuple[StageFailure, ...]
     result: bytes | None
     """The result row (`DONE`) or the failure row (`FAILED`, `CANCELLED`)."""
+    place: int = 0
+    """In the order of submission."""
+    result_place: int | None = None
+    """In the order in which results were recorded."""
 
     @property
     def job_id(self) -> str:
@@ -219,6 +306,11 @@ class JobStore(Protocol):
     resumed.
     """
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes may work on the same jobs."""
+        ...
+
     async def open_run(self, info: Mapping[str, Any]) -> dict[str, Any]:
         """Describe the run once; returns what is on record, which on a resume is the first description."""
         ...
@@ -228,9 +320,22 @@ class JobStore(Protocol):
         with another content raises `ContractError`."""
         ...
 
-    async def claim(self, owner: str, limit: int, lease_s: float) -> list[Job]:
+    async def offer(self, specs: Sequence[JobSpec]) -> list[Offer]:
+        """As `submit`, job by job: one whose id is another's is refused, and the others are recorded."""
+        ...
+
+    async def claim(self, owner: str, limit: int, lease_s: float, room: Room | None = None) -> list[Job]:
         """Up to ``limit`` queued jobs, best priority first, each with a new lease epoch, and a new attempt unless its
-        stage is EVAL. Jobs whose lease has run out are queued again first."""
+        stage is EVAL. Jobs whose lease has run out are queued again first. With ``room``, only jobs that find a place
+        in it."""
+        ...
+
+    async def claim_overdue(self, owner: str, limit: int, lease_s: float) -> list[Job]:
+        """Queued jobs whose deadline has passed, or whose end was asked for: their claimer records that."""
+        ...
+
+    async def asked_to_end(self, owner: str) -> dict[str, str]:
+        """Jobs of ``owner`` that another process cancelled, each with the reason."""
         ...
 
     async def renew(self, owner: str, lease_s: float) -> frozenset[str]:
@@ -261,7 +366,8 @@ class JobStore(Protocol):
         ...
 
     async def cancel(self, selector: JobSelector, failure: StageFailure, render: FailureRenderer) -> list[Job]:
-        """Record queued jobs as cancelled and return them; claimed ones are their dispatcher's to stop."""
+        """Record queued jobs as cancelled and return them. Claimed ones are marked: their dispatcher stops them, or
+        whoever claims them next."""
         ...
 
     async def release(self, owner: str | None = None) -> int:
@@ -277,6 +383,16 @@ class JobStore(Protocol):
 
     def iterate(self, selector: JobSelector) -> AsyncIterator[JobRecord]:
         """Every matching job in order of submission, a page at a time."""
+        ...
+
+    async def page(self, selector: JobSelector, after: int, limit: int, *, results: bool = True) -> list[JobRecord]:
+        """Up to ``limit`` matching jobs behind a place in the order of submission; without ``results``, none has its
+        result."""
+        ...
+
+    async def results(self, selector: JobSelector, after: int, limit: int) -> list[JobRecord]:
+        """Up to ``limit`` matching jobs that have ended, behind a place in the order in which their results were
+        recorded. What is recorded later has a later place."""
         ...
 
     async def aclose(self) -> None: ...
@@ -312,6 +428,8 @@ class CancelReport:
     active: int
     seconds: float
     """Until the last harness had stopped and the last box was released."""
+    released: int = 0
+    """Sessions of environments and model servers that the active ones held."""
 
 
 @dataclass(frozen=True, slots=True)

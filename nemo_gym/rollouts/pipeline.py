@@ -15,14 +15,13 @@ import os
 import secrets
 import socket
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import structlog
 
 from nemo_gym._util.backoff import pause_after
-from nemo_gym.config.run import RolloutRunConfig
+from nemo_gym.config.pipeline import PipelineConfig
 from nemo_gym.contract.errors import FencedError
 from nemo_gym.contract.verdict import FailureKind, StageFailure, StageName
 from nemo_gym.rollout import Servers
@@ -38,136 +37,36 @@ from nemo_gym.rollouts.interfaces import (
     SameFailureError,
     Stage,
     StageResult,
+    Stop,
 )
 from nemo_gym.rollouts.result_rows import failure_row, same_way
+from nemo_gym.rollouts.server_pool import ServerPool
+from nemo_gym.rollouts.stage_pool import StagePool, StageStatus
 
 log = structlog.get_logger(__name__)
-
-
-OnResult = Callable[[JobAttempt, StageResult], Awaitable[None]]
-OnFailure = Callable[[JobAttempt, StageFailure], Awaitable[None]]
-OnAbandon = Callable[[JobAttempt], Awaitable[None]]
-
-
-class StagePool:
-    """``stage.workers`` workers over a queue of ``buffer`` places.
-
-    ``on_result`` and ``on_failure`` run in the worker: a worker that cannot hand on takes nothing new.
-    """
-
-    def __init__(
-        self, stage: Stage, buffer: int, on_result: OnResult, on_failure: OnFailure, on_abandon: OnAbandon
-    ) -> None:
-        self._stage = stage
-        self._buffer = buffer
-        self._queue: asyncio.Queue[JobAttempt] = asyncio.Queue()
-        self._waiters: deque[asyncio.Future[None]] = deque()
-        self._active: dict[str, asyncio.Task[None]] = {}
-        self._workers: list[asyncio.Task[None]] = []
-        self._stopping = False
-        self._on_result, self._on_failure, self._on_abandon = on_result, on_failure, on_abandon
-
-    def start(self) -> None:
-        self._workers = [
-            asyncio.create_task(self._work(), name=f"{self._stage.name}-{number}")
-            for number in range(self._stage.workers)
-        ]
-
-    async def stop(self) -> None:
-        """Cancel what is under way. The attempts are the dispatcher's to release."""
-        self._stopping = True
-        for worker in self._workers:
-            worker.cancel()
-        await asyncio.gather(*self._workers, return_exceptions=True)
-
-    @property
-    def waiting(self) -> int:
-        return self._queue.qsize()
-
-    @property
-    def capacity(self) -> int:
-        return self._buffer
-
-    @property
-    def free(self) -> int:
-        """Places left in the queue."""
-        return max(0, self._buffer - self._queue.qsize())
-
-    async def put(self, attempt: JobAttempt) -> None:
-        """Hand over an attempt, waiting for a place."""
-        while self._queue.qsize() >= self._buffer:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            try:
-                await waiter
-            except asyncio.CancelledError:
-                if waiter in self._waiters:
-                    self._waiters.remove(waiter)
-                else:
-                    self._room()  # the place that was meant for this one
-                raise
-        self._queue.put_nowait(attempt)
-
-    def put_now(self, attempt: JobAttempt) -> None:
-        """Hand over an attempt whatever the queue holds: for its feeder, and for what was under way before."""
-        self._queue.put_nowait(attempt)
-
-    def interrupt(self, attempt: JobAttempt) -> None:
-        """Stop the attempt if this stage is working on it; one that waits is looked at when its turn comes."""
-        if (task := self._active.get(attempt.job.job_id)) is not None:
-            task.cancel()
-
-    def _room(self) -> None:
-        while self._waiters:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                return
-
-    async def _work(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        while True:
-            attempt = await self._queue.get()
-            self._room()
-            if attempt.lost:
-                await self._on_abandon(attempt)
-                continue
-            failure: StageFailure | None = None
-            result: StageResult | None = None
-            if attempt.cancelled is not None:
-                failure = self._cancelled(attempt.cancelled)
-            else:
-                self._active[attempt.job.job_id] = task
-                try:
-                    async with asyncio.timeout(self._stage.timeout_s):
-                        result = await self._stage.run(attempt)
-                except asyncio.CancelledError:
-                    if self._stopping:
-                        raise
-                    task.uncancel()
-                    if attempt.cancelled is not None:
-                        failure = self._cancelled(attempt.cancelled)
-                except Exception as error:  # noqa: BLE001 - the stage's boundary: every failure becomes typed
-                    failure = self._stage.classify(error)
-                finally:
-                    self._active.pop(attempt.job.job_id, None)
-            if failure is not None:
-                await self._on_failure(attempt, failure)
-            elif result is not None:
-                await self._on_result(attempt, result)
-            else:
-                await self._on_abandon(attempt)
-
-    def _cancelled(self, reason: str) -> StageFailure:
-        return StageFailure(self._stage.name, FailureKind.CANCELLED, reason, retryable=False)
 
 
 MAX_RETRY_DELAY_S = 30.0
 NOT_IN_A_ROW = frozenset({FailureKind.CANCELLED, FailureKind.CONTROLS_WEAK})
 """Failures that the caller asked for."""
+LOST = frozenset({FailureKind.AGENT_LOST, FailureKind.ENVIRONMENT_LOST})
+"""Failures of a server, not of the work."""
 IDLE_POLL_S = 1.0
 """How often an idle dispatcher looks for jobs that others submitted or gave back."""
+SWEEP_S = 1.0
+SWEPT_AT_ONCE = 256
+
+
+def _overdue(job: Job) -> Stop:
+    reason = f"the job's deadline has passed ({job.spec.deadline_s:g} s from its submission)"
+    return Stop(FailureKind.DEADLINE, reason)
+
+
+def _stopped_before(job: Job) -> Stop | None:
+    """Why a claimed job is not to be run at all."""
+    if job.cancel_reason is not None:
+        return Stop(FailureKind.CANCELLED, job.cancel_reason)
+    return _overdue(job) if job.left_s is not None and job.left_s <= 0 else None
 
 
 class FailureStreak:
@@ -211,16 +110,30 @@ class AsyncDispatcher:
         self,
         store: JobStore,
         stages: Sequence[Stage],
-        config: RolloutRunConfig,
+        config: PipelineConfig,
         servers: Callable[[str], Servers],
         *,
         listener: JobListener | None = None,
+        pool: ServerPool | None = None,
+        owner: str | None = None,
+        sweeps: bool = False,
     ) -> None:
+        """
+        Args:
+            pool: the servers' places; without one every queued job may be taken.
+            owner: names this dispatcher in the store's leases.
+            sweeps: look every second for queued jobs that are overdue, and for jobs that others cancelled.
+        """
         self._store = store
         self._config = config
         self._servers = servers
         self._listener = listener
-        self._owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
+        self._pool = pool
+        self._owner = owner or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
+        self._sweeps = sweeps
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._open = asyncio.Event()
+        self._open.set()
         init, run, eval_ = stages
         buffer = config.ready_buffer or max(1, run.workers // 4)
         self._eval = StagePool(eval_, max(1, eval_.workers // 4), self._evaluated, self._failed, self._abandoned)
@@ -240,12 +153,53 @@ class AsyncDispatcher:
     async def start(self) -> None:
         for pool in (self._eval, self._run, self._init):
             pool.start()
-        for work in (self._feed, self._renew):
+        for work in (self._feed, self._renew, *((self._sweep,) if self._sweeps else ())):
             self._background.append(asyncio.create_task(self._guard(work), name=work.__name__))
 
     def notify(self) -> None:
         self._idle = False
         self._wake.set()
+
+    def pause(self) -> None:
+        """Claim nothing more until `resume`."""
+        self._open.clear()
+
+    def resume(self) -> None:
+        self._open.set()
+
+    @property
+    def is_paused(self) -> bool:
+        return not self._open.is_set()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What stopped the dispatcher, if anything did."""
+        return self._fatal
+
+    @property
+    def held(self) -> Collection[JobAttempt]:
+        """The attempts under way."""
+        return self._held.values()
+
+    @property
+    def stages(self) -> list[StageStatus]:
+        """What the stages do now, in their order."""
+        return [pool.status for pool in (self._init, self._run, self._eval)]
+
+    async def stopped(self) -> None:
+        """Raise what stops the dispatcher, when something does."""
+        while self._fatal is None:
+            self._changed.clear()
+            await self._changed.wait()
+        raise self._fatal
+
+    async def quiet(self) -> None:
+        """Return when no job is under way, whatever is queued."""
+        while self._held:
+            if self._fatal is not None:
+                raise self._fatal
+            self._changed.clear()
+            await self._changed.wait()
 
     async def drain(self) -> None:
         while True:
@@ -258,6 +212,8 @@ class AsyncDispatcher:
 
     async def stop(self) -> None:
         self._stopping = True
+        for handle in self._deadlines.values():
+            handle.cancel()
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -274,33 +230,48 @@ class AsyncDispatcher:
         for job in queued:
             self._tell(JobEvent(job, JobState.CANCELLED, StageName.INIT, failure=failure))
         active = [attempt for attempt in self._held.values() if selector.matches(attempt.job)]
+        released = sum(len(attempt.closers) for attempt in active)
         for attempt in active:
-            attempt.cancelled = reason
-            for pool in (self._init, self._run, self._eval):
-                pool.interrupt(attempt)
+            self.interrupt(attempt, Stop(FailureKind.CANCELLED, reason))
         while any(self._held.get(attempt.job.job_id) is attempt for attempt in active):
             self._changed.clear()
             await self._changed.wait()
-        return CancelReport(len(queued), len(active), time.perf_counter() - start)
+        return CancelReport(len(queued), len(active), time.perf_counter() - start, released)
+
+    def interrupt(self, attempt: JobAttempt, stop: Stop) -> None:
+        """Stop an attempt wherever it is; the first reason stands."""
+        attempt.stop = attempt.stop or stop
+        for pool in (self._init, self._run, self._eval):
+            pool.interrupt(attempt)
 
     # Feeding
 
     async def _feed(self) -> None:
         while True:
+            await self._open.wait()
             free = self._init.free
             # Claims are taken in batches: each is a durable write.
             if free and (free >= max(1, self._init.capacity // 2) or not self._init.waiting):
-                jobs = await self._store.claim(self._owner, free, self._config.lease_s)
+                jobs, is_full = await self._claim(free)
                 for job in jobs:
-                    self._admit(job)
+                    await self._admit(job)
                 if jobs:
                     continue
                 due_s = await self._store.next_due_s()
                 self._idle = due_s is None
                 self._changed.set()
-                await self._sleep(IDLE_POLL_S if due_s is None else min(due_s, IDLE_POLL_S))
+                await self._sleep(IDLE_POLL_S if due_s is None or is_full else min(due_s, IDLE_POLL_S))
             else:
                 await self._sleep(IDLE_POLL_S)
+
+    async def _claim(self, free: int) -> tuple[list[Job], bool]:
+        """New jobs, and whether jobs that are due may have to wait for a place at a server."""
+        room = self._pool.room() if self._pool is not None else None
+        if room is None:
+            return await self._store.claim(self._owner, free, self._config.lease_s), False
+        if not any(room.agents.values()):
+            return [], True
+        return await self._store.claim(self._owner, free, self._config.lease_s, room), True
 
     async def _sleep(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -308,13 +279,32 @@ class AsyncDispatcher:
                 await self._wake.wait()
         self._wake.clear()
 
-    def _admit(self, job: Job) -> None:
+    async def _admit(self, job: Job) -> None:
+        if (stop := _stopped_before(job)) is not None:
+            failure = StageFailure(job.stage, stop.kind, stop.reason, retryable=False)
+            await self._end(job, failure)
+            return
         attempt = JobAttempt.of(job, self._servers(job.spec.agent))
         self._held[job.job_id] = attempt
+        if self._pool is not None:
+            self._pool.admit(attempt)
+        if job.left_s is not None:
+            loop = asyncio.get_running_loop()
+            self._deadlines[job.job_id] = loop.call_later(job.left_s, self.interrupt, attempt, _overdue(job))
         if job.stage is StageName.EVAL and job.run_result is not None:
             self._eval.put_now(attempt)
         else:
             self._init.put_now(attempt)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for job in await self._store.claim_overdue(self._owner, SWEPT_AT_ONCE, self._config.lease_s):
+                await self._admit(job)
+            if self._store.is_shared and self._held:
+                for job_id, reason in (await self._store.asked_to_end(self._owner)).items():
+                    if (attempt := self._held.get(job_id)) is not None:
+                        self.interrupt(attempt, Stop(FailureKind.CANCELLED, reason))
 
     async def _renew(self) -> None:
         while True:
@@ -335,14 +325,22 @@ class AsyncDispatcher:
     async def _ready(self, attempt: JobAttempt, _: StageResult) -> None:
         if not self._idle:
             self._wake.set()
-        await self._run.put(attempt)
+        await self._hand_on(attempt, self._run)
 
     async def _ran(self, attempt: JobAttempt, result: StageResult) -> None:
         self._streak.passed(StageName.RUN)
         # Not waited for: the writer keeps order, so the result row is never recorded without it or before it.
         recorded = asyncio.ensure_future(self._store.record_stage(attempt.job, result))
         recorded.add_done_callback(self._recorded)
-        await self._eval.put(attempt)
+        if self._pool is not None:
+            self._pool.ran(attempt)
+            self._wake.set()
+        await self._hand_on(attempt, self._eval)
+
+    async def _hand_on(self, attempt: JobAttempt, pool: StagePool) -> None:
+        if not await pool.put(attempt):
+            failure = None if attempt.lost else pool.stopped(attempt)
+            await (self._abandoned(attempt) if failure is None else self._failed(attempt, failure))
 
     def _recorded(self, done: asyncio.Future[None]) -> None:
         if not done.cancelled() and (error := done.exception()) is not None and not isinstance(error, FencedError):
@@ -353,18 +351,22 @@ class AsyncDispatcher:
         attempt.has_result = True
         if await self._recording(self._store.complete(attempt.job, result.payload)):
             self._tell(JobEvent(attempt.job, JobState.DONE, StageName.EVAL, result=attempt.verified))
+        if self._pool is not None:
+            self._pool.succeeded(attempt)
         await attempt.close(self._config.close_timeout_s)
         self._drop(attempt)
 
     async def _failed(self, attempt: JobAttempt, failure: StageFailure) -> None:
         job = attempt.job
-        if attempt.cancelled is not None:
-            failure = StageFailure(failure.stage, FailureKind.CANCELLED, attempt.cancelled, retryable=False)
-        if (stop := self._streak.failed(job, failure)) is not None:
-            self._stop_for(stop)
+        if (stop := attempt.stop) is not None:
+            failure = StageFailure(failure.stage, stop.kind, stop.reason, retryable=stop.retryable)
+        if self._pool is not None:
+            self._pool.failed(attempt, failure)
+        if (too_many := self._streak.failed(job, failure)) is not None:
+            self._stop_for(too_many)
         is_new = self._streak.is_new  # before others fail, while this one is closed
-        spent = 1 + sum(past.new_attempt == failure.new_attempt for past in job.failures)
-        again = failure.retryable and spent < self._config.max_attempts
+        spent, budget = self._budget(job, failure)
+        again = failure.retryable and spent < budget
         delay_s = pause_after(spent, first_s=self._config.retry_delay_s, longest_s=MAX_RETRY_DELAY_S)
         if again and not failure.new_attempt:
             # The same attempt and artifact, still open here: EVAL alone once more.
@@ -382,10 +384,26 @@ class AsyncDispatcher:
             log.warning("attempt failed, trying again", rollout_id=job.job_id, reason=reason)
             await self._recording(self._store.requeue(job, failure, delay_s=delay_s))
             self.notify()
-        elif await self._recording(self._store.fail(job, failure, self._failure_row(job, failure, kept))):
+        else:
+            await self._end(job, failure, kept)
+        self._drop(attempt)
+
+    def _budget(self, job: Job, failure: StageFailure) -> tuple[int, int]:
+        """How many tries of the failure's class are spent, this one included, and how many there are."""
+        lost_apart = self._config.max_lost_attempts is not None
+
+        def class_of(each: StageFailure) -> tuple[bool, bool]:
+            return each.new_attempt, lost_apart and each.kind in LOST
+
+        spent = 1 + sum(class_of(past) == class_of(failure) for past in job.failures)
+        is_lost = class_of(failure) == (True, True)
+        return spent, (self._config.max_lost_attempts or 0) if is_lost else self._config.max_attempts
+
+    async def _end(self, job: Job, failure: StageFailure, kept: Mapping[str, Any] | None = None) -> None:
+        """Record that the job ends without a verdict."""
+        if await self._recording(self._store.fail(job, failure, self._failure_row(job, failure, kept))):
             state = JobState.CANCELLED if failure.kind is FailureKind.CANCELLED else JobState.FAILED
             self._tell(JobEvent(job, state, failure.stage, failure=failure))
-        self._drop(attempt)
 
     async def _abandoned(self, attempt: JobAttempt) -> None:
         """The dispatcher stops, or the lease was lost: release everything and give the job back."""
@@ -411,7 +429,12 @@ class AsyncDispatcher:
     def _drop(self, attempt: JobAttempt) -> None:
         if self._held.get(attempt.job.job_id) is attempt:
             del self._held[attempt.job.job_id]
-        if not self._held or attempt.cancelled is not None:
+            if (handle := self._deadlines.pop(attempt.job.job_id, None)) is not None:
+                handle.cancel()
+        if self._pool is not None:
+            self._pool.release(attempt)
+            self._wake.set()
+        if not self._held or attempt.stop is not None:
             self._changed.set()
 
     def _failure_row(self, job: Job, failure: StageFailure, kept: Mapping[str, Any] | None = None) -> bytes:

@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 
 from nemo_gym._util.suggest import nearest
+from nemo_gym.config.pipeline import PipelineConfig
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.rows import NO_PROMPT
@@ -70,7 +71,7 @@ def _implementation(
     return chosen
 
 
-async def checked_servers(client: ServerClient, peers: Peers, agent: str, config: RolloutRunConfig) -> Servers:
+async def checked_servers(client: ServerClient, peers: Peers, agent: str, config: PipelineConfig) -> Servers:
     """The servers of an agent. Raises `ConfigError` when it is not ready, has nobody to judge it, or does not fit the
     run's validation mode."""
     servers = servers_of(client.global_config_dict, agent)
@@ -108,7 +109,7 @@ async def checked_servers(client: ServerClient, peers: Peers, agent: str, config
     )
 
 
-def _check_limits(agent: str, told: Mapping[str, Any], config: RolloutRunConfig, *, owns_boxes: bool) -> None:
+def _check_limits(agent: str, told: Mapping[str, Any], config: PipelineConfig, *, owns_boxes: bool) -> None:
     """Refuse limits of the run that nobody would keep."""
     kept = set(told.get("limits") or ())
     if owns_boxes:
@@ -148,9 +149,11 @@ async def _box_needs(peers: Peers, servers: Servers) -> Mapping[str, Any]:
     return needs
 
 
-async def preflight(servers: Iterable[Servers], peers: Peers, say: Callable[[str], None]) -> None:
+async def preflight(
+    servers: Iterable[Servers], peers: Peers, say: Callable[[str], None], *, reachable: bool = False
+) -> None:
     """Have each model server ask its engines once, and say what serves. Raises `ConfigError` where no rollout could
-    get an answer."""
+    get an answer; ``reachable``: also where one of them does not answer now."""
     for model in dict.fromkeys(each.model for each in servers if each.model is not None and not each.own_run):
         try:
             checks = (await peers.post(model, "/preflight", {})).json()["engines"]
@@ -163,6 +166,10 @@ async def preflight(servers: Iterable[Servers], peers: Peers, say: Callable[[str
         for check in checks:
             if check["warning"]:
                 say(f"{model}: {check['warning']}")
+            if check["unreachable"] and reachable:
+                raise ConfigError(
+                    f"model server '{model}': {check['unreachable']}; mend that and try again", key=model
+                )
             if check["unreachable"]:
                 say(f"{model}: {check['unreachable']}; the run starts all the same, and its calls are tried again")
             elif check["context_tokens"]:
@@ -176,16 +183,21 @@ async def rows_without_prompt(
     reason."""
     refused: dict[int, str] = {}
     for environment, rows in _without_prompt(config, inputs, servers, refused):
-        try:
-            reply = (await peers.post(environment, "/row_prompts", {"rows": list(rows.values())})).json()
-            without = dict(reply["without"])
-        except (PeerError, ValueError, TypeError, KeyError) as error:
-            raise ConfigError(
-                f"environment '{environment}' does not say which rows have a prompt: {error}", key=environment
-            ) from error
-        numbers = list(rows)
-        refused |= {numbers[int(position)]: str(why) for position, why in without.items()}
+        refused |= await unworded(peers, environment, rows)
     return refused
+
+
+async def unworded(peers: Peers, environment: str, rows: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
+    """Those of ``rows``, by their keys, for which the environment has no prompt, each with its reason."""
+    try:
+        reply = (await peers.post(environment, "/row_prompts", {"rows": list(rows.values())})).json()
+        without = dict(reply["without"])
+    except (PeerError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"environment '{environment}' does not say which rows have a prompt: {error}", key=environment
+        ) from error
+    numbers = list(rows)
+    return {numbers[int(position)]: str(why) for position, why in without.items()}
 
 
 def _without_prompt(

@@ -18,6 +18,7 @@ from typing import IO, Any
 import orjson
 
 from nemo_gym._util.suggest import nearest
+from nemo_gym.config.pipeline import PipelineConfig
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError, RowError
 from nemo_gym.contract.rows import (
@@ -92,27 +93,8 @@ class RowChecker:
     """Checks rows one by one; errors name ``path`` and the row's number."""
 
     path: Path
-    config: RolloutRunConfig
+    config: PipelineConfig
     agents: Collection[str]
-    seen: dict[tuple[int, int], int] = field(default_factory=dict)
-
-    def check(self, number: int, line: bytes, position: int) -> tuple[int, list[int], str, dict[str, Any]]:
-        """Task index, rollout indices, agent and row of one line; raises `RowError`."""
-        row, agent = self.row_and_agent(number, line)
-        task_index = self._index(number, row, TASK_INDEX_KEY, position)
-        if self.config.num_repeats == 1:
-            samples = [self._index(number, row, ROLLOUT_INDEX_KEY, 0)]
-        else:
-            samples = list(range(self.config.num_repeats))
-        for sample in samples:
-            first = self.seen.setdefault((task_index, sample), number)
-            if first != number:
-                raise self._error(
-                    number,
-                    None,
-                    f"{TASK_INDEX_KEY} {task_index}, {ROLLOUT_INDEX_KEY} {sample} is line {first} as well",
-                )
-        return task_index, samples, agent, row
 
     def row_and_agent(self, number: int, line: bytes) -> tuple[dict[str, Any], str]:
         """One line as a row with the run's request parameters, and its agent; raises `RowError`."""
@@ -154,18 +136,47 @@ class RowChecker:
         row[AGENT_REF_KEY] = {**(ref if isinstance(ref, dict) else {"type": "responses_api_agents"}), "name": agent}
         return agent
 
+    def _choices(self) -> str:
+        return ", ".join(sorted(self.agents)) or "none"
+
+    def _place(self, number: int) -> str:
+        return f"{self.path}:{number}"
+
+    def _error(self, number: int, column: int | None, problem: str) -> RowError:
+        where = self._place(number) + (f":{column}" if column else "")
+        return RowError(f"{where}: {problem}", path=str(self.path), line=number, column=column)
+
+
+@dataclass(slots=True)
+class RunRowChecker(RowChecker):
+    """Checks the rows of a run, which are numbered."""
+
+    config: RolloutRunConfig
+    seen: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def check(self, number: int, line: bytes, position: int) -> tuple[int, list[int], str, dict[str, Any]]:
+        """Task index, rollout indices, agent and row of one line; raises `RowError`."""
+        row, agent = self.row_and_agent(number, line)
+        task_index = self._index(number, row, TASK_INDEX_KEY, position)
+        if self.config.num_repeats == 1:
+            samples = [self._index(number, row, ROLLOUT_INDEX_KEY, 0)]
+        else:
+            samples = list(range(self.config.num_repeats))
+        for sample in samples:
+            first = self.seen.setdefault((task_index, sample), number)
+            if first != number:
+                raise self._error(
+                    number,
+                    None,
+                    f"{TASK_INDEX_KEY} {task_index}, {ROLLOUT_INDEX_KEY} {sample} is line {first} as well",
+                )
+        return task_index, samples, agent, row
+
     def _index(self, number: int, row: dict[str, Any], key: str, default: int) -> int:
         value = row.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise self._error(number, None, f"'{key}' must be a whole number from 0, got {value!r}")
         return value
-
-    def _choices(self) -> str:
-        return ", ".join(sorted(self.agents)) or "none"
-
-    def _error(self, number: int, column: int | None, problem: str) -> RowError:
-        where = f"{self.path}:{number}" + (f":{column}" if column else "")
-        return RowError(f"{where}: {problem}", path=str(self.path), line=number, column=column)
 
 
 def materialize(config: RolloutRunConfig, agents: Collection[str] = (), *, keep: bool = True) -> MaterializedInputs:
@@ -177,7 +188,7 @@ def materialize(config: RolloutRunConfig, agents: Collection[str] = (), *, keep:
     """
     config.check_input()
     source = config.input
-    checker = RowChecker(source, config, agents)
+    checker = RunRowChecker(source, config, agents)
     bad: list[RowError] = []
     without_prompt: dict[int, Promptless] = {}
     tasks = rollouts = others = 0

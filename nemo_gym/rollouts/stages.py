@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 import structlog
 
-from nemo_gym.config.run import RolloutRunConfig
+from nemo_gym.config.pipeline import PipelineConfig
 from nemo_gym.contract.rows import ROLLOUT_ID_KEY, SESSION_KEY
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.contract.verdict import (
@@ -238,7 +238,7 @@ def _write_log(file: Path, text: str) -> None:
 
 
 def http_stages(
-    peers: Peers, config: RolloutRunConfig, topology: str | None, *, logs: Path | None = None
+    peers: Peers, config: PipelineConfig, topology: str | None, *, logs: Path | None = None
 ) -> tuple[InitStage, RunStage, EvalStage]:
     """The stages of a run, with its worker counts and deadlines.
 

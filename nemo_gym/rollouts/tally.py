@@ -226,6 +226,14 @@ class RunProgress:
         if not event.state.terminal:
             return
         self._tally.add(event)
+        self._show()
+
+    def add_row(self, agent: str, row: Mapping[str, Any]) -> None:
+        """A result that came otherwise than as an event."""
+        self._tally.add_row(agent, row)
+        self._show()
+
+    def _show(self) -> None:
         percent = 100 * self._tally.finished // self._total
         if self._console is None or percent == self._percent:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
@@ -19,14 +19,10 @@ from nemo_gym.contract.errors import ConfigError, RowError
 from nemo_gym.contract.rows import TASK_INDEX_KEY, new_run_id
 from nemo_gym.contract.verdict import StageFailure, StageName
 from nemo_gym.http.client import ServerClient, close_global_aiohttp_client
-from nemo_gym.http.peers import Peers
-from nemo_gym.rollout import Servers
+from nemo_gym.rollouts.core import RolloutCore
 from nemo_gym.rollouts.interfaces import Job, JobAttempt, JobEvent, JobSelector, JobState, Stage, StageResult
-from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.results import OutputLock, RecordedRun, ResultFiles, RunFiles
-from nemo_gym.rollouts.routing import agent_instances, checked_servers, chosen_topology, preflight
 from nemo_gym.rollouts.rows import RowChecker
-from nemo_gym.rollouts.stages import http_stages
 from nemo_gym.rollouts.store import SqliteJobStore
 from nemo_gym.sampling.groups import DEFAULT_FILTERS, Batch, GroupFilter
 from nemo_gym.sampling.ledger import SamplerLedger
@@ -87,17 +83,15 @@ async def open_sampler(
         run = RolloutRunConfig.parse(run if loader is None else {**run, "input": "data loader"})
     config = run
     chosen = sampling if isinstance(sampling, SamplingConfig) else SamplingConfig.parse(sampling or {})
-    files, peers = RunFiles(config.output, config.store), Peers(client)
+    files, core = RunFiles(config.output, config.store), RolloutCore(client, config, say=lambda text: log.info(text))
     cursor = LoaderCursor(RowFile(config.input) if loader is None else loader, chosen.epochs)
-    routes: dict[str, Servers] = {}
     async with AsyncExitStack() as undo:
         lock = OutputLock(files)
         lock.acquire()
         undo.callback(lock.release)
         recorded = await RecordedRun.of(config, files)
-        agents = agent_instances(client.global_config_dict)
-        if config.agent_name is not None or len(agents) == 1:
-            await _add_route(client, peers, config, routes, config.agent_name or agents[0])
+        if config.agent_name is not None or len(core.agents) == 1:
+            await core.add_route(config.agent_name or core.agents[0])
         if recorded is None:
             files.discard()
         else:
@@ -116,16 +110,16 @@ async def open_sampler(
         def ended(event: JobEvent) -> None:
             sampler.job_ended(event)
 
-        init, running, evaluating = http_stages(peers, config, chosen_topology(client), logs=files.logs)
-        observed = ObservedStage(running, lambda job, session: sampler.job_started(job, session))
-        stages = (init, observed, evaluating)
-        dispatcher = AsyncDispatcher(store, stages, config, routes.__getitem__, listener=ended)
+        def observed(stage: Stage) -> Stage:
+            return ObservedStage(stage, lambda job, session: sampler.job_started(job, session))
+
+        dispatcher = core.dispatcher(store, listener=ended, logs=files.logs, observed=observed)
         sampler = RolloutSampler(
             store,
             ledger,
             dispatcher,
             cursor,
-            _row_check(client, peers, config, routes, agents),
+            _row_check(core, config),
             run_id=run_id,
             workers=config.workers,
             config=chosen,
@@ -133,26 +127,15 @@ async def open_sampler(
         )
         unfinished = JobSelector(states=frozenset({JobState.QUEUED, JobState.CLAIMED}))
         for agent in {record.spec.agent async for record in store.iterate(unfinished)}:
-            await _add_route(client, peers, config, routes, agent)
+            await core.add_route(agent)
         undo.push_async_callback(dispatcher.stop)
         undo.push_async_callback(sampler.aclose)
         yield sampler
 
 
-async def _add_route(
-    client: ServerClient, peers: Peers, config: RolloutRunConfig, routes: dict[str, Servers], agent: str
-) -> None:
-    if agent not in routes:
-        route = await checked_servers(client, peers, agent, config)
-        await preflight([route], peers, lambda text: log.info(text))
-        routes[agent] = route
-
-
-def _row_check(
-    client: ServerClient, peers: Peers, config: RolloutRunConfig, routes: dict[str, Servers], agents: Sequence[str]
-) -> CheckedRow:
+def _row_check(core: RolloutCore, config: RolloutRunConfig) -> CheckedRow:
     """Checks a loader's rows as `materialize` checks those of a file."""
-    checker = RowChecker(config.input, config, agents)
+    checker = RowChecker(config.input, config, core.agents)
 
     async def check(number: int, row: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
         own = {key: value for key, value in row.items() if key != TASK_INDEX_KEY}
@@ -167,7 +150,7 @@ def _row_check(
                 raise
             log.warning("row left out", error=error.message)
             return None
-        await _add_route(client, peers, config, routes, agent)
+        await core.add_route(agent)
         return checked, agent
 
     return check

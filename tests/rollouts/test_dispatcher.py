@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import structlog
 
 from nemo_gym.config.run import RolloutRunConfig
-from nemo_gym.http.peers import Peers
-from nemo_gym.rollouts.interfaces import Dispatcher, JobEvent, JobSelector, JobState, Stage
-from nemo_gym.rollouts.pipeline import AsyncDispatcher
-from nemo_gym.rollouts.routing import checked_servers
+from nemo_gym.contract.verdict import FailureKind
+from nemo_gym.rollouts.core import RolloutCore
+from nemo_gym.rollouts.interfaces import Dispatcher, JobEvent, JobSelector, JobState, Stop
 from nemo_gym.rollouts.rows import job_specs, materialize
-from nemo_gym.rollouts.stages import http_stages
 from nemo_gym.rollouts.store import SqliteJobStore
+from tests.rollouts.chain_process import ChainServer
 from tests.rollouts.conftest import Chain, wait_until
 
 MakeChain = Callable[..., Chain]
@@ -25,27 +27,24 @@ MakeChain = Callable[..., Chain]
 class Running:
     """A dispatcher over a store with one job per row."""
 
-    def __init__(self, chain: Chain, rows: int, **keys: object) -> None:
+    def __init__(self, chain: Chain, rows: int, *, sweeps: bool = False, **keys: object) -> None:
         chain.write_rows(rows)
+        self.sweeps = sweeps
         self.chain = chain
         self.config = RolloutRunConfig.parse(chain.run_keys(run_id="r", **keys))
         self.events: list[JobEvent] = []
 
     async def __aenter__(self) -> Running:
-        client = self.chain.client()
-        peers = Peers(client)
+        core = RolloutCore(self.chain.client(), self.config)
         rows = Path(self.chain.directory, "materialized.jsonl")
         inputs = materialize(self.config, ["trivial"])
         inputs.write(rows)
         inputs.close()
         self.store = SqliteJobStore(Path(self.chain.directory, "store.sqlite"))
         await self.store.submit([*job_specs(rows, "r")])
-        servers = await checked_servers(client, peers, "trivial", self.config)
-        stages = http_stages(peers, self.config, None)
-        assert all(isinstance(stage, Stage) for stage in stages)
-        self.dispatcher = AsyncDispatcher(
-            self.store, stages, self.config, lambda _: servers, listener=self.events.append
-        )
+        await core.add_route("trivial")
+        self.dispatcher = core.dispatcher(self.store, listener=self.events.append, sweeps=self.sweeps)
+        self.core = core
         assert isinstance(self.dispatcher, Dispatcher)
         await self.dispatcher.start()
         return self
@@ -118,8 +117,6 @@ async def test_no_lease_is_called_lost_while_a_finished_attempt_is_closed(make_c
 
 @pytest.mark.parametrize("priority_task", [0, 4])
 async def test_jobs_run_by_priority(make_chain: MakeChain, priority_task: int) -> None:
-    from dataclasses import replace
-
     chain = make_chain(agent={"hang": ["t2"]})
     async with Running(chain, 3, concurrency=1, init_workers=1, ready_buffer=1) as running:
         await running.wait(lambda: any(r == "r.2-0" for r, _ in chain.notes("act")), "the worker to hang")
@@ -137,3 +134,80 @@ async def test_jobs_run_by_priority(make_chain: MakeChain, priority_task: int) -
         order = [rollout_id for rollout_id, _ in chain.notes("act") if rollout_id.startswith("late")]
         assert order[0] == f"late-{priority_task}"
         assert len(order) == 5
+
+
+async def test_cancel_reaches_attempts_that_wait_behind_workers_that_hang(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"hang": [f"t{number}" for number in range(8)]})
+    async with Running(chain, 8, concurrency=1, init_workers=3, ready_buffer=2) as running:
+        await running.wait(lambda: len(chain.notes("seed")) == 6, "one to hang, two to wait, three to be handed on")
+        waiting = frozenset(f"r.{n}-0" for n in range(8)) - {rollout_id for rollout_id, _ in chain.notes("act")}
+        report = await running.dispatcher.cancel(JobSelector(job_ids=waiting), "not needed")
+        assert report.queued + report.active == 7
+        assert report.released >= 10  # a session of the environment and one of the model for each
+        assert (await running.store.counts())[JobState.CANCELLED] == 7
+        assert (await running.store.counts())[JobState.CLAIMED] == 1
+
+
+async def test_deadline_ends_a_job_wherever_it_is(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"hang": ["t0", "t1"]})
+    async with Running(chain, 1, concurrency=1, init_workers=1, ready_buffer=1, sweeps=True) as running:
+        await running.wait(lambda: len(chain.notes("act")) == 1, "the worker to hang")
+        (record,) = [r async for r in running.store.iterate(JobSelector())]
+        late = [replace(record.spec, job_id=f"late-{n}", task_id="t1", deadline_s=1.5) for n in range(6)]
+        await running.store.submit(late)
+        running.dispatcher.notify()
+        await running.wait(lambda: len(running.events) == 6, "all to end, also those that nobody claimed")
+        assert {event.state for event in running.events} == {JobState.FAILED}
+        failures = [event.failure for event in running.events]
+        assert {failure.kind for failure in failures if failure} == {"deadline"}
+        assert all("1.5 s from its submission" in failure.reason for failure in failures if failure)
+
+
+async def test_caps_bound_what_is_under_way(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"hang": [f"t{number}" for number in range(6)]})
+    async with Running(chain, 6, concurrency=6, environment_caps={"env": 2}) as running:
+        await running.wait(lambda: len(chain.notes("act")) == 2, "as many to work as may")
+        for _ in range(20):
+            await asyncio.sleep(0.02)
+            assert len(chain.notes("seed")) == 2
+        await running.dispatcher.cancel(JobSelector(job_ids=frozenset({"r.0-0"})), "make room")
+        await running.wait(lambda: len(chain.notes("act")) == 3, "the next")
+
+
+async def test_attempts_of_a_lost_server_have_a_budget_of_their_own(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"hang": ["t0"]})
+    async with Running(chain, 1, max_attempts=1, max_lost_attempts=3) as running:
+        for attempt in (1, 2, 3):
+            await running.wait(lambda n=attempt: ("r.0-0", n) in chain.notes("act"), f"attempt {attempt}")  # type: ignore[misc]
+            (held,) = running.dispatcher.held
+            running.dispatcher.interrupt(held, Stop(FailureKind.AGENT_LOST, "gone", retryable=True))
+        await running.dispatcher.drain()
+        (event,) = running.events
+        assert event.failure is not None and event.failure.kind is FailureKind.AGENT_LOST
+    assert len(chain.notes("act")) == 3
+
+
+async def test_a_server_that_is_silent_gives_its_jobs_to_the_others(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"delay_s": 0.3})
+    other = ChainServer("agent", {"journal": str(chain.journal), "delay_s": 0.3})
+    other.wait_ready()
+    keys = {"agent_caps": {"trivial": 8}, "max_lost_attempts": 9, "max_attempts": 1}
+    try:
+        async with Running(chain, 30, concurrency=4, **keys) as running:
+            pool = running.core.pool
+            assert pool is not None
+            pool.replicas("trivial")[0].capacity = 2
+            added = pool.register("trivial", f"http://127.0.0.1:{other.port}", capacity=2)
+            watching = asyncio.create_task(pool.watch(every_s=0.1, silent_s=0.5))
+            await running.wait(lambda: added.done > 2, "the added one to work")
+            os.kill(other.process.pid or 0, signal.SIGSTOP)
+            await running.wait(lambda: added.state == "lost", "its silence to be noticed")
+            await running.dispatcher.drain()
+            os.kill(other.process.pid or 0, signal.SIGCONT)
+            await running.wait(lambda: added.state == "ready", "it to be back")
+            watching.cancel()
+            assert (await running.store.counts())[JobState.DONE] == 30
+            assert sum(server.done for server in pool.replicas("trivial")) == 30
+            assert [server.busy for server in pool.all()] == [0] * len(pool.all())
+    finally:
+        other.stop()

@@ -1,18 +1,24 @@
-"""The SQLite job store: durable, fenced, exactly once."""
+"""Job stores: durable, fenced, exactly once. What the protocol promises is tested on SQLite and on PostgreSQL."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nemo_gym.contract.errors import ContractError, FencedError
 from nemo_gym.contract.verdict import FailureKind, StageFailure, StageName
-from nemo_gym.rollouts.interfaces import JobSelector, JobSpec, JobState, JobStore, StageResult, StoreError
+from nemo_gym.rollouts.interfaces import JobSelector, JobSpec, JobState, JobStore, Room, StageResult, StoreError
 from nemo_gym.rollouts.result_rows import failure_row
-from nemo_gym.rollouts.store import SqliteJobStore
+from nemo_gym.rollouts.store import SqliteJobStore, SqlJobStore
+from nemo_gym.rollouts.store.postgres import PostgresJobStore
+from resources_servers.sandbox.tests.postgres import PostgresServer, running_postgres
 
 LOST = StageFailure(StageName.RUN, FailureKind.AGENT_LOST, "gone")
 
@@ -21,31 +27,55 @@ def spec(number: int, *, row: bytes = b'{"a":1}', priority: int = 0) -> JobSpec:
     return JobSpec(f"run.{number}-0", "run", f"t{number}", f"run.{number}", 0, number, "agent", row, priority)
 
 
+OpenStore = Callable[..., SqlJobStore]
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    with running_postgres() as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+async def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[OpenStore]:
+    """Opens the test's one database, as often as asked."""
+    url = request.getfixturevalue("postgres").new_database() if request.param == "postgresql" else ""
+    opened: list[SqlJobStore] = []
+
+    def make(**options: Any) -> SqlJobStore:
+        path = tmp_path / "store.sqlite"
+        opened.append(PostgresJobStore(url, **options) if url else SqliteJobStore(path, **options))
+        return opened[-1]
+
+    yield make
+    for store in opened:
+        await store.aclose()
+
+
 @pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[SqliteJobStore]:
-    made = SqliteJobStore(tmp_path / "store.sqlite")
-    yield made
-    await made.aclose()
+async def store(open_store: OpenStore) -> SqlJobStore:
+    return open_store()
 
 
-def test_store_keeps_its_protocol() -> None:
+def test_stores_keep_their_protocol() -> None:
     assert issubclass(SqliteJobStore, JobStore)
+    assert issubclass(PostgresJobStore, JobStore)
 
 
-async def test_submit_again_is_the_same_job(store: SqliteJobStore) -> None:
+async def test_submit_again_is_the_same_job(store: SqlJobStore) -> None:
     assert await store.submit([spec(0), spec(1)]) == 2
     assert await store.submit([spec(1), spec(2), spec(2)]) == 1
     assert (await store.counts())[JobState.QUEUED] == 3
 
 
-async def test_submit_is_refused_when_a_known_id_has_another_content(store: SqliteJobStore) -> None:
+async def test_submit_is_refused_when_a_known_id_has_another_content(store: SqlJobStore) -> None:
     await store.submit([spec(0)])
     with pytest.raises(ContractError, match=r"run\.0-0"):
         await store.submit([spec(1), spec(0, row=b'{"a":2}')])
     assert (await store.counts())[JobState.QUEUED] == 1  # nothing of the refused call
 
 
-async def test_claims_never_overlap_and_follow_priority(store: SqliteJobStore) -> None:
+async def test_claims_never_overlap_and_follow_priority(store: SqlJobStore) -> None:
     await store.submit([spec(number, priority=int(number == 7)) for number in range(40)])
     first = await store.claim("w", 1, 60)
     assert first[0].spec.task_index == 7
@@ -55,7 +85,7 @@ async def test_claims_never_overlap_and_follow_priority(store: SqliteJobStore) -
     assert {job.attempt for jobs in claims for job in jobs} == {1}
 
 
-async def test_late_result_is_fenced_when_the_lease_ran_out(store: SqliteJobStore) -> None:
+async def test_late_result_is_fenced_when_the_lease_ran_out(store: SqlJobStore) -> None:
     await store.submit([spec(0)])
     (old,) = await store.claim("slow", 1, 0.0)
     (new,) = await store.claim("fast", 1, 60)
@@ -69,7 +99,7 @@ async def test_late_result_is_fenced_when_the_lease_ran_out(store: SqliteJobStor
     assert [(record.state, record.result) for record in records] == [(JobState.DONE, b'{"from":"fast"}')]
 
 
-async def test_renewed_lease_keeps_the_job(store: SqliteJobStore) -> None:
+async def test_renewed_lease_keeps_the_job(store: SqlJobStore) -> None:
     await store.submit([spec(0), spec(1)])
     jobs = await store.claim("w", 2, 0.0)
     assert await store.renew("w", 60) == {job.job_id for job in jobs}
@@ -77,7 +107,7 @@ async def test_renewed_lease_keeps_the_job(store: SqliteJobStore) -> None:
     assert await store.renew("other", 60) == frozenset()
 
 
-async def test_requeue_keeps_attempt_and_artifact_when_only_eval_failed(store: SqliteJobStore) -> None:
+async def test_requeue_keeps_attempt_and_artifact_when_only_eval_failed(store: SqlJobStore) -> None:
     await store.submit([spec(0)])
     (job,) = await store.claim("w", 1, 60)
     await store.record_stage(job, StageResult(StageName.RUN, b'{"patch":1}', 1.0))
@@ -91,7 +121,7 @@ async def test_requeue_keeps_attempt_and_artifact_when_only_eval_failed(store: S
     assert (anew.stage, anew.attempt, anew.run_result) == (StageName.INIT, 2, None)
 
 
-async def test_delayed_job_is_not_claimed_before_its_time(store: SqliteJobStore) -> None:
+async def test_delayed_job_is_not_claimed_before_its_time(store: SqlJobStore) -> None:
     await store.submit([spec(0)])
     (job,) = await store.claim("w", 1, 60)
     await store.requeue(job, LOST, delay_s=1000)
@@ -101,16 +131,15 @@ async def test_delayed_job_is_not_claimed_before_its_time(store: SqliteJobStore)
     assert 900 < due_s <= 1000
 
 
-async def test_jobs_and_results_are_there_after_a_new_start(tmp_path: Path) -> None:
-    path = tmp_path / "store.sqlite"
-    store = SqliteJobStore(path)
+async def test_jobs_and_results_are_there_after_a_new_start(open_store: OpenStore) -> None:
+    store = open_store()
     await store.open_run({"run_id": "first"})
     await store.submit([spec(0), spec(1)])
     first, second = await store.claim("w", 2, 60)
     await store.complete(first, b"{}")
     await store.record_stage(second, StageResult(StageName.RUN, b"{}", 0.1))
     await store.aclose()
-    again = SqliteJobStore(path)
+    again = open_store()
     assert (await again.open_run({"run_id": "second"}))["run_id"] == "first"
     assert await again.release() == 1
     (job,) = await again.claim("w", 5, 60)
@@ -118,7 +147,7 @@ async def test_jobs_and_results_are_there_after_a_new_start(tmp_path: Path) -> N
     await again.aclose()
 
 
-async def test_cancel_records_queued_jobs_of_the_selection_only(store: SqliteJobStore) -> None:
+async def test_cancel_records_queued_jobs_of_the_selection_only(store: SqlJobStore) -> None:
     await store.submit([spec(number) for number in range(4)])
     reason = StageFailure(StageName.INIT, FailureKind.CANCELLED, "not needed", retryable=False)
     cancelled = await store.cancel(JobSelector(job_ids=frozenset({"run.1-0", "run.2-0"})), reason, failure_row)
@@ -127,7 +156,7 @@ async def test_cancel_records_queued_jobs_of_the_selection_only(store: SqliteJob
     assert (counts[JobState.CANCELLED], counts[JobState.QUEUED]) == (2, 2)
 
 
-async def test_reset_queues_terminal_jobs_and_goes_on_counting_attempts(store: SqliteJobStore) -> None:
+async def test_reset_queues_terminal_jobs_and_goes_on_counting_attempts(store: SqlJobStore) -> None:
     await store.submit([spec(0)])
     (job,) = await store.claim("w", 1, 60)
     await store.fail(job, LOST, b'{"reward":null}')
@@ -136,9 +165,9 @@ async def test_reset_queues_terminal_jobs_and_goes_on_counting_attempts(store: S
     assert (again.attempt, again.failures) == (2, ())
 
 
-async def test_waiters_share_one_commit(tmp_path: Path) -> None:
+async def test_waiters_share_one_commit(open_store: OpenStore) -> None:
     batches: list[int] = []
-    store = SqliteJobStore(tmp_path / "store.sqlite", sink=lambda rows: batches.append(len(rows)))
+    store = open_store(sink=lambda rows: batches.append(len(rows)))
     await store.submit([spec(number) for number in range(200)])
     jobs = await store.claim("w", 200, 60)
     await asyncio.gather(*(store.complete(job, b"{}") for job in jobs))
@@ -161,7 +190,8 @@ async def test_store_stops_for_good_when_its_sink_cannot_write(tmp_path: Path) -
     await store.aclose()
 
 
-async def test_store_is_readable_by_its_owner_only(store: SqliteJobStore) -> None:
+async def test_store_is_readable_by_its_owner_only(tmp_path: Path) -> None:
+    store = SqliteJobStore(tmp_path / "store.sqlite")
     await store.submit([spec(0)])
     assert [path.stat().st_mode & 0o077 for path in store.path.parent.glob("store.sqlite*")] == [0, 0, 0]
 
@@ -172,4 +202,170 @@ async def test_store_names_the_fix_when_the_file_is_no_database(tmp_path: Path) 
     store = SqliteJobStore(path)
     with pytest.raises(StoreError, match="not a run database"):
         await store.counts()
+    await store.aclose()
+
+
+async def test_offers_are_taken_one_by_one_and_name_both_digests(store: SqlJobStore) -> None:
+    (first,) = await store.offer([spec(0)])
+    assert (first.is_new, first.is_refused, first.digest) == (True, False, spec(0).digest)
+    again, changed, fresh = await store.offer([spec(0), spec(0, priority=5), spec(1)])
+    assert (again.is_new, again.is_refused, again.state) == (False, False, JobState.QUEUED)
+    assert (changed.is_refused, changed.digest, changed.known_digest) == (
+        True,
+        spec(0, priority=5).digest,
+        first.digest,
+    )
+    assert fresh.is_new
+    assert (await store.counts())[JobState.QUEUED] == 2
+
+
+async def test_claim_fills_the_room_that_there_is_and_no_more(store: SqlJobStore) -> None:
+    def of(agent: str, number: int, priority: int = 0) -> JobSpec:
+        return replace(spec(number, priority=priority), agent=agent)
+
+    await store.submit([of("a", n) for n in range(5)])
+    await store.submit([of("b", n) for n in range(5, 10)])
+    await store.submit([of("c", 10, 9), of("a", 11, 3)])
+    shared = {"a": "env", "b": "env"}
+    jobs = await store.claim("w", 10, 60, Room({"a": 2, "b": 5}, shared, {"env": 4}))
+    assert [job.spec.agent for job in jobs] == ["a", "a", "b", "b"]
+    assert [job.spec.task_index for job in jobs] == [11, 0, 5, 6]
+    assert await store.claim("w", 10, 60, Room({"a": 0}, shared, {})) == []
+    assert [job.spec.agent for job in await store.claim("w", 10, 60, Room({"c": 1}, {}, {}))] == ["c"]
+
+
+async def test_jobs_past_their_deadline_are_claimed_to_be_ended(store: SqlJobStore) -> None:
+    await store.submit([replace(spec(0), deadline_s=0.0), replace(spec(1), deadline_s=1000.0), spec(2)])
+    (overdue,) = await store.claim_overdue("w", 10, 60)
+    assert overdue.job_id == "run.0-0"
+    assert overdue.left_s is not None and overdue.left_s <= 0
+    later, endless = await store.claim("w", 10, 60)
+    assert later.left_s is not None and 900 < later.left_s <= 1000
+    assert endless.left_s is None
+
+
+async def test_cancelled_jobs_that_others_hold_are_marked_and_not_run_again(store: SqlJobStore) -> None:
+    await store.submit([spec(number) for number in range(3)])
+    held, other = await store.claim("w", 2, 60)
+    reason = StageFailure(StageName.INIT, FailureKind.CANCELLED, "not needed", retryable=False)
+    cancelled = await store.cancel(JobSelector(job_ids=frozenset({held.job_id, "run.2-0"})), reason, failure_row)
+    assert [job.job_id for job in cancelled] == ["run.2-0"]
+    assert await store.asked_to_end("w") == {held.job_id: "not needed"}
+    await store.requeue(held)
+    await store.requeue(other)
+    (to_end,) = await store.claim_overdue("w", 10, 60)
+    assert (to_end.job_id, to_end.cancel_reason) == (held.job_id, "not needed")
+
+
+async def test_results_are_read_on_behind_any_of_them(open_store: OpenStore) -> None:
+    store = open_store()
+    await store.submit([spec(number) for number in range(6)])
+    jobs = await store.claim("w", 6, 60)
+    for job in reversed(jobs):
+        await store.complete(job, job.job_id.encode())
+    first = await store.results(JobSelector(), 0, 2)
+    assert [record.job_id for record in first] == ["run.5-0", "run.4-0"]
+    assert first[-1].result_place is not None
+    rest = await open_store().results(JobSelector(), first[-1].result_place, 100)
+    assert [record.result for record in rest] == [b"run.3-0", b"run.2-0", b"run.1-0", b"run.0-0"]
+    (one,) = await store.results(JobSelector(group_id="run.2"), 0, 10)
+    assert one.job_id == "run.2-0"
+
+
+async def test_listing_goes_on_behind_its_last_job(store: SqlJobStore) -> None:
+    await store.submit([spec(number) for number in range(5)])
+    first = await store.page(JobSelector(run_id="run"), 0, 3)
+    rest = await store.page(JobSelector(run_id="run"), first[-1].place, 3, results=False)
+    assert [record.spec.task_index for record in (*first, *rest)] == [0, 1, 2, 3, 4]
+
+
+async def test_processes_that_share_postgresql_run_each_job_once(postgres: PostgresServer) -> None:
+    url = postgres.new_database()
+    stores = [PostgresJobStore(url, pipeline=f"p{number}") for number in range(3)]
+    await asyncio.gather(*(store.submit([spec(number) for number in range(300)]) for store in stores))
+    ran: list[str] = []
+
+    async def work(store: SqlJobStore, owner: str) -> None:
+        while jobs := await store.claim(owner, 7, 60):
+            ran.extend(job.job_id for job in jobs)
+            await asyncio.gather(*(store.complete(job, b"{}") for job in jobs))
+
+    await asyncio.gather(*(work(store, f"w{n}") for n, store in enumerate(stores)))
+    assert len(ran) == len(set(ran)) == 300
+    places = [record.result_place for record in await stores[0].results(JobSelector(), 0, 1000)]
+    assert places == sorted(places) and len(places) == 300
+    for store in stores:
+        await store.aclose()
+
+
+async def test_a_reader_of_results_misses_none_while_several_write(postgres: PostgresServer) -> None:
+    url = postgres.new_database()
+    stores = [PostgresJobStore(url) for _ in range(3)]
+    await stores[0].submit([spec(number) for number in range(200)])
+    read: list[str] = []
+
+    async def follow() -> None:
+        last = 0
+        while len(read) < 200:
+            for record in await stores[2].results(JobSelector(), last, 5):
+                read.append(record.job_id)
+                last = record.result_place or 0
+
+    async def work(store: SqlJobStore, owner: str) -> None:
+        while jobs := await store.claim(owner, 3, 60):
+            await asyncio.gather(*(store.complete(job, b"{}") for job in jobs))
+
+    async with asyncio.timeout(60):
+        await asyncio.gather(follow(), work(stores[0], "a"), work(stores[1], "b"))
+    assert len(read) == len(set(read)) == 200
+    for store in stores:
+        await store.aclose()
+
+
+async def test_two_pipelines_of_one_name_do_not_share_a_store(postgres: PostgresServer) -> None:
+    url = postgres.new_database()
+    first = PostgresJobStore(url, pipeline="one")
+    await first.submit([spec(0)])
+    second = PostgresJobStore(url, pipeline="one", patience_s=0)
+    with pytest.raises(StoreError, match="pipeline="):
+        await second.counts()
+    await first.aclose()
+    third = PostgresJobStore(url, pipeline="one")
+    assert (await third.counts())[JobState.QUEUED] == 1
+    await second.aclose()
+    await third.aclose()
+
+
+async def test_store_goes_on_when_postgresql_is_back() -> None:
+    with running_postgres() as server:
+        store = PostgresJobStore(server.url("postgres"))
+        await store.submit([spec(0)])
+        server.stop()
+        counting = asyncio.ensure_future(store.counts())
+        await asyncio.sleep(0.2)
+        server.start()
+        assert (await counting)[JobState.QUEUED] == 1
+        await store.aclose()
+
+
+async def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    made = SqliteJobStore(path)
+    await made.submit([spec(0), spec(1)])
+    (job,) = await made.claim("w", 1, 60)
+    await made.complete(job, b"{}")
+    await made.aclose()
+    with contextlib.closing(sqlite3.connect(path)) as database:  # what that release made
+        for index in ("jobs_due", "jobs_to_end", "jobs_results", "jobs_of_group", "jobs_queued_of_agent"):
+            database.execute(f"DROP INDEX {index}")
+        for column in ("deadline_s", "deadline_at", "cancel_reason", "result_seq"):
+            database.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
+        database.execute("DROP TABLE counters")
+        database.execute("PRAGMA user_version=1")
+        database.commit()
+    store = SqliteJobStore(path)
+    (done,) = await store.results(JobSelector(), 0, 10)
+    (other,) = await store.claim("w", 5, 60)
+    await store.complete(other, b"{}")
+    assert [record.job_id for record in await store.results(JobSelector(), done.result_place or 0, 9)] == ["run.1-0"]
     await store.aclose()

@@ -1,66 +1,121 @@
-"""The tables of the SQLite store, and how its rows become jobs."""
+"""The tables of a job store, in the SQL that SQLite and PostgreSQL share, and how rows become jobs."""
 
 from __future__ import annotations
 
-import sqlite3
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from nemo_gym.contract.verdict import FailureKind, StageFailure, StageName
-from nemo_gym.rollouts.interfaces import Job, JobSpec, JobState
+from nemo_gym.rollouts.interfaces import Job, JobRecord, JobSpec, JobState
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS run (id INTEGER PRIMARY KEY CHECK (id = 1), info BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS rows (digest BLOB PRIMARY KEY, data BLOB NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS jobs (
-    seq INTEGER PRIMARY KEY,
-    job_id TEXT NOT NULL UNIQUE,
-    run_id TEXT NOT NULL,
-    task_id TEXT NOT NULL,
-    group_id TEXT NOT NULL,
-    sample_index INTEGER NOT NULL,
-    task_index INTEGER NOT NULL,
-    agent TEXT NOT NULL,
-    digest BLOB NOT NULL REFERENCES rows(digest),
-    priority INTEGER NOT NULL DEFAULT 0,
-    state TEXT NOT NULL DEFAULT 'queued',
-    attempt INTEGER NOT NULL DEFAULT 0,
-    eval_tries INTEGER NOT NULL DEFAULT 0,
-    failures BLOB,
-    run_result BLOB,
-    not_before REAL NOT NULL DEFAULT 0,
-    lease_owner TEXT,
-    lease_epoch INTEGER NOT NULL DEFAULT 0,
-    lease_until REAL NOT NULL DEFAULT 0,
-    result BLOB
-);
-CREATE INDEX IF NOT EXISTS jobs_queued ON jobs (priority DESC, seq) WHERE state = 'queued';
-CREATE INDEX IF NOT EXISTS jobs_claimed ON jobs (lease_until) WHERE state = 'claimed';
-"""
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """Where the two databases differ. Statements mark their values with ``?``."""
+
+    serial: str
+    """The type of a key that numbers itself."""
+    blob: str
+    now: str
+    """Seconds since 1970, by the database's clock where several processes share it."""
+    locking: str
+    """Ends a choice of rows that other processes shall not choose too."""
+    one_of: str
+    """``{}`` is one of the values that one parameter holds."""
+    alone: str | None
+    """Keeps other processes from submitting until this transaction ends; ``None`` where each has the file alone."""
+
+
+def statements(dialect: Dialect) -> list[str]:
+    """What makes the tables that are missing."""
+    return [
+        f"CREATE TABLE IF NOT EXISTS run (id INTEGER PRIMARY KEY CHECK (id = 1), info {dialect.blob} NOT NULL)",
+        f"CREATE TABLE IF NOT EXISTS rows (digest {dialect.blob} PRIMARY KEY, data {dialect.blob} NOT NULL)",
+        f"""CREATE TABLE IF NOT EXISTS jobs (
+            seq {dialect.serial},
+            job_id TEXT NOT NULL UNIQUE,
+            run_id TEXT NOT NULL,
+            task_id TEXT NOT NULL,
+            group_id TEXT NOT NULL,
+            sample_index INTEGER NOT NULL,
+            task_index INTEGER NOT NULL,
+            agent TEXT NOT NULL,
+            digest {dialect.blob} NOT NULL REFERENCES rows(digest),
+            priority INTEGER NOT NULL DEFAULT 0,
+            state TEXT NOT NULL DEFAULT 'queued',
+            attempt INTEGER NOT NULL DEFAULT 0,
+            eval_tries INTEGER NOT NULL DEFAULT 0,
+            failures {dialect.blob},
+            run_result {dialect.blob},
+            not_before DOUBLE PRECISION NOT NULL DEFAULT 0,
+            lease_owner TEXT,
+            lease_epoch INTEGER NOT NULL DEFAULT 0,
+            lease_until DOUBLE PRECISION NOT NULL DEFAULT 0,
+            result {dialect.blob}{"".join(f", {column}" for column in NEW_COLUMNS)}
+        )""",
+        "CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL)",
+        "INSERT INTO counters (name, value) VALUES ('results', 0) ON CONFLICT DO NOTHING",
+        "CREATE INDEX IF NOT EXISTS jobs_queued ON jobs (priority DESC, seq) WHERE state = 'queued'",
+        "CREATE INDEX IF NOT EXISTS jobs_claimed ON jobs (lease_until) WHERE state = 'claimed'",
+        "CREATE INDEX IF NOT EXISTS jobs_queued_of_agent ON jobs (agent, priority DESC, seq) WHERE state = 'queued'",
+        "CREATE INDEX IF NOT EXISTS jobs_due ON jobs (deadline_at) WHERE state = 'queued' AND deadline_at IS NOT NULL",
+        "CREATE INDEX IF NOT EXISTS jobs_to_end ON jobs (seq) WHERE cancel_reason IS NOT NULL",
+        "CREATE UNIQUE INDEX IF NOT EXISTS jobs_results ON jobs (result_seq) WHERE result_seq IS NOT NULL",
+        "CREATE INDEX IF NOT EXISTS jobs_of_group ON jobs (group_id)",
+    ]
+
+
 # A result blob stands in the jobs table: it is written once, and the partial indexes keep claims away from it.
+NEW_COLUMNS = (
+    "deadline_s DOUBLE PRECISION",
+    "deadline_at DOUBLE PRECISION",
+    "cancel_reason TEXT",
+    "result_seq INTEGER",
+)
+"""Of the second version. ``result_seq`` numbers results in the order of their commits."""
 
-SPEC_COLUMNS = "job_id, run_id, task_id, group_id, sample_index, task_index, agent, data, priority"
-JOB_COLUMNS = f"{SPEC_COLUMNS}, state, attempt, lease_epoch, eval_tries, failures, run_result"
+UPGRADE = [
+    *(f"ALTER TABLE jobs ADD COLUMN {column}" for column in NEW_COLUMNS),
+    "UPDATE jobs SET result_seq = seq WHERE state IN ('done', 'failed', 'cancelled')",
+]
+"""From the first version, before `statements`."""
+COUNT_ON = "UPDATE counters SET value = (SELECT coalesce(max(seq), 0) FROM jobs) WHERE name = 'results'"
+"""After them."""
+
+SPEC_COLUMNS = "job_id, run_id, task_id, group_id, sample_index, task_index, agent, data, priority, deadline_s"
+JOB_COLUMNS = (
+    f"{SPEC_COLUMNS}, state, attempt, lease_epoch, eval_tries, failures, run_result, cancel_reason, deadline_at"
+)
 JOB_SOURCE = "jobs JOIN rows USING (digest)"
+RECORD_COLUMNS = f"{SPEC_COLUMNS}, state, attempt, failures, result, seq, result_seq"
+RECORD_COLUMNS_WITHOUT_RESULT = RECORD_COLUMNS.replace(" result,", " NULL,")
 
 
-def job_of(row: tuple[Any, ...]) -> Job:
-    """A job from `JOB_COLUMNS`."""
-    run_result: bytes | None = row[14]
+def job_of(row: tuple[Any, ...], now: float) -> Job:
+    """A job from `JOB_COLUMNS`, and the time of the clock that its deadline was told by."""
+    _, attempt, lease_epoch, eval_tries, failures, run_result, cancel_reason, deadline_at = row[10:18]
     return Job(
-        spec=JobSpec(*row[:9]),
-        state=JobState(row[9]),
+        spec=JobSpec(*row[:10]),
+        state=JobState(row[10]),
         stage=StageName.INIT if run_result is None else StageName.EVAL,
-        attempt=row[10],
-        lease_epoch=row[11],
-        eval_tries=row[12],
-        failures=failures_of(row[13]),
+        attempt=attempt,
+        lease_epoch=lease_epoch,
+        eval_tries=eval_tries,
+        failures=failures_of(failures),
         run_result=run_result,
+        left_s=None if deadline_at is None else deadline_at - now,
+        cancel_reason=cancel_reason,
     )
+
+
+def record_of(row: tuple[Any, ...]) -> JobRecord:
+    """A record from `RECORD_COLUMNS`."""
+    state, attempt, failures, result, place, result_place = row[10:16]
+    return JobRecord(JobSpec(*row[:10]), JobState(state), attempt, failures_of(failures), result, place, result_place)
 
 
 def failures_of(blob: bytes | None) -> tuple[StageFailure, ...]:
@@ -89,23 +144,3 @@ def failures_blob(failures: tuple[StageFailure, ...]) -> bytes | None:
         ],
         default=str,
     )
-
-
-def open_database(path: str) -> sqlite3.Connection:
-    """A connection in WAL mode whose commits survive power loss. Raises `sqlite3.Error` and `OSError`."""
-    if path != ":memory:":
-        # Attempts under way have their control tokens here; SQLite gives its other files the same mode.
-        Path(path).touch(mode=0o600)
-    connection = sqlite3.connect(
-        path, isolation_level=None, check_same_thread=False, timeout=5.0, cached_statements=64
-    )
-    connection.execute("PRAGMA journal_mode=WAL")
-    connection.execute("PRAGMA synchronous=FULL")
-    connection.execute("PRAGMA foreign_keys=ON")
-    connection.execute("PRAGMA wal_autocheckpoint=4000")
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version not in (0, SCHEMA_VERSION):
-        raise sqlite3.DatabaseError(f"schema version {version}, this release reads {SCHEMA_VERSION}")
-    connection.executescript(SCHEMA)
-    connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-    return connection

@@ -1,0 +1,252 @@
+"""``ng_jobs``: submit, watch, cancel and look at the jobs of a rollout service."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_gym.cli import command
+
+if TYPE_CHECKING:
+    from nemo_gym.service.client import AsyncRolloutClient, JobView
+
+NAME = "ng_jobs"
+WHERE = ("url", "token", "run_dir", "run_id")
+KEYS = {
+    "submit": (*WHERE, "input", "output", "run", "agent_name", "num_repeats", "limit", "priority", "deadline_s"),
+    "watch": (*WHERE, "run", "group", "output"),
+    "cancel": (*WHERE, "run", "group", "job", "reason"),
+    "status": (*WHERE, "job", "run", "group"),
+}
+MAX_LISTED = 10
+
+
+def main() -> None:
+    command.run(NAME, jobs_command)
+
+
+def jobs_command(argv: Sequence[str]) -> int:
+    """Run one of the commands of `KEYS`."""
+    parser = command.parser(
+        NAME,
+        "submit input=rows.jsonl [run=NAME] [output=out.jsonl]: each row becomes a job, num_repeats of them;"
+        " watch [run=NAME] [group=ID] [output=out.jsonl]: results as they come, until all have ended;"
+        " cancel run=NAME | group=ID | job=ID; status [job=ID] [run=NAME]. The service is that of url= and token=, of"
+        " NEMO_GYM_SERVICE_URL and NEMO_GYM_SERVICE_TOKEN, or the one that runs on this machine.",
+        words="submit|watch|cancel|status key=value",
+    )
+    parser.add_argument("--watch", action="store_true", help="submit: then watch until all have ended")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments = parser.parse_args(argv)
+    import asyncio
+
+    from nemo_gym.cli.signals import until_signal
+    from nemo_gym.config.overrides import given_values
+    from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
+
+    name, *words = arguments.settings or [""]
+    if name not in KEYS:
+        raise ConfigError(f"'{name}' is no command of {NAME}; there are: {', '.join(KEYS)}", key="command")
+    values = given_values(words)
+    reject_unknown_keys(values, KEYS[name], where=f"{NAME} {name}")
+
+    async def work() -> int:
+        try:
+            return await until_signal(_run(name, values, arguments))
+        except asyncio.CancelledError:
+            return command.EXIT_INTERRUPTED
+
+    return asyncio.run(work())
+
+
+async def _run(name: str, values: dict[str, Any], arguments: argparse.Namespace) -> int:
+    async with _client(values) as client:
+        match name:
+            case "submit":
+                return await _submit(client, values, arguments)
+            case "watch":
+                return await _watch(client, values, as_json=arguments.json)
+            case "cancel":
+                return await _cancel(client, values, as_json=arguments.json)
+            case _:
+                return await _status(client, values, as_json=arguments.json)
+
+
+def _client(values: dict[str, Any]) -> AsyncRolloutClient:
+    import os
+
+    from nemo_gym.service.client import URL_VARIABLE, AsyncRolloutClient
+
+    url, run_dir = values.get("url"), values.get("run_dir")
+    if url is None and run_dir is None and not os.environ.get(URL_VARIABLE):
+        from nemo_gym.stack.endpoints import find_stack
+
+        run_dir = find_stack(None, values.get("run_id")).run_dir
+    return AsyncRolloutClient(url, values.get("token"), run_dir=run_dir)
+
+
+async def _submit(client: AsyncRolloutClient, values: dict[str, Any], arguments: argparse.Namespace) -> int:
+    from nemo_gym.contract.errors import ConfigError
+    from nemo_gym.contract.rows import new_run_id
+
+    if "input" not in values:
+        raise ConfigError("submit needs input=<file>.jsonl, one row per line", key="input")
+    run = str(values.setdefault("run", new_run_id()))
+    done = await client.submit(_jobs(Path(str(values["input"])), run, values))
+    refused = [{"job_id": each.job_id, "code": each.code, "detail": each.detail} for each in done.refused]
+    if arguments.json and not arguments.watch:
+        print(json.dumps({"run": run, "accepted": done.accepted, "known": done.known, "refused": refused}))
+    else:
+        _say(f"run {run}: {done.accepted} jobs accepted, {done.known} known before, {len(refused)} refused")
+        for each in refused[:MAX_LISTED]:
+            _say(f"  {each['job_id']}: {each['detail']}")
+        if len(refused) > MAX_LISTED:
+            _say(f"  … and {len(refused) - MAX_LISTED} more")
+    watched = command.EXIT_OK
+    if arguments.watch or "output" in values:
+        watched = await _watch(client, values, as_json=arguments.json)
+    return command.EXIT_USAGE if refused else watched
+
+
+def _jobs(path: Path, run: str, values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A job for each sample of each row. Rows that cannot be read are the service's to refuse: it names them."""
+    from nemo_gym.contract.errors import ConfigError
+    from nemo_gym.contract.rows import group_id_of, rollout_id_of
+
+    if not path.is_file():
+        raise ConfigError(
+            f"input '{path}' does not exist; 'input' names a JSONL file with one row per line", key="input"
+        )
+    shared = {"run_id": run, "agent": values.get("agent_name"), "deadline_s": values.get("deadline_s")}
+    shared = {key: value for key, value in shared.items() if value is not None}
+    with path.open("rb") as lines:
+        rows = (line for line in lines if line.strip())
+        for index, line in enumerate(rows):
+            if index == values.get("limit"):
+                return
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = line.decode(errors="replace")
+            for sample in range(int(values.get("num_repeats", 1))):
+                yield {
+                    "job_id": rollout_id_of(run, index, sample),
+                    "group_id": group_id_of(run, index),
+                    "task_index": index,
+                    "sample_index": sample,
+                    "priority": values.get("priority", 0),
+                    "row": row,
+                    **shared,
+                }
+
+
+async def _watch(client: AsyncRolloutClient, values: dict[str, Any], *, as_json: bool) -> int:
+    """Show results as they come; 3 when some ended without a verdict."""
+    from contextlib import ExitStack
+
+    from rich.console import Console
+
+    from nemo_gym.rollouts.tally import RunProgress, Tally
+
+    chosen = {key: str(values[key]) for key in ("run", "group") if key in values}
+    total = len([view async for view in client.jobs(**chosen)])
+    tally = Tally()
+    with ExitStack() as undo:
+        console = None if as_json else Console(stderr=True, width=None if sys.stderr.isatty() else 140)
+        progress = undo.enter_context(RunProgress(total, tally, console))
+        output = None
+        if "output" in values:
+            path = Path(str(values["output"]))
+            output = undo.enter_context(path.open("w", encoding="utf-8"))  # noqa: ASYNC230 - nothing else waits
+
+        def show(view: JobView) -> None:
+            row = dict(view.result or {"reward": None, "failure_kind": view.state})
+            progress.add_row(view.agent, row)
+            if output is not None:
+                output.write(json.dumps(row) + "\n")
+
+        counts = await client.wait(**chosen, on_result=show)
+    rewards = {name: each.mean_reward for name, each in tally.agents.items()}
+    if as_json:
+        print(json.dumps({"jobs": total, "states": counts, "mean_reward": rewards}))
+    else:
+        said = ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) or "no jobs"
+        print(f"{said}; {tally.describe()}" if counts else said)
+    return command.EXIT_OK if counts.get("done", 0) == total else command.EXIT_MASKED
+
+
+async def _cancel(client: AsyncRolloutClient, values: dict[str, Any], *, as_json: bool) -> int:
+    from dataclasses import asdict
+
+    from nemo_gym.contract.errors import ConfigError
+
+    if not {"run", "group", "job"} & set(values):
+        raise ConfigError("cancel needs run=, group= or job=", key="run")
+    done = await client.cancel(
+        job_ids=[str(values["job"])] if "job" in values else None,
+        group=str(values["group"]) if "group" in values else None,
+        run=str(values["run"]) if "run" in values else None,
+        reason=values.get("reason"),
+    )
+    if as_json:
+        print(json.dumps(asdict(done)))
+    else:
+        print(
+            f"{done.queued} queued and {done.active} active jobs cancelled, {done.released} sessions released, in"
+            f" {done.seconds:.2f} s"
+        )
+    return command.EXIT_OK
+
+
+async def _status(client: AsyncRolloutClient, values: dict[str, Any], *, as_json: bool) -> int:
+    from dataclasses import asdict
+
+    from nemo_gym.cli.tables import print_columns
+
+    if "job" in values:
+        print(json.dumps(asdict(await client.job(str(values["job"]))), indent=None if as_json else 2))
+        return command.EXIT_OK
+    if "run" in values or "group" in values:
+        chosen = {key: str(values[key]) for key in ("run", "group") if key in values}
+        counts: dict[str, int] = {}
+        async for view in client.jobs(**chosen):
+            counts[view.state] = counts.get(view.state, 0) + 1
+        print(json.dumps(counts) if as_json else ", ".join(f"{count} {state}" for state, count in counts.items()))
+        return command.EXIT_OK
+    status = await client.status()
+    if as_json:
+        print(json.dumps(status))
+        return command.EXIT_OK
+    jobs = ", ".join(f"{count} {state}" for state, count in status["jobs"].items() if count) or "none"
+    print(f"pipeline {status['pipeline']} is {status['state']}; jobs: {jobs}")
+    print_columns(
+        ("STAGE", "QUEUED", "ACTIVE", "WORKERS", "OLDEST S"),
+        [
+            (each["stage"], str(each["queued"]), str(each["active"]), str(each["workers"]), f"{each['oldest_s']:.1f}")
+            for each in status["stages"]
+        ],
+    )
+    print_columns(
+        ("SERVER", "URL", "BUSY", "CAPACITY", "DONE", "S/ROLLOUT", "HEALTH"),
+        [
+            (
+                each["server_id"],
+                each["url"],
+                str(each["busy"]),
+                str(each["capacity"] or "-"),
+                str(each["done"]),
+                "-" if each["seconds_per_rollout"] is None else f"{each['seconds_per_rollout']:.2f}",
+                each["health"],
+            )
+            for each in status["servers"]
+        ],
+    )
+    return command.EXIT_OK if status["state"] != "stopped" else command.EXIT_FAILED
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,161 @@
+"""What drives rollouts: keys of a run, of a service and of a sampler alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
+from nemo_gym.contract.model_limits import ChosenLimits
+from nemo_gym.contract.session import Limits
+from nemo_gym.contract.verdict import MAX_EVALUATION_LOG_CHARS
+
+
+def named(*names: str, default: Any = None, **constraints: Any) -> Any:
+    """A field that is also known by NeMo Gym's spellings."""
+    return Field(default, validation_alias=AliasChoices(*names), **constraints)
+
+
+class PipelineConfig(BaseModel):
+    """The pipeline's workers, deadlines, budgets and bounds. Every key has one default, and it is here. These keys win
+    over an agent's own configuration.
+
+    Timeouts count a stage's execution, never its time in a queue, in seconds.
+    """
+
+    WHAT: ClassVar[str] = "pipeline keys"
+    """What errors call them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    agent_name: str | None = named("agent_name", "agent")
+    """Agent server instance for rows without ``agent_ref``; may be left out when the stack has one agent."""
+
+    concurrency: int = named("concurrency", "num_samples_in_parallel", default=16, ge=1)
+    """Rollouts in the RUN stage at once, and the default worker count of the other stages."""
+    init_workers: int | None = Field(None, ge=1)
+    run_workers: int | None = Field(None, ge=1)
+    eval_workers: int | None = Field(None, ge=1)
+    ready_buffer: int | None = Field(None, ge=1)
+    """Rollouts that may stand prepared between INIT and RUN; a quarter of the RUN workers by default."""
+
+    init_timeout_s: float = Field(900.0, gt=0)
+    run_timeout_s: float = Field(7200.0, gt=0)
+    eval_timeout_s: float = Field(3600.0, gt=0)
+    close_timeout_s: float = Field(30.0, gt=0)
+    """Bound of every clean-up, also after a cancel."""
+    model_connect_timeout_s: float | None = Field(None, gt=0)
+    model_idle_timeout_s: float | None = Field(None, gt=0)
+    model_request_timeout_s: float | None = Field(None, gt=0)
+    """Limits of every model call of this run, in place of the model server's: see `nemo_gym.contract.model_limits`."""
+    max_attempts: int = Field(3, ge=1)
+    """Attempts per rollout when the infrastructure fails; EVAL alone is tried as often on the same artifact."""
+    max_lost_attempts: int | None = Field(None, ge=1)
+    """The same for attempts whose agent or environment server went away; ``max_attempts`` by default."""
+    stop_after_same_failure: int = Field(20, ge=0)
+    """Attempts in a row that fail the same way before the run stops with that reason; 0 never stops it."""
+    retry_delay_s: float = Field(0.5, ge=0)
+    """Wait before the second attempt; doubles with each further one, up to 30 s."""
+    wall_clock_s: float | None = Field(None, gt=0)
+    """Of one attempt's agent, which then ends as ``timed_out`` and is graded. This and the next four win over what
+    environments and agents say; ``None`` leaves it to them."""
+    max_turns: int | None = Field(None, ge=1)
+    max_output_bytes: int | None = Field(None, ge=1)
+    memory_mib: int | None = Field(None, ge=1)
+    """Of one attempt's box, and ``cpu`` its cores."""
+    cpu: float | None = Field(None, gt=0)
+    lease_s: float = Field(60.0, gt=0)
+    """How long a job stays with a silent worker before it returns to the queue."""
+    agent_caps: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    """Rollouts at once, by agent instance; the others have no bound of their own."""
+    environment_caps: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    """The same by environment instance."""
+
+    responses_create_params: dict[str, Any] = Field(default_factory=dict)
+    """Overrides of every row's request parameters (model settings only)."""
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    max_output_tokens: int | None = Field(None, ge=1)
+    seed: int | None = None
+    """Sampling seed; each sample gets ``seed + sample index``. ``None`` leaves the engine its own."""
+    num_repeats_add_seed: bool = False
+    """NeMo Gym's spelling of ``seed=0``."""
+
+    validation: Literal["gold", "nothing"] | None = None
+    """Validate environments: agents with ``row_access: validation`` get the solution, and results say so."""
+    evaluation_log_chars: int = Field(MAX_EVALUATION_LOG_CHARS, ge=0, le=MAX_EVALUATION_LOG_CHARS)
+    """Of the end of each evaluation's log, kept as a file beside ``output``; 0 keeps none."""
+
+    @classmethod
+    def spellings(cls) -> frozenset[str]:
+        """Every spelling of every key."""
+        keys: set[str] = set()
+        for name, field in cls.model_fields.items():
+            keys.add(name)
+            if isinstance(field.validation_alias, AliasChoices):
+                keys.update(str(choice) for choice in field.validation_alias.choices)
+        return frozenset(keys)
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> Self:
+        """The configuration of ``given``; raises `ConfigError` naming each wrong key, with the nearest right one."""
+        reject_unknown_keys(given, cls.spellings(), where=cls.WHAT)
+        try:
+            return cls.model_validate(dict(given))
+        except ValidationError as error:
+            found = error.errors()
+            key = ".".join(map(str, found[0]["loc"])) or None
+            raise ConfigError("; ".join(map(_plain, found)), key=key) from None
+
+    @model_validator(mode="after")
+    def _attempts_end_before_their_stage(self) -> Self:
+        if self.wall_clock_s is not None and self.wall_clock_s >= self.run_timeout_s:
+            raise ValueError(
+                f"wall_clock_s={self.wall_clock_s:g} must be less than run_timeout_s={self.run_timeout_s:g}, where a"
+                " rollout ends without a verdict; raise run_timeout_s"
+            )
+        return self
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """Request parameters that win over the row's."""
+        chosen = {"temperature": self.temperature, "top_p": self.top_p, "max_output_tokens": self.max_output_tokens}
+        return {**self.responses_create_params, **{key: value for key, value in chosen.items() if value is not None}}
+
+    @property
+    def limits(self) -> Limits:
+        """The attempt's limits that this run sets."""
+        return Limits(**{name: getattr(self, name) for name in Limits.model_fields})
+
+    @property
+    def model_limits(self) -> ChosenLimits:
+        """What this run chose for its model calls."""
+        return ChosenLimits(
+            connect_timeout_s=self.model_connect_timeout_s,
+            idle_timeout_s=self.model_idle_timeout_s,
+            request_timeout_s=self.model_request_timeout_s,
+        )
+
+    @property
+    def base_seed(self) -> int | None:
+        return 0 if self.seed is None and self.num_repeats_add_seed else self.seed
+
+    @property
+    def workers(self) -> tuple[int, int, int]:
+        """Worker counts of INIT, RUN and EVAL."""
+        return (
+            self.init_workers or self.concurrency,
+            self.run_workers or self.concurrency,
+            self.eval_workers or self.concurrency,
+        )
+
+
+def _plain(problem: Any) -> str:
+    """One problem, by the key as a user types it; what is wrong with several together names them itself."""
+    said = problem["msg"].removeprefix("Value error, ")
+    if not problem["loc"]:
+        return str(said)
+    key = ".".join(map(str, problem["loc"]))
+    return f"{key} is required" if problem["type"] == "missing" else f"{key}: {said} (got {problem.get('input')!r})"

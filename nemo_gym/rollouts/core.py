@@ -1,0 +1,123 @@
+"""The one way from jobs to results: a store's jobs, the stages, and the servers of a stack.
+
+Runs (`nemo_gym.rollouts.collection`), examples, samplers for RL and the service are its clients: they differ in where
+jobs come from and where results go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from nemo_gym.config.pipeline import PipelineConfig
+from nemo_gym.contract.errors import reject_unknown_keys
+from nemo_gym.http.client import ServerClient
+from nemo_gym.http.peers import Peers
+from nemo_gym.rollout import Servers
+from nemo_gym.rollouts.interfaces import JobListener, JobStore, Stage
+from nemo_gym.rollouts.pipeline import AsyncDispatcher
+from nemo_gym.rollouts.routing import agent_instances, checked_servers, chosen_topology, preflight, servers_of
+from nemo_gym.rollouts.server_pool import ServerPool
+from nemo_gym.rollouts.stages import http_stages
+
+
+class RolloutCore:
+    """What every client of the pipeline needs of a stack.
+
+    Args:
+        say: gets a sentence about each engine that serves.
+        needs_engines: an engine that does not answer is an error; otherwise calls to it are tried again.
+    """
+
+    def __init__(
+        self,
+        client: ServerClient,
+        config: PipelineConfig,
+        *,
+        say: Callable[[str], None] = lambda text: None,
+        needs_engines: bool = False,
+    ) -> None:
+        self.client = client
+        self.config = config
+        self.peers = Peers(client)
+        self.routes: dict[str, Servers] = {}
+        """The agents that were checked, with their servers."""
+        self.preflighted: set[str] = set()
+        """Those whose model server has asked its engines."""
+        self.agents = agent_instances(client.global_config_dict)
+        self._say = say
+        self._needs_engines = needs_engines
+        self._checking = asyncio.Lock()
+
+    async def add_route(self, agent: str, *, preflights: bool = True) -> Servers:
+        """The servers of an agent, checked once; raises `ConfigError` for what does not fit. ``preflights``: their
+        model server asks its engines once."""
+        async with self._checking:
+            route = self.routes.get(agent) or await checked_servers(self.client, self.peers, agent, self.config)
+            if preflights and agent not in self.preflighted:
+                await preflight([route], self.peers, self._say, reachable=self._needs_engines)
+                self.preflighted.add(agent)
+            self.routes[agent] = route
+        return route
+
+    def require_agent(self, agent: str) -> None:
+        """Raise `ConfigError` when no such agent is configured, or its servers are not."""
+        servers_of(self.client.global_config_dict, agent)
+
+    async def preflight(self) -> None:
+        """Have the model servers of all routes ask their engines once."""
+        await preflight(self.routes.values(), self.peers, self._say, reachable=self._needs_engines)
+
+    def dispatcher(
+        self,
+        store: JobStore,
+        *,
+        listener: JobListener | None = None,
+        logs: Path | None = None,
+        observed: Callable[[Stage], Stage] | None = None,
+        pooled: bool | None = None,
+        owner: str | None = None,
+        sweeps: bool = False,
+    ) -> AsyncDispatcher:
+        """A dispatcher over ``store``, which is the caller's to start and stop.
+
+        Args:
+            logs: where the logs of evaluations go.
+            observed: wraps the RUN stage.
+            pooled: take only jobs that find a place at their servers; by default where the configuration has bounds.
+        """
+        config = self.config
+        init, run, evaluation = http_stages(self.peers, config, chosen_topology(self.client), logs=logs)
+        has_pool = bool(config.agent_caps or config.environment_caps) if pooled is None else pooled
+        self.pool = self._pool() if has_pool else None
+        self._dispatcher = AsyncDispatcher(
+            store,
+            (init, run if observed is None else observed(run), evaluation),
+            config,
+            self.routes.__getitem__,
+            listener=listener,
+            pool=self.pool,
+            owner=owner,
+            sweeps=sweeps,
+        )
+        return self._dispatcher
+
+    def _pool(self) -> ServerPool:
+        config = self.config
+        for key, caps, known in (
+            ("agent_caps", config.agent_caps, self.agents),
+            ("environment_caps", config.environment_caps, self._environments()),
+        ):
+            reject_unknown_keys(caps, known, where=key)
+        return ServerPool(
+            self.client,
+            self.routes,
+            agent_caps=config.agent_caps,
+            environment_caps=config.environment_caps,
+            on_lost=lambda attempt, stop: self._dispatcher.interrupt(attempt, stop),
+        )
+
+    def _environments(self) -> list[str]:
+        found = (servers_of(self.client.global_config_dict, agent).environment for agent in self.agents)
+        return [environment for environment in found if environment is not None]

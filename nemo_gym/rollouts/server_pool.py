@@ -1,0 +1,324 @@
+"""Which servers are free: the second of the pipeline's queues.
+
+Jobs are claimed when an agent server and its environment have a free place, so whoever is free pulls and a faster one
+gets more. Servers may be added, drained and removed while jobs run. One that stops answering gives its jobs back.
+
+A place at an agent server is held from claim to the end of RUN, one at an environment to the end of the attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import aiohttp
+import structlog
+
+from nemo_gym._util.suggest import nearest
+from nemo_gym.config.keys import AGENT_TYPE, ENVIRONMENT_TYPE, SERVER_TYPES
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.verdict import FailureKind, StageFailure
+from nemo_gym.http.client import ServerClient, get_global_aiohttp_client
+from nemo_gym.rollout import Servers
+from nemo_gym.rollouts.interfaces import JobAttempt, Room, Stop
+
+log = structlog.get_logger(__name__)
+
+SPEED_WEIGHT = 0.2
+"""Of the latest rollout in a server's mean time."""
+STRIKES = 3
+"""Rollouts in a row that a server let run into their deadline, before it gets no more."""
+LOST_KINDS = {AGENT_TYPE: FailureKind.AGENT_LOST, ENVIRONMENT_TYPE: FailureKind.ENVIRONMENT_LOST}
+
+
+class ServerState(StrEnum):
+    READY = "ready"
+    DRAINING = "draining"
+    """Gets nothing new, and finishes what it has."""
+    LOST = "lost"
+    """Does not answer; it is used again when it does."""
+    REMOVED = "removed"
+
+
+@dataclass(slots=True)
+class PooledServer:
+    """One replica of a server instance."""
+
+    instance: str
+    kind: str
+    url: str
+    number: int
+    """Among the instance's replicas; never another's, also when this one is removed."""
+    capacity: int | None = None
+    """Rollouts at once; ``None`` sets no bound."""
+    state: ServerState = ServerState.READY
+    reason: str | None = None
+    """Why it is not ready."""
+    busy: int = 0
+    done: int = 0
+    seconds: float | None = None
+    """Mean time that a rollout holds a place here, the latest most."""
+    strikes: int = 0
+    answered_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def server_id(self) -> str:
+        return f"{self.instance}.{self.number}"
+
+    @property
+    def free(self) -> int | None:
+        """Places left; ``None`` for one without a bound."""
+        if self.state is not ServerState.READY:
+            return 0
+        return None if self.capacity is None else max(0, self.capacity - self.busy)
+
+    def told(self) -> dict[str, Any]:
+        """For whoever asks how it goes."""
+        per_minute = None if not self.seconds else round(60 / self.seconds * (self.capacity or max(self.busy, 1)), 2)
+        return {
+            "server_id": self.server_id,
+            "instance": self.instance,
+            "kind": self.kind,
+            "url": self.url,
+            "capacity": self.capacity,
+            "busy": self.busy,
+            "done": self.done,
+            "seconds_per_rollout": None if self.seconds is None else round(self.seconds, 3),
+            "rollouts_per_minute": per_minute,
+            "health": self.state.value,
+            "reason": self.reason,
+        }
+
+
+@dataclass(slots=True)
+class _Place:
+    server: PooledServer
+    since: float
+
+
+class ServerPool:
+    """The servers of a stack, and those that registered later.
+
+    Args:
+        agents: the agents whose jobs this pipeline runs, with their servers.
+        agent_caps, environment_caps: bounds by instance, over all its replicas.
+        on_lost: gets each attempt whose server went away, and why.
+    """
+
+    def __init__(
+        self,
+        client: ServerClient,
+        agents: Mapping[str, Servers],
+        *,
+        agent_caps: Mapping[str, int],
+        environment_caps: Mapping[str, int],
+        on_lost: Callable[[JobAttempt, Stop], None],
+    ) -> None:
+        self._client = client
+        self._agents = agents
+        self._agent_caps, self._environment_caps = agent_caps, environment_caps
+        self._on_lost = on_lost
+        self._servers: dict[str, list[PooledServer]] = {}
+        self._places: dict[int, tuple[JobAttempt, list[_Place]]] = {}
+
+    # Registering
+
+    def register(
+        self, instance: str, url: str, *, capacity: int | None = None, credential: str | None = None
+    ) -> PooledServer:
+        """Add a replica of a configured instance, or take up again one that is known by its URL. Raises
+        `ConfigError`."""
+        servers = self.replicas(instance)
+        url = url.rstrip("/")
+        known = next((each for each in servers if each.url == url), None)
+        number = self._client.add_replica(instance, url, credential)
+        if known is None:
+            known = PooledServer(instance, servers[0].kind, url, number)
+            servers.append(known)
+        known.capacity, known.state, known.reason, known.strikes = capacity, ServerState.READY, None, 0
+        known.answered_at = time.monotonic()
+        return known
+
+    def replicas(self, instance: str) -> list[PooledServer]:
+        """Those of an instance; raises `ConfigError` for one that is not configured."""
+        if instance not in self._servers:
+            block = self._client.global_config_dict.get(instance)
+            kind = next((each for each in SERVER_TYPES if isinstance(block, Mapping) and each in block), None)
+            if kind is None:
+                names = [
+                    str(name)
+                    for name, each in self._client.global_config_dict.items()
+                    if isinstance(each, Mapping) and any(one in each for one in SERVER_TYPES)
+                ]
+                raise ConfigError(
+                    f"instance: no server of this composition is named '{instance}'{nearest(instance, names)}; there"
+                    f" are: {', '.join(names) or 'none'}",
+                    key="instance",
+                )
+            self._servers[instance] = [
+                PooledServer(instance, kind, url, number)
+                for number, url in enumerate(self._client.replica_urls(instance))
+            ]
+        return self._servers[instance]
+
+    def of_id(self, server_id: str) -> PooledServer:
+        """Raises `ConfigError` for an id that names none."""
+        for server in self.all():
+            if server.server_id == server_id and server.state is not ServerState.REMOVED:
+                return server
+        ids = [server.server_id for server in self.all() if server.state is not ServerState.REMOVED]
+        raise ConfigError(
+            f"no server has the id '{server_id}'{nearest(server_id, ids)}; there are: {', '.join(ids) or 'none'}",
+            key="server_id",
+        )
+
+    def all(self) -> list[PooledServer]:
+        return [server for servers in self._servers.values() for server in servers]
+
+    def drain(self, server: PooledServer, reason: str) -> None:
+        server.state, server.reason = ServerState.DRAINING, reason
+
+    def remove(self, server: PooledServer, reason: str) -> int:
+        """Use it no more; what it works on goes back. Returns how many attempts that are."""
+        server.state, server.reason = ServerState.REMOVED, reason
+        return self._give_back(server, f"server '{server.server_id}' was removed: {reason}")
+
+    # Places
+
+    def room(self) -> Room | None:
+        """What is free; ``None`` when nothing has a bound and every agent is at hand."""
+        agents: dict[str, int] = {}
+        environments: dict[str, int] = {}
+        environment_of: dict[str, str] = {}
+        for agent, servers in self._agents.items():
+            agents[agent] = self._free(agent, self._agent_caps.get(agent))
+            if (environment := servers.environment) is not None:
+                environment_of[agent] = environment
+                if environment not in environments:
+                    environments[environment] = self._free(environment, self._environment_caps.get(environment))
+        return Room(agents, environment_of, environments)
+
+    def _free(self, instance: str, cap: int | None) -> int:
+        unbounded, free, busy = False, 0, 0
+        for server in self.replicas(instance):
+            places = server.free
+            unbounded = unbounded or places is None
+            free += places or 0
+            busy += server.busy
+        free = UNBOUNDED if unbounded else free
+        return free if cap is None else min(free, max(0, cap - busy))
+
+    def admit(self, attempt: JobAttempt) -> None:
+        """Take places for a claimed job's attempt, which then goes to these replicas."""
+        servers = attempt.servers
+        places = []
+        for instance in (servers.agent, servers.environment, servers.model):
+            if instance is None or (not self._has_choice(instance) and instance == servers.model):
+                continue
+            server = self._chosen(instance, attempt.replicas.get(instance))
+            if self._has_choice(instance):
+                attempt.replicas[instance] = server.number
+            server.busy += 1
+            places.append(_Place(server, time.monotonic()))
+        self._places[id(attempt)] = (attempt, places)
+
+    def _has_choice(self, instance: str) -> bool:
+        return len(self.replicas(instance)) > 1
+
+    def _chosen(self, instance: str, number: int | None) -> PooledServer:
+        servers = self.replicas(instance)
+        if number is not None and number < len(servers):
+            return servers[number]  # where the attempt's session is
+        ready = [server for server in servers if server.state is ServerState.READY] or servers
+
+        def load(server: PooledServer) -> tuple[bool, float, int]:
+            most = server.capacity or max((each.capacity or 1) for each in servers)
+            return server.free == 0, server.busy / most, server.done
+
+        return min(ready, key=load)
+
+    def ran(self, attempt: JobAttempt) -> None:
+        """Its agent has done its part."""
+        if (held := self._places.get(id(attempt))) is not None:
+            for place in [each for each in held[1] if each.server.kind == AGENT_TYPE]:
+                held[1].remove(place)
+                self._leave(place, is_done=True)
+
+    def succeeded(self, attempt: JobAttempt) -> None:
+        if (held := self._places.get(id(attempt))) is not None:
+            while held[1]:
+                self._leave(held[1].pop(), is_done=True)
+
+    def failed(self, attempt: JobAttempt, failure: StageFailure) -> None:
+        """A server that lets rollouts run into their deadlines, one after the other, gets no more while others do."""
+        held = self._places.get(id(attempt))
+        if held is None or failure.kind is not FailureKind.DEADLINE or attempt.stop is not None:
+            return
+        for place in held[1]:
+            server = place.server
+            server.strikes += 1
+            others = [each for each in self.replicas(server.instance) if each is not server]
+            if server.strikes >= STRIKES and any(each.state is ServerState.READY for each in others):
+                self.drain(server, f"{server.strikes} rollouts in a row ran into their deadline")
+                log.warning("server drained", server=server.server_id, reason=server.reason)
+
+    def release(self, attempt: JobAttempt) -> None:
+        """The attempt is over; idempotent."""
+        _, places = self._places.pop(id(attempt), (attempt, []))
+        for place in places:
+            self._leave(place, is_done=False)
+
+    def _leave(self, place: _Place, *, is_done: bool) -> None:
+        server = place.server
+        server.busy -= 1
+        if not is_done:
+            return
+        seconds = time.monotonic() - place.since
+        server.done += 1
+        server.strikes = 0
+        server.seconds = (
+            seconds if server.seconds is None else server.seconds + SPEED_WEIGHT * (seconds - server.seconds)
+        )
+
+    def _give_back(self, server: PooledServer, reason: str) -> int:
+        stop = Stop(LOST_KINDS.get(server.kind, FailureKind.MODEL_UNREACHABLE), reason, retryable=True)
+        hit = [held for held, places in self._places.values() if any(place.server is server for place in places)]
+        for attempt in hit:
+            self._on_lost(attempt, stop)
+        return len(hit)
+
+    # Watching
+
+    async def watch(self, *, every_s: float, silent_s: float) -> None:
+        """Ask every server again and again whether it is there; one that is silent for ``silent_s`` gives its jobs
+        back. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(every_s)
+            servers = [each for each in self.all() if each.state is not ServerState.REMOVED]
+            await asyncio.gather(*(self._look(server, silent_s) for server in servers))
+
+    async def _look(self, server: PooledServer, silent_s: float) -> None:
+        try:
+            async with asyncio.timeout(silent_s):
+                async with get_global_aiohttp_client().get(server.url + "/ready", allow_redirects=False) as reply:
+                    await reply.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            silence_s = time.monotonic() - server.answered_at
+            if silence_s >= silent_s and server.state in (ServerState.READY, ServerState.DRAINING):
+                reason = f"silent for {silence_s:.0f} s ({type(error).__name__})"
+                server.state, server.reason = ServerState.LOST, reason
+                given_back = self._give_back(server, f"server '{server.server_id}' is {reason}")
+                log.warning("server lost", server=server.server_id, reason=reason, given_back=given_back)
+            return
+        server.answered_at = time.monotonic()
+        if server.state is ServerState.LOST:
+            log.info("server is back", server=server.server_id)
+            server.state, server.reason = ServerState.READY, None
+
+
+UNBOUNDED = 1 << 30
+"""Places at servers without a bound."""

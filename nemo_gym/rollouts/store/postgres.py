@@ -1,0 +1,83 @@
+"""A job store in PostgreSQL, which several pipelines may share: each job runs once."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.rollouts.interfaces import StoreError
+from nemo_gym.rollouts.store.schema import SCHEMA_VERSION, Dialect, statements
+from nemo_gym.rollouts.store.sql import ResultSink, SqlJobStore
+from nemo_gym.storage.postgres import PATIENCE_S, PostgresConnection, PostgresWriter
+
+SUBMITTING = 0x6E67_6A73
+"""Number of the advisory lock of a transaction that submits."""
+
+POSTGRES = Dialect(
+    serial="BIGSERIAL PRIMARY KEY",
+    blob="BYTEA",
+    now="extract(epoch from clock_timestamp())::double precision",
+    locking=" FOR UPDATE SKIP LOCKED",
+    one_of="{} = ANY(?)",
+    alone=f"SELECT pg_advisory_xact_lock({SUBMITTING})",
+)
+
+
+class PostgresJobStore(SqlJobStore):
+    """See `JobStore`.
+
+    Args:
+        url: ``postgresql://user@host/database``.
+        pipeline: names this process among those that share the store. Two of one name cannot run at once, so whoever
+            has the name may `release` what its predecessor held.
+    """
+
+    def __init__(
+        self, url: str, *, pipeline: str | None = None, sink: ResultSink | None = None, patience_s: float = PATIENCE_S
+    ) -> None:
+        held = [] if pipeline is None else [lock_number(pipeline)]
+        writer = PostgresWriter(
+            url,
+            name="job-store-writer",
+            prepare=prepare,
+            translate=lambda error: _store_error(error, pipeline),
+            after_commit=sink,
+            patience_s=patience_s,
+            held=held,
+        )
+        super().__init__(writer, POSTGRES)
+
+
+def lock_number(pipeline: str) -> int:
+    return int.from_bytes(hashlib.blake2b(pipeline.encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def prepare(connection: PostgresConnection) -> None:
+    """Make the tables that are missing. Raises `ConfigError` for those of another release."""
+    connection.execute("CREATE TABLE IF NOT EXISTS store_version (version INTEGER NOT NULL)")
+    found: Any = connection.execute("SELECT version FROM store_version").fetchone()
+    if found is None:
+        connection.execute("INSERT INTO store_version (version) VALUES (?)", (SCHEMA_VERSION,))
+    elif found[0] != SCHEMA_VERSION:
+        raise ConfigError(
+            f"the store has schema version {found[0]}, this release reads {SCHEMA_VERSION}; use another database",
+            key="store",
+        )
+    for statement in statements(POSTGRES):
+        connection.execute(statement)
+
+
+def _store_error(error: Exception, pipeline: str | None) -> StoreError:
+    # Its words may quote rows; those of a failed connection do not.
+    if "pipeline's lock" in str(error):
+        return StoreError(
+            f"another process runs as pipeline '{pipeline}' on this store; stop it, or choose another name with"
+            " pipeline="
+        )
+    said = str(error).strip().splitlines()[:1] if type(error).__name__ == "OperationalError" else []
+    return StoreError(
+        f"the store's database cannot be used ({': '.join([type(error).__name__, *said])}); mend that and start the"
+        " same command again: nothing recorded is lost",
+        retryable=True,
+    )

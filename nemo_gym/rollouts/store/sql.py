@@ -1,0 +1,447 @@
+"""What every job store does, in the SQL that its databases share; SQLite and PostgreSQL bring connections and writers.
+
+Each operation runs on the writer's thread, in one transaction with those that wait with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import orjson
+
+from nemo_gym.contract.errors import ContractError, FencedError
+from nemo_gym.contract.verdict import FailureKind, StageFailure
+from nemo_gym.rollouts.interfaces import (
+    FailureRenderer,
+    Job,
+    JobRecord,
+    JobSelector,
+    JobSpec,
+    JobState,
+    Offer,
+    Room,
+    StageResult,
+    body_digest,
+)
+from nemo_gym.rollouts.store.schema import (
+    JOB_COLUMNS,
+    JOB_SOURCE,
+    RECORD_COLUMNS,
+    RECORD_COLUMNS_WITHOUT_RESULT,
+    Dialect,
+    failures_blob,
+    job_of,
+    record_of,
+)
+
+ResultSink = Callable[[list[tuple[str, bytes]]], None]
+"""Gets ``(state, row)`` of every committed result, on the writer's thread, before its caller is told."""
+PAGE_ROWS = 256
+CANCELLED_AT_ONCE = 256
+"""Queued jobs that one transaction takes to cancel them."""
+CANCEL_LEASE_S = 60.0
+
+T = TypeVar("T")
+
+
+class Cursor(Protocol):
+    """Of both databases' drivers."""
+
+    rowcount: int
+
+    def fetchone(self) -> Any: ...
+
+    def fetchall(self) -> list[Any]: ...
+
+
+class Connection(Protocol):
+    def execute(self, statement: str, values: Sequence[Any] = ..., /) -> Cursor: ...
+
+    def executemany(self, statement: str, values: Iterable[Sequence[Any]], /) -> Any: ...
+
+
+class Writer(Protocol):
+    """Runs operations in order; see `SqliteWriter.call`."""
+
+    def call(self, operation: Callable[[Any], T], *, row: tuple[str, bytes] | None = None) -> asyncio.Future[T]: ...
+
+    async def aclose(self) -> None: ...
+
+
+class SqlJobStore:
+    """See `JobStore`."""
+
+    def __init__(self, writer: Writer, dialect: Dialect) -> None:
+        self._writer = writer
+        self._dialect = dialect
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes may work on the same jobs."""
+        return self._dialect.alone is not None
+
+    async def open_run(self, info: Mapping[str, Any]) -> dict[str, Any]:
+        blob = orjson.dumps(dict(info), default=str)
+
+        def operation(connection: Connection) -> dict[str, Any]:
+            connection.execute("INSERT INTO run (id, info) VALUES (1, ?) ON CONFLICT DO NOTHING", (blob,))
+            recorded: dict[str, Any] = orjson.loads(connection.execute("SELECT info FROM run").fetchone()[0])
+            return recorded
+
+        return await self._writer.call(operation)
+
+    async def run_info(self) -> dict[str, Any] | None:
+        """What `open_run` recorded; ``None`` where no run was opened."""
+
+        def operation(connection: Connection) -> dict[str, Any] | None:
+            found = connection.execute("SELECT info FROM run").fetchone()
+            return None if found is None else dict(orjson.loads(found[0]))
+
+        return await self._writer.call(operation)
+
+    # Submitting
+
+    async def submit(self, specs: Sequence[JobSpec]) -> int:
+        digests = [spec.row_digest for spec in specs]
+
+        def operation(connection: Connection) -> int:
+            fresh: dict[str, tuple[JobSpec, bytes]] = {}
+            for spec, digest, known in self._with_known(connection, specs, digests, fresh):
+                if known is None:
+                    fresh[spec.job_id] = (spec, digest)
+                elif (known[1], *known[2][:3]) != (digest, *spec.identity[:3]):
+                    raise ContractError(
+                        f"job '{spec.job_id}' is already known with another content; a job id names one row, agent and"
+                        " sample for good: submit the changed job under another id",
+                        job_id=spec.job_id,
+                    )
+            self._insert(connection, fresh)
+            return len(fresh)
+
+        return await self._writer.call(operation)
+
+    async def offer(self, specs: Sequence[JobSpec]) -> list[Offer]:
+        digests = [spec.row_digest for spec in specs]
+
+        def operation(connection: Connection) -> list[Offer]:
+            fresh: dict[str, tuple[JobSpec, bytes]] = {}
+            offers = []
+            for spec, digest, known in self._with_known(connection, specs, digests, fresh):
+                if known is None:
+                    fresh[spec.job_id] = (spec, digest)
+                state, known_digest = (JobState.QUEUED, spec.digest) if known is None else (known[0], "")
+                if known is not None:
+                    known_digest = body_digest(known[1], known[2])
+                offers.append(Offer(spec.job_id, known is None, state, spec.digest, known_digest))
+            self._insert(connection, fresh)
+            return offers
+
+        return await self._writer.call(operation)
+
+    def _with_known(
+        self,
+        connection: Connection,
+        specs: Sequence[JobSpec],
+        digests: Sequence[bytes],
+        fresh: Mapping[str, tuple[JobSpec, bytes]],
+    ) -> Iterable[tuple[JobSpec, bytes, tuple[JobState, bytes, tuple[Any, ...]] | None]]:
+        """Each job with what is known under its id: state, row's digest and identity."""
+        if self._dialect.alone is not None:
+            connection.execute(self._dialect.alone)
+        query = (
+            "SELECT state, digest, agent, task_index, sample_index, run_id, task_id, group_id, priority, deadline_s"
+            " FROM jobs WHERE job_id = ?"
+        )
+        for spec, digest in zip(specs, digests, strict=True):
+            if (other := fresh.get(spec.job_id)) is not None:
+                yield spec, digest, (JobState.QUEUED, other[1], other[0].identity)
+                continue
+            found = connection.execute(query, (spec.job_id,)).fetchone()
+            known = None if found is None else (JobState(found[0]), bytes(found[1]), tuple(found[2:]))
+            yield spec, digest, known
+
+    def _insert(self, connection: Connection, fresh: Mapping[str, tuple[JobSpec, bytes]]) -> None:
+        connection.executemany(
+            "INSERT INTO rows (digest, data) VALUES (?, ?) ON CONFLICT DO NOTHING",
+            [(digest, spec.row) for spec, digest in fresh.values()],
+        )
+        connection.executemany(
+            "INSERT INTO jobs (job_id, run_id, task_id, group_id, sample_index, task_index, agent, digest, priority,"
+            f" deadline_s, deadline_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, {self._dialect.now} + ?)",
+            [
+                (
+                    *(s.job_id, s.run_id, s.task_id, s.group_id, s.sample_index, s.task_index, s.agent, d),
+                    *(s.priority, s.deadline_s, s.deadline_s),
+                )
+                for s, d in fresh.values()
+            ],
+        )
+
+    # Claiming
+
+    async def claim(self, owner: str, limit: int, lease_s: float, room: Room | None = None) -> list[Job]:
+        def operation(connection: Connection) -> list[Job]:
+            now = self._now(connection)
+            connection.execute(
+                "UPDATE jobs SET state = 'queued', lease_owner = NULL WHERE seq IN (SELECT seq FROM jobs"
+                f" WHERE state = 'claimed' AND lease_until < ?{self._dialect.locking})",
+                (now,),
+            )
+            return self._claimed(connection, self._best(connection, limit, now, room), owner, now, lease_s)
+
+        return await self._writer.call(operation)
+
+    def _best(self, connection: Connection, limit: int, now: float, room: Room | None) -> list[int]:
+        """Places of the queued jobs to be claimed."""
+        ready, order = "state = 'queued' AND not_before <= ?", "ORDER BY priority DESC, seq LIMIT ?"
+        if room is None:
+            query = f"SELECT seq FROM jobs WHERE {ready} {order}{self._dialect.locking}"
+            return [seq for (seq,) in connection.execute(query, (now, limit)).fetchall()]
+        candidates: list[tuple[int, int, str]] = []
+        query = f"SELECT priority, seq, agent FROM jobs WHERE agent = ? AND {ready} {order}{self._dialect.locking}"
+        for agent, free in room.agents.items():
+            if free > 0:
+                candidates += connection.execute(query, (agent, now, min(free, limit))).fetchall()
+        return room.pick(candidates, limit)
+
+    async def claim_overdue(self, owner: str, limit: int, lease_s: float) -> list[Job]:
+        def operation(connection: Connection) -> list[Job]:
+            now = self._now(connection)
+            due = "SELECT seq FROM jobs WHERE state = 'queued' AND {} LIMIT ?" + self._dialect.locking
+            found = connection.execute(due.format("deadline_at <= ?"), (now, limit)).fetchall()
+            found += connection.execute(due.format("cancel_reason IS NOT NULL"), (limit,)).fetchall()
+            return self._claimed(connection, list(dict.fromkeys(seq for (seq,) in found)), owner, now, lease_s)
+
+        return await self._writer.call(operation)
+
+    def _claimed(
+        self, connection: Connection, places: Sequence[int], owner: str, now: float, lease_s: float
+    ) -> list[Job]:
+        connection.executemany(
+            "UPDATE jobs SET state = 'claimed', attempt = attempt + CASE WHEN run_result IS NULL THEN 1 ELSE 0 END,"
+            " lease_owner = ?, lease_epoch = lease_epoch + 1, lease_until = ? WHERE seq = ?",
+            [(owner, now + lease_s, seq) for seq in places],
+        )
+        query = f"SELECT {JOB_COLUMNS} FROM {JOB_SOURCE} WHERE seq = ?"
+        return [job_of(connection.execute(query, (seq,)).fetchone(), now) for seq in places]
+
+    async def renew(self, owner: str, lease_s: float) -> frozenset[str]:
+        def operation(connection: Connection) -> frozenset[str]:
+            held = connection.execute(
+                f"UPDATE jobs SET lease_until = {self._dialect.now} + ? WHERE state = 'claimed' AND lease_owner = ?"
+                " RETURNING job_id",
+                (lease_s, owner),
+            )
+            return frozenset(job_id for (job_id,) in held.fetchall())
+
+        return await self._writer.call(operation)
+
+    async def asked_to_end(self, owner: str) -> dict[str, str]:
+        def operation(connection: Connection) -> dict[str, str]:
+            found = connection.execute(
+                "SELECT job_id, cancel_reason FROM jobs WHERE cancel_reason IS NOT NULL AND state = 'claimed'"
+                " AND lease_owner = ?",
+                (owner,),
+            )
+            return dict(found.fetchall())
+
+        return await self._writer.call(operation)
+
+    # Recording
+
+    def record_stage(self, job: Job, result: StageResult) -> Awaitable[None]:
+        return self._writer.call(
+            lambda connection: _update(connection, job, "run_result = ?, eval_tries = 0", (result.payload,))
+        )
+
+    async def complete(self, job: Job, result: bytes) -> None:
+        await self._finish(job, JobState.DONE, job.failures, result)
+
+    async def fail(self, job: Job, failure: StageFailure, result: bytes) -> None:
+        await self._finish(job, _failed_state(failure), (*job.failures, failure), result)
+
+    async def _finish(self, job: Job, state: JobState, failures: tuple[StageFailure, ...], result: bytes) -> None:
+        blob = failures_blob(failures)
+
+        def operation(connection: Connection) -> None:
+            # The counter's row is this transaction's until it ends, so that numbers become visible in their order.
+            counted = connection.execute(
+                "UPDATE counters SET value = value + 1 WHERE name = 'results' RETURNING value"
+            ).fetchone()
+            _update(
+                connection,
+                job,
+                "state = ?, failures = ?, result = ?, result_seq = ?, run_result = NULL, lease_owner = NULL,"
+                " cancel_reason = NULL",
+                (state.value, blob, result, counted[0]),
+            )
+
+        await self._writer.call(operation, row=(state.value, result))
+
+    async def requeue(self, job: Job, failure: StageFailure | None = None, *, delay_s: float = 0.0) -> None:
+        keep = failure is not None and not failure.new_attempt
+        failures = job.failures if failure is None else (*job.failures, failure)
+        # A job given back without a failure keeps its RUN result, if it has one: nothing says that it is bad.
+        forget = "" if keep or failure is None else ", run_result = NULL"
+        changes = (
+            f"state = 'queued', lease_owner = NULL, not_before = {self._dialect.now} + ?, failures = ?,"
+            f" eval_tries = eval_tries + ?{forget}",
+            (delay_s, failures_blob(failures), int(keep)),
+        )
+        await self._writer.call(lambda connection: _update(connection, job, *changes))
+
+    # Ending and beginning anew
+
+    async def reset(self, selector: JobSelector) -> int:
+        where, values = self._where(selector)
+
+        def operation(connection: Connection) -> int:
+            return connection.execute(
+                "UPDATE jobs SET state = 'queued', failures = NULL, eval_tries = 0, run_result = NULL, result = NULL,"
+                " result_seq = NULL, cancel_reason = NULL, not_before = 0, lease_owner = NULL,"
+                f" lease_epoch = lease_epoch + 1, deadline_at = {self._dialect.now} + deadline_s WHERE {where}",
+                values,
+            ).rowcount
+
+        return await self._writer.call(operation)
+
+    async def cancel(self, selector: JobSelector, failure: StageFailure, render: FailureRenderer) -> list[Job]:
+        where, values = self._where(selector)
+        cancelled: list[Job] = []
+
+        def mark(connection: Connection) -> int:
+            return connection.execute(
+                f"UPDATE jobs SET cancel_reason = ? WHERE state = 'claimed' AND cancel_reason IS NULL AND {where}",
+                (failure.reason, *values),
+            ).rowcount
+
+        def take(connection: Connection) -> list[Job]:
+            now = self._now(connection)
+            query = f"SELECT seq FROM jobs WHERE state = 'queued' AND {where} ORDER BY seq LIMIT {CANCELLED_AT_ONCE}"
+            places = connection.execute(query + self._dialect.locking, values).fetchall()
+            connection.executemany(
+                "UPDATE jobs SET state = 'claimed', lease_owner = NULL, lease_epoch = lease_epoch + 1,"
+                " lease_until = ?, cancel_reason = ? WHERE seq = ?",
+                [(now + CANCEL_LEASE_S, failure.reason, seq) for (seq,) in places],
+            )
+            query = f"SELECT {JOB_COLUMNS} FROM {JOB_SOURCE} WHERE seq = ?"
+            return [job_of(connection.execute(query, place).fetchone(), now) for place in places]
+
+        while True:
+            taken = await self._writer.call(take)
+            cancelled += taken
+            writes = [self._finish(j, JobState.CANCELLED, (*j.failures, failure), render(j, failure)) for j in taken]
+            await asyncio.gather(*writes)
+            # A job may be claimed or given back between the two.
+            if not await self._writer.call(mark) and not taken:
+                return cancelled
+
+    async def release(self, owner: str | None = None) -> int:
+        whose, values = ("", ()) if owner is None else (" AND lease_owner = ?", (owner,))
+
+        def operation(connection: Connection) -> int:
+            return connection.execute(
+                "UPDATE jobs SET state = 'queued', lease_owner = NULL, lease_epoch = lease_epoch + 1"
+                f" WHERE state = 'claimed'{whose}",
+                values,
+            ).rowcount
+
+        return await self._writer.call(operation)
+
+    # Looking
+
+    async def next_due_s(self) -> float | None:
+        def operation(connection: Connection) -> float | None:
+            now = self._now(connection)
+            (due,) = connection.execute("SELECT min(not_before) FROM jobs WHERE state = 'queued'").fetchone()
+            return None if due is None else max(0.0, due - now)
+
+        return await self._writer.call(operation)
+
+    async def counts(self) -> dict[JobState, int]:
+        return await self.counts_of(JobSelector())
+
+    async def counts_of(self, selector: JobSelector) -> dict[JobState, int]:
+        """`counts`, of matching jobs."""
+        where, values = self._where(selector)
+
+        def operation(connection: Connection) -> dict[JobState, int]:
+            query = f"SELECT state, count(*) FROM jobs WHERE {where} GROUP BY state"
+            found = dict(connection.execute(query, values).fetchall())
+            return {state: found.get(state.value, 0) for state in JobState}
+
+        return await self._writer.call(operation)
+
+    async def iterate(self, selector: JobSelector) -> AsyncIterator[JobRecord]:
+        last = 0
+        while True:
+            records = await self.page(selector, last, PAGE_ROWS)
+            for record in records:
+                yield record
+            if len(records) < PAGE_ROWS:
+                return
+            last = records[-1].place
+
+    async def page(self, selector: JobSelector, after: int, limit: int, *, results: bool = True) -> list[JobRecord]:
+        columns = RECORD_COLUMNS if results else RECORD_COLUMNS_WITHOUT_RESULT
+        return await self._records(columns, "seq", selector, after, limit)
+
+    async def results(self, selector: JobSelector, after: int, limit: int) -> list[JobRecord]:
+        return await self._records(RECORD_COLUMNS, "result_seq", selector, after, limit)
+
+    async def _records(
+        self, columns: str, place: str, selector: JobSelector, after: int, limit: int
+    ) -> list[JobRecord]:
+        where, values = self._where(selector)
+        query = f"SELECT {columns} FROM {JOB_SOURCE} WHERE {place} > ? AND {where} ORDER BY {place} LIMIT ?"
+
+        def operation(connection: Connection) -> list[JobRecord]:
+            return [record_of(row) for row in connection.execute(query, (after, *values, limit)).fetchall()]
+
+        return await self._writer.call(operation)
+
+    async def aclose(self) -> None:
+        await self._writer.aclose()
+
+    def _now(self, connection: Connection) -> float:
+        return float(connection.execute(f"SELECT {self._dialect.now}").fetchone()[0])
+
+    def _where(self, selector: JobSelector) -> tuple[str, tuple[Any, ...]]:
+        clauses, values = ["1 = 1"], []
+        for column, chosen in (
+            ("job_id", selector.job_ids),
+            ("state", None if selector.states is None else [state.value for state in selector.states]),
+        ):
+            if chosen is not None:
+                clauses.append(self._dialect.one_of.format(column))
+                values.append(self._several(sorted(chosen)))
+        for column, one in (("group_id", selector.group_id), ("run_id", selector.run_id)):
+            if one is not None:
+                clauses.append(f"{column} = ?")
+                values.append(one)
+        return " AND ".join(clauses), tuple(values)
+
+    def _several(self, values: list[str]) -> Any:
+        """Values as the one parameter of ``one_of``."""
+        return values
+
+
+def _failed_state(failure: StageFailure) -> JobState:
+    return JobState.CANCELLED if failure.kind is FailureKind.CANCELLED else JobState.FAILED
+
+
+def _update(connection: Connection, job: Job, assignments: str, values: tuple[Any, ...]) -> None:
+    """Write to a job its caller still holds, or raise `FencedError`."""
+    changed = connection.execute(
+        f"UPDATE jobs SET {assignments} WHERE job_id = ? AND lease_epoch = ? AND state = 'claimed'",
+        (*values, job.job_id, job.lease_epoch),
+    ).rowcount
+    if not changed:
+        raise FencedError(
+            f"job '{job.job_id}' is no longer held under lease epoch {job.lease_epoch}: it was finished or claimed"
+            " again",
+            job_id=job.job_id,
+            lease_epoch=job.lease_epoch,
+        )

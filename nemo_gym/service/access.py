@@ -1,0 +1,98 @@
+"""Who may do what with the service: bearer tokens, each of one role."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_gym.contract.credentials import RoleError
+from nemo_gym.contract.errors import ConfigError, CredentialError, reject_unknown_keys
+
+MIN_TOKEN_CHARS = 16
+
+
+class ServiceRole(StrEnum):
+    READ = "read"
+    SUBMIT = "submit"
+    """May read, too."""
+    OPERATE = "operate"
+    """May do everything: cancel, drain, change servers."""
+
+    def covers(self, other: ServiceRole) -> bool:
+        order = list(ServiceRole)
+        return order.index(self) >= order.index(other)
+
+
+class ServiceTokens:
+    """The tokens of a service, by role."""
+
+    def __init__(self, tokens: Mapping[ServiceRole, list[str]]) -> None:
+        self._tokens = tokens
+
+    @classmethod
+    def load(cls, path: Path | None, environment: Mapping[str, str] = os.environ) -> ServiceTokens:
+        """From a file, else from the environment, else new ones. Raises `ConfigError`."""
+        if path is not None:
+            return cls(_of_file(path))
+        given = {role: environment.get(variable_of(role)) for role in ServiceRole}
+        if any(given.values()):
+            return cls({role: _checked([token], variable_of(role)) for role, token in given.items() if token})
+        return cls({role: [secrets.token_urlsafe(24)] for role in ServiceRole})
+
+    def one_of(self, role: ServiceRole) -> str | None:
+        """The first token of a role."""
+        return next(iter(self._tokens.get(role, ())), None)
+
+    def require(self, authorization: str | None, role: ServiceRole, route: str) -> ServiceRole:
+        """The caller's role; raises `CredentialError` without a token of this service, `RoleError` for one whose role
+        may not do this."""
+        scheme, _, token = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not token:
+            raise CredentialError(f"{route} needs the header 'Authorization: Bearer <token>' with a token of {role}")
+        found = [
+            each
+            for each, tokens in self._tokens.items()
+            for known in tokens
+            if hmac.compare_digest(known.encode(), token.strip().encode())
+        ]
+        if not found:
+            raise CredentialError("the bearer token is none of this service's")
+        if not any(each.covers(role) for each in found):
+            raise RoleError(f"{route} needs a token of role '{role}'; this one is of role '{found[0]}'", route=route)
+        return found[0]
+
+
+def variable_of(role: ServiceRole) -> str:
+    return f"NEMO_GYM_SERVICE_{role.name}_TOKEN"
+
+
+def _of_file(path: Path) -> dict[ServiceRole, list[str]]:
+    try:
+        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"tokens: '{path}' cannot be read ({type(error).__name__})", key="tokens") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"tokens: '{path}' must map roles to tokens, as in 'submit: [<token>]'", key="tokens")
+    reject_unknown_keys(map(str, content), list(ServiceRole), where=f"tokens: '{path}'")
+    return {
+        ServiceRole(role): _checked([tokens] if isinstance(tokens, str) else tokens, f"'{path}', {role}")
+        for role, tokens in content.items()
+    }
+
+
+def _checked(tokens: Any, where: str) -> list[str]:
+    if not isinstance(tokens, list) or not all(
+        isinstance(token, str) and len(token) >= MIN_TOKEN_CHARS and token.isascii() and token == token.strip()
+        for token in tokens
+    ):
+        raise ConfigError(
+            f"tokens: {where} must hold tokens of at least {MIN_TOKEN_CHARS} ASCII characters", key="tokens"
+        )
+    return tokens

@@ -1,0 +1,470 @@
+"""Typed clients of the rollout service: `AsyncRolloutClient`, and `RolloutClient` for programs without an event loop.
+
+Submitting is repeated when the service cannot be reached, since a job id names one job; results are read on behind the
+last one that was seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import aiohttp
+import orjson
+
+from nemo_gym._util.backoff import NETWORK_JITTER, Backoff
+from nemo_gym.contract.errors import ConfigError, NemoGymError
+from nemo_gym.http.client import new_session
+
+ADDRESS_FILE = "service.json"
+URL_VARIABLE = "NEMO_GYM_SERVICE_URL"
+TOKEN_VARIABLE = "NEMO_GYM_SERVICE_TOKEN"
+BATCH = 500
+PATIENCE_S = 60.0
+"""How long a service that cannot be reached is waited for: it may be restarting."""
+WAIT_AT_ONCE_S = 60.0
+MAX_EVENT_BYTES = 1 << 30
+TERMINAL = frozenset({"done", "failed", "cancelled"})
+
+T = TypeVar("T")
+Progress = Callable[["JobView"], None]
+"""Gets each result as it comes."""
+
+
+class ServiceError(NemoGymError):
+    """The service refused, or could not be reached. ``details`` hold the problem it answered."""
+
+    code = "service"
+    status = 502
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why one job of a batch was not taken."""
+
+    job_id: str
+    code: str
+    detail: str
+    problem: Mapping[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What became of a batch."""
+
+    accepted: int
+    known: int
+    refused: tuple[Refusal, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """A job as the service tells it."""
+
+    job_id: str
+    state: str
+    run_id: str
+    group_id: str
+    task_id: str
+    sample_index: int
+    agent: str
+    priority: int
+    deadline_s: float | None
+    attempt: int
+    digest: str
+    failures: tuple[Mapping[str, Any], ...]
+    result: Mapping[str, Any] | None = field(repr=False)
+    cursor: str | None = None
+    """Of a result: the next one is behind it."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in TERMINAL
+
+    @property
+    def reward(self) -> float | None:
+        """``None`` without a verdict."""
+        return None if self.result is None else self.result.get("reward")
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any], cursor: str | None = None) -> JobView:
+        return cls(**{**told, "failures": tuple(told["failures"])}, cursor=cursor)
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """What a cancel reclaimed."""
+
+    queued: int
+    active: int
+    released: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    url: str
+    token: str | None = field(repr=False)
+
+    @classmethod
+    def find(
+        cls, url: str | None = None, token: str | None = None, run_dir: Path | None = None, role: str = "operate"
+    ) -> Address:
+        """What is given, else what the environment says, else the service of a run's directory. Raises
+        `ConfigError`."""
+        url, token = url or os.environ.get(URL_VARIABLE), token or os.environ.get(TOKEN_VARIABLE)
+        if url is None and run_dir is not None:
+            path = run_dir / ADDRESS_FILE
+            try:
+                found = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"no service runs in '{run_dir}' ({path.name}: {error})", key="run_dir") from None
+            url, token = str(found["url"]), token or found["tokens"].get(role)
+        if url is None:
+            raise ConfigError(f"no service is named: give url= or run_dir=, or set {URL_VARIABLE}", key="url")
+        return cls(url.rstrip("/"), token)
+
+
+class AsyncRolloutClient:
+    """Use it as ``async with AsyncRolloutClient(url, token) as client``."""
+
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        run_dir: Path | str | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self.address = Address.find(url, token, Path(run_dir) if run_dir is not None else None)
+        self._patience_s = patience_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._session = new_session(aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=None))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def submit(self, jobs: Iterable[Mapping[str, Any]]) -> Submission:
+        """Submit jobs (see the service's page for their members), in batches. Jobs that are refused are told and the
+        others go on."""
+        accepted = known = 0
+        refused: list[Refusal] = []
+        for batch in _batches(jobs):
+            told = await self._call("POST", "/v1/jobs", {"jobs": batch}, accepts=lambda body: "jobs" in body)
+            accepted += told["accepted"]
+            known += told["known"]
+            refused += [
+                Refusal(each["job_id"], each["error"]["code"], each["error"]["detail"], each["error"])
+                for each in told["jobs"]
+                if "error" in each
+            ]
+        return Submission(accepted, known, tuple(refused))
+
+    async def job(self, job_id: str, *, wait_s: float = 0.0) -> JobView:
+        """A job, and its result when it has ended within ``wait_s``."""
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + wait_s
+        while True:
+            left_s = max(0.0, give_up - loop.time())
+            wait = f"?wait_s={min(left_s, WAIT_AT_ONCE_S):.3f}" if left_s else ""
+            view = JobView.of(await self._call("GET", f"/v1/jobs/{job_id}{wait}"))
+            if view.is_over or loop.time() >= give_up:
+                return view
+
+    async def jobs(
+        self, *, group: str | None = None, run: str | None = None, state: str | None = None
+    ) -> AsyncIterator[JobView]:
+        """Every matching job, without results, in order of submission."""
+        cursor: str | None = None
+        while True:
+            told = await self._call(
+                "GET", "/v1/jobs", query={"group": group, "run": run, "state": state, "cursor": cursor}
+            )
+            for each in told["jobs"]:
+                yield JobView.of(each)
+            if (cursor := told["cursor"]) is None:
+                return
+
+    async def results(
+        self, *, after: str | None = None, group: str | None = None, run: str | None = None, follow: bool = True
+    ) -> AsyncIterator[JobView]:
+        """Results in the order in which they were recorded, each once, also over restarts of the service. ``after``
+        is the ``cursor`` of the last one that was seen; without ``follow`` it ends with the last there is."""
+        query = {"group": group, "run": run, "follow": None if follow else "false"}
+        backoff = self._backoff()
+        while True:
+            try:
+                async for view in self._stream(query, after):
+                    after = view.cursor
+                    yield view
+                    backoff = self._backoff()
+                if not follow:
+                    return
+                await asyncio.sleep(0.2)  # the service is stopping
+            except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+                if not await backoff.again():
+                    raise self._unreachable("/v1/results", error) from error
+
+    async def _stream(self, query: Mapping[str, Any], after: str | None) -> AsyncIterator[JobView]:
+        assert self._session is not None, "use it in 'async with'"
+        headers = {**self._headers(), **({} if after is None else {"Last-Event-ID": after})}
+        params = {key: value for key, value in query.items() if value is not None}
+        url = self.address.url + "/v1/results"
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)
+        async with self._session.get(url, params=params, headers=headers, timeout=timeout) as response:
+            if response.status >= 300:
+                raise _refused("/v1/results", response.status, await response.read())
+            held = bytearray()
+            async for piece in response.content.iter_any():
+                held += piece
+                if len(held) > MAX_EVENT_BYTES:
+                    raise ServiceError("a result of the service is larger than 1 GiB")
+                if b"\n\n" not in piece and b"\n\n" not in held[-len(piece) - 1 :]:
+                    continue
+                *events, rest = bytes(held).split(b"\n\n")
+                held = bytearray(rest)
+                for event in events:
+                    if (view := _view_of(event)) is not None:
+                        yield view
+
+    async def wait(
+        self,
+        *,
+        run: str | None = None,
+        group: str | None = None,
+        after: str | None = None,
+        on_result: Progress | None = None,
+    ) -> dict[str, int]:
+        """Read results until every job of ``run`` or ``group`` that is known now has ended; counts by state."""
+        left = {view.job_id async for view in self.jobs(run=run, group=group)}
+        counts: dict[str, int] = {}
+        if not left:
+            return counts
+        async for view in self.results(run=run, group=group, after=after):
+            if on_result is not None:
+                on_result(view)
+            counts[view.state] = counts.get(view.state, 0) + 1
+            left.discard(view.job_id)
+            if not left:
+                break
+        return counts
+
+    async def cancel(
+        self,
+        *,
+        job_ids: Sequence[str] | None = None,
+        group: str | None = None,
+        run: str | None = None,
+        reason: str | None = None,
+    ) -> Cancelled:
+        """Stop jobs for good; returns when their boxes are gone."""
+        given = {"job_ids": None if job_ids is None else list(job_ids), "group": group, "run": run, "reason": reason}
+        body = {key: value for key, value in given.items() if value is not None}
+        return Cancelled(**await self._call("POST", "/v1/cancel", body))
+
+    async def drain(self, *, wait_s: float = 0.0, resume: bool = False) -> dict[str, Any]:
+        """Have the service take nothing more, or with ``resume`` take jobs again."""
+        return await self._call("POST", "/v1/drain", {"wait_s": wait_s, "resume": resume})
+
+    async def status(self) -> dict[str, Any]:
+        return await self._call("GET", "/v1/status")
+
+    async def register_server(
+        self, instance: str, url: str, *, capacity: int | None = None, credential: str | None = None
+    ) -> dict[str, Any]:
+        """Add a replica of one of the service's servers."""
+        body = {"instance": instance, "url": url, "capacity": capacity, "credential": credential}
+        return await self._call("POST", "/v1/servers", body)
+
+    async def remove_server(self, server_id: str) -> dict[str, Any]:
+        """Use a server no more; what it works on goes to others."""
+        return await self._call("DELETE", f"/v1/servers/{server_id}")
+
+    # Requests
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        query: Mapping[str, str | None] | None = None,
+        accepts: Callable[[Mapping[str, Any]], bool] = lambda body: False,
+    ) -> dict[str, Any]:
+        """The answer. Every request may be repeated. ``accepts``: answers that are none of an error for their
+        status."""
+        assert self._session is not None, "use it in 'async with'"
+        backoff = self._backoff()
+        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        params = {key: value for key, value in (query or {}).items() if value is not None}
+        headers = {**self._headers(), "Content-Type": "application/json"}
+        while True:
+            try:
+                async with self._session.request(
+                    method, self.address.url + path, data=data, params=params, headers=headers, allow_redirects=False
+                ) as response:
+                    content = await response.read()
+                    if response.status >= 300:
+                        error = _refused(path, response.status, content)
+                        if not accepts(error.details["problem"]):
+                            raise error
+                        return dict(error.details["problem"])
+                    told: dict[str, Any] = orjson.loads(content)
+                    return told
+            except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+                if not await backoff.again():
+                    raise self._unreachable(path, error) from error
+
+    def _headers(self) -> dict[str, str]:
+        return {} if self.address.token is None else {"Authorization": f"Bearer {self.address.token}"}
+
+    def _backoff(self) -> Backoff:
+        return Backoff(first_s=0.1, longest_s=2.0, patience_s=self._patience_s, jitter=NETWORK_JITTER)
+
+    def _unreachable(self, path: str, error: Exception) -> ServiceError:
+        return ServiceError(
+            f"the service at {self.address.url} cannot be reached ({path}: {type(error).__name__}: {error})",
+            retryable=True,
+        )
+
+
+def _batches(jobs: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    batch: list[Mapping[str, Any]] = []
+    for job in jobs:
+        batch.append(job)
+        if len(batch) == BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _view_of(event: bytes) -> JobView | None:
+    """The result of one event of a stream; ``None`` for a sign of life."""
+    cursor = data = None
+    for line in event.split(b"\n"):
+        name, _, value = line.partition(b": ")
+        if name == b"id":
+            cursor = value.decode()
+        elif name == b"data":
+            data = value
+    return None if data is None else JobView.of(orjson.loads(data), cursor)
+
+
+def _refused(path: str, status: int, content: bytes) -> ServiceError:
+    try:
+        problem = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        problem = {"detail": content[:300].decode(errors="replace")}
+    if not isinstance(problem, dict):
+        problem = {"detail": str(problem)[:300]}
+    detail = problem.get("detail") or f"status {status}"
+    error = ServiceError(str(detail), retryable=bool(problem.get("retryable", status >= 500)), problem=problem)
+    error.details |= {"status": status, "path": path, "problem": problem}
+    return error
+
+
+class RolloutClient:
+    """`AsyncRolloutClient` for programs without an event loop; safe from several threads."""
+
+    def __init__(self, url: str | None = None, token: str | None = None, **options: Any) -> None:
+        self._client = AsyncRolloutClient(url, token, **options)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-client", daemon=True)
+        self._thread.start()
+        self._call(self._client.__aenter__())
+
+    def submit(self, jobs: Iterable[Mapping[str, Any]]) -> Submission:
+        """See `AsyncRolloutClient.submit`."""
+        return self._call(self._client.submit(jobs))
+
+    def job(self, job_id: str, *, wait_s: float = 0.0) -> JobView:
+        """See `AsyncRolloutClient.job`."""
+        return self._call(self._client.job(job_id, wait_s=wait_s))
+
+    def jobs(self, **chosen: str | None) -> Iterator[JobView]:
+        """See `AsyncRolloutClient.jobs`."""
+        return self._each(self._client.jobs(**chosen))
+
+    def results(
+        self, *, after: str | None = None, group: str | None = None, run: str | None = None, follow: bool = True
+    ) -> Iterator[JobView]:
+        """See `AsyncRolloutClient.results`."""
+        return self._each(self._client.results(after=after, group=group, run=run, follow=follow))
+
+    def wait(self, **chosen: Any) -> dict[str, int]:
+        """See `AsyncRolloutClient.wait`."""
+        return self._call(self._client.wait(**chosen))
+
+    def cancel(self, **chosen: Any) -> Cancelled:
+        """See `AsyncRolloutClient.cancel`."""
+        return self._call(self._client.cancel(**chosen))
+
+    def drain(self, *, wait_s: float = 0.0, resume: bool = False) -> dict[str, Any]:
+        """See `AsyncRolloutClient.drain`."""
+        return self._call(self._client.drain(wait_s=wait_s, resume=resume))
+
+    def status(self) -> dict[str, Any]:
+        """See `AsyncRolloutClient.status`."""
+        return self._call(self._client.status())
+
+    def register_server(self, instance: str, url: str, **options: Any) -> dict[str, Any]:
+        """See `AsyncRolloutClient.register_server`."""
+        return self._call(self._client.register_server(instance, url, **options))
+
+    def remove_server(self, server_id: str) -> dict[str, Any]:
+        """See `AsyncRolloutClient.remove_server`."""
+        return self._call(self._client.remove_server(server_id))
+
+    def close(self) -> None:
+        """Idempotent."""
+        if not self._loop.is_closed():
+            self._call(self._client.__aexit__(None, None, None))
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # also what interrupts the caller ends the wait
+            raise
+
+    def _each(self, items: AsyncIterator[T]) -> Iterator[T]:
+        end = object()
+
+        async def following() -> Any:
+            return await anext(items, end)
+
+        async def closing() -> None:
+            if (close := getattr(items, "aclose", None)) is not None:
+                await close()
+
+        try:
+            while (item := self._call(following())) is not end:
+                yield item
+        finally:
+            self._call(closing())

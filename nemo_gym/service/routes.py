@@ -1,0 +1,278 @@
+"""The service over HTTP.
+
+POST /v1/jobs             submit a batch                          submit
+GET  /v1/jobs/{id}        one job, wait_s= waits for its end      read
+GET  /v1/jobs             pages: group= run= state= cursor=       read
+GET  /v1/results          results as they come (SSE)              read
+POST /v1/cancel           jobs, a group or a run                  operate
+POST /v1/drain            take nothing more                       operate
+GET  /v1/status           stages, servers, counts                 read
+…    /v1/servers          register, drain, remove                 operate
+GET  /metrics             Prometheus' text                        read
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from nemo_gym.contract.errors import ConfigError, InvalidBodyError
+from nemo_gym.contract.session import IDENTIFIER
+from nemo_gym.http.middleware import BodyLimitMiddleware, BodyLimits, UnknownErrorMiddleware
+from nemo_gym.http.problems import JsonResponse, install_problem_handlers, parse_json_object, validated
+from nemo_gym.http.server import Application
+from nemo_gym.rollouts.interfaces import JobRecord, JobSelector, JobState
+from nemo_gym.service.access import ServiceRole, ServiceTokens
+from nemo_gym.service.service import RolloutService
+from nemo_gym.service.submission import jobs_of
+
+MAX_WAIT_S = 3600.0
+MAX_PAGE = 1000
+SSE_IDLE_S = 15.0
+"""Between two signs of life of a stream without results."""
+
+T = TypeVar("T", bound=BaseModel)
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class CancelBody(_Body):
+    job_id: str | None = None
+    job_ids: list[str] | None = Field(None, min_length=1, max_length=100_000)
+    group: str | None = None
+    run: str | None = None
+    everything: bool = False
+    reason: str = Field("cancelled by its caller", min_length=1, max_length=500)
+
+    @model_validator(mode="after")
+    def _selects(self) -> CancelBody:
+        given = [name for name in ("job_id", "job_ids", "group", "run") if getattr(self, name) is not None]
+        if bool(given) == self.everything:
+            raise ValueError(
+                "give one or more of job_id, job_ids, group and run; or everything=true, and none of them"
+            )
+        return self
+
+
+class DrainBody(_Body):
+    wait_s: float = Field(0.0, ge=0, le=MAX_WAIT_S)
+    resume: bool = False
+    """Take jobs again."""
+
+
+class ServerBody(_Body):
+    instance: str
+    url: str = Field(pattern=r"^https?://[^/?#\s]+(/[^?#\s]*)?$", max_length=2000)
+    capacity: int | None = Field(None, ge=1)
+    credential: str | None = Field(None, max_length=4000, repr=False)
+    """With which the pipeline calls it, where it is not of this service's stack."""
+
+
+def application(service: RolloutService, tokens: ServiceTokens) -> Application:
+    """The service's routes, behind its tokens."""
+    routes = _Routes(service, tokens)
+    app = Application(title="rollouts", openapi_url=None, docs_url=None, redoc_url=None)
+    install_problem_handlers(app)
+    limits = BodyLimits(service.config.max_body_mib << 20, "serve.max_body_mib")
+    app.add_middleware(BodyLimitMiddleware, limits=limits, agent_limits=limits)
+    app.add_middleware(UnknownErrorMiddleware)
+    for path, method, role, endpoint in routes.table():
+        app.router.routes.append(Route(path, routes.guarded(endpoint, role), methods=[method]))
+    return app
+
+
+class _Routes:
+    def __init__(self, service: RolloutService, tokens: ServiceTokens) -> None:
+        self._service = service
+        self._tokens = tokens
+
+    def table(self) -> list[tuple[str, str, ServiceRole | None, Endpoint]]:
+        read, submit, operate = ServiceRole.READ, ServiceRole.SUBMIT, ServiceRole.OPERATE
+        return [
+            ("/health", "GET", None, self.health),
+            ("/ready", "GET", None, self.health),
+            ("/metrics", "GET", read, self.metrics),
+            ("/v1/jobs", "POST", submit, self.submit),
+            ("/v1/jobs", "GET", read, self.jobs),
+            ("/v1/jobs/{job_id}", "GET", read, self.job),
+            ("/v1/results", "GET", read, self.results),
+            ("/v1/status", "GET", read, self.status),
+            ("/v1/cancel", "POST", operate, self.cancel),
+            ("/v1/drain", "POST", operate, self.drain),
+            ("/v1/servers", "GET", read, self.servers),
+            ("/v1/servers", "POST", operate, self.register),
+            ("/v1/servers/{server_id}/drain", "POST", operate, self.drain_server),
+            ("/v1/servers/{server_id}", "DELETE", operate, self.remove_server),
+        ]
+
+    def guarded(self, endpoint: Endpoint, role: ServiceRole | None) -> Endpoint:
+        async def checked(request: Request) -> Response:
+            if role is not None:
+                route = f"{request.method} {request.scope['path']}"
+                self._tokens.require(request.headers.get("authorization"), role, route)
+            return await endpoint(request)
+
+        return checked
+
+    async def health(self, request: Request) -> Response:
+        failure = self._service.dispatcher.failure
+        return JsonResponse({"status": "ready" if failure is None else "stopped"}, 200 if failure is None else 503)
+
+    # Jobs
+
+    async def submit(self, request: Request) -> Response:
+        jobs = jobs_of(await parse_json_object(request), self._service.config.max_jobs_per_request)
+        told = await self._service.submit(jobs)
+        errors = [each["error"] for each in told if "error" in each]
+        body = {
+            "accepted": sum(each.get("new") is True for each in told),
+            "known": sum(each.get("new") is False for each in told),
+            "refused": len(errors),
+            "jobs": told,
+        }
+        if len(errors) < len(told):
+            return JsonResponse(body)
+        # Nothing of it was taken: the answer is the first error, with all of them.
+        return JsonResponse({**errors[0], **body}, status_code=errors[0]["status"])
+
+    async def job(self, request: Request) -> Response:
+        wait_s = _number(request, "wait_s", 0.0, at_most=MAX_WAIT_S)
+        return JsonResponse(await self._service.job(request.path_params["job_id"], wait_s))
+
+    async def jobs(self, request: Request) -> Response:
+        limit = int(_number(request, "limit", 100, at_least=1, at_most=MAX_PAGE))
+        selector = _selector(request, "group", "run", "state", "cursor", "limit")
+        return JsonResponse(await self._service.jobs(selector, request.query_params.get("cursor"), limit))
+
+    async def results(self, request: Request) -> Response:
+        selector = _selector(request, "group", "run", "state", "after", "follow")
+        after = request.headers.get("last-event-id") or request.query_params.get("after")
+        self._service.place_of(after)
+        follow = request.query_params.get("follow", "true") != "false"
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        stream = self._events(selector, after, follow)
+        return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+
+    async def _events(self, selector: JobSelector, after: str | None, follow: bool) -> AsyncIterator[bytes]:
+        yield b": results\n\n"
+        async for record in self._service.results(selector, after, follow=follow, idle_s=SSE_IDLE_S):
+            yield b": idle\n\n" if record is None else self._event(record)
+
+    def _event(self, record: JobRecord) -> bytes:
+        cursor = self._service.cursor(record.result_place or 0)
+        data = orjson.dumps(self._service.view(record))
+        return b"id: %b\nevent: result\ndata: %b\n\n" % (cursor.encode(), data)
+
+    async def cancel(self, request: Request) -> Response:
+        body = await _body(CancelBody, request)
+        ids = [*(body.job_ids or ()), *([body.job_id] if body.job_id is not None else ())]
+        selector = JobSelector(job_ids=frozenset(ids) if ids else None, group_id=body.group, run_id=body.run)
+        return JsonResponse(asdict(await self._service.cancel(selector, body.reason)))
+
+    async def drain(self, request: Request) -> Response:
+        body = await _body(DrainBody, request)
+        if body.resume:
+            self._service.dispatcher.resume()
+            return JsonResponse({"state": "running", "under_way": len(self._service.dispatcher.held)})
+        is_quiet = await self._service.drain(body.wait_s)
+        state = "drained" if is_quiet else "draining"
+        return JsonResponse({"state": state, "under_way": len(self._service.dispatcher.held)})
+
+    async def status(self, request: Request) -> Response:
+        return JsonResponse(await self._service.status())
+
+    # Servers
+
+    async def servers(self, request: Request) -> Response:
+        return JsonResponse({"servers": (await self._service.status())["servers"]})
+
+    async def register(self, request: Request) -> Response:
+        body = await _body(ServerBody, request)
+        server = await self._service.register(body.instance, body.url, body.capacity, body.credential)
+        return JsonResponse(server.told())
+
+    async def drain_server(self, request: Request) -> Response:
+        server = self._service.pool.of_id(request.path_params["server_id"])
+        self._service.pool.drain(server, "an operator drains it")
+        return JsonResponse(server.told())
+
+    async def remove_server(self, request: Request) -> Response:
+        server = self._service.pool.of_id(request.path_params["server_id"])
+        given_back = await self._service.remove(server, "an operator removed it")
+        return JsonResponse({"server_id": server.server_id, "given_back": given_back})
+
+    # Metrics
+
+    async def metrics(self, request: Request) -> Response:
+        status = await self._service.status()
+        lines: list[str] = []
+
+        def family(name: str, help_text: str, samples: list[tuple[dict[str, Any], float]]) -> None:
+            lines.append(f"# HELP nemo_gym_rollouts_{name} {help_text}")
+            lines.append(f"# TYPE nemo_gym_rollouts_{name} gauge")
+            for labels, value in samples:
+                shown = ",".join(f'{key}="{_escaped(str(text))}"' for key, text in labels.items())
+                lines.append(f"nemo_gym_rollouts_{name}{{{shown}}} {value:g}")
+
+        family("jobs", "Jobs in the store, by state", [({"state": s}, n) for s, n in status["jobs"].items()])
+        stages, servers = status["stages"], status["servers"]
+        for key, help_text in (
+            ("queued", "Attempts that wait for a worker"),
+            ("active", "Attempts that are worked on"),
+            ("workers", "Workers"),
+            ("oldest_s", "Age of the oldest active attempt"),
+        ):
+            family(f"stage_{key}", help_text, [({"stage": each["stage"]}, each[key]) for each in stages])
+        for key, help_text in (("busy", "Rollouts at a server"), ("done", "Rollouts that a server finished")):
+            family(f"server_{key}", help_text, [({"server": each["server_id"]}, each[key]) for each in servers])
+        healthy = [({"server": each["server_id"]}, float(each["health"] == "ready")) for each in servers]
+        family("server_ready", "Whether a server gets jobs", healthy)
+        return Response("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+
+
+async def _body(model: type[T], request: Request) -> T:
+    return validated(model, await parse_json_object(request), f"the body of {request.scope['path']}")
+
+
+def _number(request: Request, name: str, default: float, *, at_least: float = 0.0, at_most: float) -> float:
+    given = request.query_params.get(name)
+    if given is None:
+        return default
+    try:
+        value = float(given)
+    except ValueError:
+        value = -1.0
+    if not at_least <= value <= at_most:
+        raise InvalidBodyError(f"{name}: must be a number from {at_least:g} to {at_most:g}, got '{given[:40]}'")
+    return value
+
+
+def _selector(request: Request, *known: str) -> JobSelector:
+    query = request.query_params
+    if unknown := [name for name in query if name not in known]:
+        raise InvalidBodyError(f"unknown parameter '{unknown[0][:40]}'; there are: {', '.join(known)}")
+    for name in ("group", "run"):
+        if (value := query.get(name)) is not None and not IDENTIFIER.match(value):
+            raise InvalidBodyError(f"{name}: '{value[:40]}' is no name of a {name}")
+    states = query.get("state")
+    try:
+        chosen = None if states is None else frozenset(JobState(state) for state in states.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"state: '{states}' must be one or more of {', '.join(JobState)}, with commas between them", key="state"
+        ) from None
+    return JobSelector(group_id=query.get("group"), run_id=query.get("run"), states=chosen)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

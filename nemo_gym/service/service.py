@@ -1,0 +1,376 @@
+"""The service itself: jobs that others submit, over the pipeline's core and a store that outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import secrets
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+import structlog
+
+from nemo_gym.config.service import ServiceConfig
+from nemo_gym.contract.errors import ConfigError, NemoGymError
+from nemo_gym.contract.rows import new_run_id
+from nemo_gym.http.client import ServerClient
+from nemo_gym.rollouts.core import RolloutCore
+from nemo_gym.rollouts.interfaces import CancelReport, JobEvent, JobRecord, JobSelector
+from nemo_gym.rollouts.pipeline import AsyncDispatcher
+from nemo_gym.rollouts.server_pool import PooledServer, ServerPool, ServerState
+from nemo_gym.rollouts.store import SqliteJobStore, SqlJobStore
+from nemo_gym.service.submission import Submissions
+
+log = structlog.get_logger(__name__)
+
+POLL_S = 1.0
+"""How often a store that others write to is looked at, where nothing tells of a change."""
+FEED_PAGE = 64
+
+
+class NoSuchJobError(NemoGymError):
+    """No job has this id."""
+
+    code = "no_such_job"
+    status = 404
+
+
+class CursorError(NemoGymError):
+    """A cursor that this store did not give."""
+
+    code = "cursor"
+    status = 400
+
+
+class StoppedError(NemoGymError):
+    """The pipeline has stopped and takes no jobs."""
+
+    code = "stopped"
+    status = 503
+
+
+class RolloutService:
+    """Made by `open_service`."""
+
+    def __init__(
+        self, core: RolloutCore, store: SqlJobStore, config: ServiceConfig, *, store_id: str, state_dir: Path
+    ) -> None:
+        self.core = core
+        self.store = store
+        self.config = config
+        self.store_id = store_id
+        self.closing = asyncio.Event()
+        """Streams end when it is set."""
+        self._state_file = state_dir / f"servers-{config.pipeline}.json"
+        owner = config.pipeline if store.is_shared else None
+        self.dispatcher: AsyncDispatcher = core.dispatcher(
+            store, listener=self._told, logs=state_dir / "logs", pooled=True, owner=owner, sweeps=True
+        )
+        self.submissions = Submissions(
+            core, store, config, run_id=store_id, datasets=config.datasets, check_s=config.check_s
+        )
+        self._waiters: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
+        self._news = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def pool(self) -> ServerPool:
+        assert self.core.pool is not None
+        return self.core.pool
+
+    # Life
+
+    async def start(self) -> None:
+        for agent in self.core.agents:
+            try:
+                self.pool.replicas(agent)
+                await self._routed(agent)
+            except NemoGymError as error:
+                log.warning("agent is not ready yet", agent=agent, error=str(error))
+        for instance, capacity in self.config.capacities.items():
+            for server in self.pool.replicas(instance):
+                server.capacity = capacity
+        for entry in _entries(self._state_file):
+            self.pool.register(
+                entry["instance"], entry["url"], capacity=entry["capacity"], credential=entry["credential"]
+            )
+        await self.dispatcher.start()
+        watching = self.pool.watch(every_s=self.config.watch_s, silent_s=self.config.silent_s)
+        self._watching = asyncio.create_task(watching, name="watch servers")
+
+    async def _routed(self, agent: str) -> None:
+        async with asyncio.timeout(self.config.check_s):
+            await self.core.add_route(agent, preflights=False)
+
+    def end_streams(self) -> None:
+        """Let those who wait or follow go, because the service stops."""
+        self.closing.set()
+        self._tell_all()
+
+    async def stop(self) -> None:
+        self.end_streams()
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait({self._watching})
+        await self.dispatcher.stop()
+
+    # Jobs
+
+    async def submit(self, bodies: list[Any]) -> list[dict[str, Any]]:
+        """What became of each job."""
+        if (failure := self.dispatcher.failure) is not None:
+            raise StoppedError(f"the pipeline has stopped ({failure}); mend that and start the service again")
+        outcomes = await self.submissions.submit(bodies)
+        if any(outcome.offer is not None and outcome.offer.is_new for outcome in outcomes):
+            self.dispatcher.notify()
+        return [outcome.told() for outcome in outcomes]
+
+    async def job(self, job_id: str, wait_s: float = 0.0) -> dict[str, Any]:
+        """A job with its result, once it has one or ``wait_s`` have passed. Raises `NoSuchJobError`."""
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + wait_s
+        selector = JobSelector(job_ids=frozenset({job_id}))
+        waiter: asyncio.Future[None] | None = None
+        try:
+            while True:
+                waiter = loop.create_future()
+                self._waiters[job_id].add(waiter)
+                records = await self.store.page(selector, 0, 1)
+                if not records:
+                    raise NoSuchJobError(f"no job has the id '{job_id}'", job_id=job_id)
+                left_s = give_up - loop.time()
+                if records[0].state.terminal or left_s <= 0 or self.closing.is_set():
+                    return self.view(records[0])
+                await asyncio.wait({waiter}, timeout=min(left_s, POLL_S) if self.store.is_shared else left_s)
+                self._waiters[job_id].discard(waiter)
+        finally:
+            if waiter is not None:
+                self._waiters[job_id].discard(waiter)
+            if not self._waiters[job_id]:
+                del self._waiters[job_id]
+
+    async def jobs(self, selector: JobSelector, cursor: str | None, limit: int) -> dict[str, Any]:
+        """A page of jobs without their results, and the cursor of the next."""
+        records = await self.store.page(selector, self.place_of(cursor), limit, results=False)
+        more = len(records) == limit
+        return {
+            "jobs": [self.view(record) for record in records],
+            "cursor": self.cursor(records[-1].place) if more else None,
+        }
+
+    async def results(
+        self, selector: JobSelector, after: str | None, *, follow: bool, idle_s: float
+    ) -> AsyncIterator[JobRecord | None]:
+        """Results behind a cursor in the order in which they were recorded; ``None`` where there was none for
+        ``idle_s``. Ends when there are no more, unless it is to ``follow``, or when the service stops."""
+        last = self.place_of(after)
+        idle_since = asyncio.get_running_loop().time()
+        while True:
+            news = self._news
+            records = await self.store.results(selector, last, FEED_PAGE)
+            for record in records:
+                assert record.result_place is not None
+                last = record.result_place
+                yield record
+            now = asyncio.get_running_loop().time()
+            if records:
+                idle_since = now
+                continue
+            if not follow or self.closing.is_set():
+                return
+            left_s = idle_since + idle_s - now
+            if left_s <= 0:
+                idle_since = now
+                yield None
+                continue
+            try:
+                async with asyncio.timeout(min(left_s, POLL_S) if self.store.is_shared else left_s):
+                    await news.wait()
+            except TimeoutError:
+                pass
+
+    async def cancel(self, selector: JobSelector, reason: str) -> CancelReport:
+        report = await self.dispatcher.cancel(selector, reason)
+        log.info("cancelled", queued=report.queued, active=report.active, seconds=round(report.seconds, 3))
+        return report
+
+    async def drain(self, wait_s: float) -> bool:
+        """Take nothing more; whether nothing is under way after ``wait_s`` at most."""
+        self.dispatcher.pause()
+        try:
+            async with asyncio.timeout(wait_s):
+                await self.dispatcher.quiet()
+        except TimeoutError:
+            return False
+        return True
+
+    # Servers
+
+    async def register(self, instance: str, url: str, capacity: int | None, credential: str | None) -> PooledServer:
+        server = self.pool.register(instance, url, capacity=capacity, credential=credential)
+        entries = [each for each in _entries(self._state_file) if each["url"] != server.url]
+        entries.append({"instance": instance, "url": server.url, "capacity": capacity, "credential": credential})
+        await asyncio.to_thread(_write, self._state_file, entries)
+        self.dispatcher.notify()
+        return server
+
+    async def remove(self, server: PooledServer, reason: str) -> int:
+        """How many attempts went back."""
+        entries = [each for each in _entries(self._state_file) if each["url"] != server.url]
+        await asyncio.to_thread(_write, self._state_file, entries)
+        return self.pool.remove(server, reason)
+
+    # Telling
+
+    async def status(self) -> dict[str, Any]:
+        counts = await self.store.counts()
+        failure = self.dispatcher.failure
+        return {
+            "store": self.store_id,
+            "pipeline": self.config.pipeline,
+            "state": "stopped" if failure is not None else "draining" if self.dispatcher.is_paused else "running",
+            "failure": None if failure is None else str(failure),
+            "jobs": {state.value: count for state, count in counts.items()},
+            "under_way": len(self.dispatcher.held),
+            "stages": [asdict(stage) for stage in self.dispatcher.stages],
+            "servers": [each.told() for each in self.pool.all() if each.state is not ServerState.REMOVED],
+            "agents": {agent: agent in self.core.routes for agent in self.core.agents},
+        }
+
+    def view(self, record: JobRecord) -> dict[str, Any]:
+        """A job as callers see it. Its row stays here; the result is told as the JSON it is."""
+        spec = record.spec
+        return {
+            "job_id": record.job_id,
+            "state": record.state.value,
+            "run_id": spec.run_id,
+            "group_id": spec.group_id,
+            "task_id": spec.task_id,
+            "sample_index": spec.sample_index,
+            "agent": spec.agent,
+            "priority": spec.priority,
+            "deadline_s": spec.deadline_s,
+            "attempt": record.attempt,
+            "digest": spec.digest,
+            "failures": [{"stage": each.stage, "kind": each.kind, "reason": each.reason} for each in record.failures],
+            "result": None if record.result is None else orjson.Fragment(record.result),
+        }
+
+    def cursor(self, place: int) -> str:
+        return f"{self.store_id}:{place}"
+
+    def place_of(self, cursor: str | None) -> int:
+        """Raises `CursorError` for one that is none, or another store's."""
+        if not cursor:
+            return 0
+        store_id, _, place = cursor.rpartition(":")
+        if store_id != self.store_id or not place.isdecimal() or len(place) > 18:
+            raise CursorError(
+                f"'{cursor[:80]}' is no cursor of this store ('{self.store_id}'): leave it out to begin at the start"
+            )
+        return int(place)
+
+    def _told(self, event: JobEvent) -> None:
+        if event.state.terminal:
+            for waiter in self._waiters.get(event.job.job_id, ()):
+                if not waiter.done():
+                    waiter.set_result(None)
+            self._tell_all()
+
+    def _tell_all(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+        if self.closing.is_set():
+            for waiters in self._waiters.values():
+                for waiter in waiters:
+                    if not waiter.done():
+                        waiter.set_result(None)
+
+
+@asynccontextmanager
+async def open_service(client: ServerClient, config: ServiceConfig, state_dir: Path) -> AsyncIterator[RolloutService]:
+    """A service over the servers that ``client`` knows, until the block ends: what is under way then stays queued.
+
+    Raises `ConfigError` for names that the stack does not have or a store that another service uses, and
+    `StoreError`.
+    """
+    async with AsyncExitStack() as undo:
+        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        core = RolloutCore(client, config, say=lambda text: log.info(text), needs_engines=True)
+        store = await _open_store(config, state_dir, undo)
+        # As an owner of leases the name stands for this process; whoever had it before is gone.
+        await store.release(config.pipeline if store.is_shared else None)
+        recorded = await store.open_run({"run_id": new_run_id(), "service": True})
+        if not recorded.get("service"):
+            raise ConfigError(
+                f"store '{config.store}' holds the run '{recorded['run_id']}' of ng_run; choose another", key="store"
+            )
+        service = RolloutService(core, store, config, store_id=str(recorded["run_id"]), state_dir=state_dir)
+        undo.push_async_callback(service.stop)
+        await service.start()
+        yield service
+
+
+async def _open_store(config: ServiceConfig, state_dir: Path, undo: AsyncExitStack) -> SqlJobStore:
+    store: SqlJobStore
+    if config.is_postgres:
+        from nemo_gym.rollouts.store.postgres import PostgresJobStore
+
+        store = PostgresJobStore(str(config.store), pipeline=config.pipeline)
+    else:
+        path = Path(config.store).expanduser() if config.store is not None else state_dir / "jobs.sqlite"
+        undo.callback(_locked(path).close)
+        store = SqliteJobStore(path)
+    undo.push_async_callback(store.aclose)
+    return store
+
+
+def _locked(path: Path) -> BinaryIO:
+    """The lock of a store's file, held by the kernel for this process. Raises `ConfigError`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.with_name(f"{path.name}.lock").open("a+b")
+    except OSError as error:
+        raise ConfigError(f"store '{path}' cannot be used ({error.strerror})", key="store") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(
+            f"store '{path}' is another service's on this machine; stop it, or choose another store (several services"
+            " share postgresql://…)",
+            key="store",
+        ) from None
+    return file
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    """The servers that registered, as they were written down."""
+    try:
+        entries: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    return entries
+
+
+def _write(path: Path, content: Any) -> None:
+    """Replace a file that only its owner may read."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def write_address(path: Path, url: str, tokens: Mapping[str, str | None], store_id: str) -> None:
+    """Where the service listens and with which tokens, for commands of the same user."""
+    _write(path, {"url": url, "tokens": dict(tokens), "store": store_id, "pid": os.getpid()})

@@ -1,0 +1,261 @@
+"""From the body of a submission to jobs: each is checked by itself, and what is wrong with one is told of it alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from nemo_gym._util.suggest import nearest
+from nemo_gym.config.pipeline import PipelineConfig
+from nemo_gym.contract.errors import ConfigError, ContractError, InvalidBodyError, NemoGymError, RowError
+from nemo_gym.contract.rows import NO_PROMPT, PARAMS_KEY, TASK_INDEX_KEY, has_prompt, task_id_of
+from nemo_gym.contract.session import IDENTIFIER
+from nemo_gym.http.problems import validated
+from nemo_gym.rollouts.core import RolloutCore
+from nemo_gym.rollouts.interfaces import JobSpec, JobStore, Offer
+from nemo_gym.rollouts.routing import unworded
+from nemo_gym.rollouts.rows import RowChecker
+
+PROMPT_BATCH = 256
+"""Rows in one question to an environment."""
+
+
+class JobConflictError(ContractError):
+    """The id belongs to a job with another content."""
+
+    code = "job_conflict"
+
+
+class DatasetRow(BaseModel):
+    """A row of one of the service's data sets."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    row: int = Field(ge=1)
+    """Its line in the file."""
+
+
+class JobBody(BaseModel):
+    """One job of a submission."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    job_id: str = Field(pattern=IDENTIFIER.pattern, max_length=128)
+    row: dict[str, Any] | None = None
+    dataset: DatasetRow | None = None
+    agent: str | None = None
+    run_id: str | None = Field(None, pattern=IDENTIFIER.pattern, max_length=64)
+    group_id: str | None = Field(None, pattern=IDENTIFIER.pattern, max_length=256)
+    task_index: int = Field(0, ge=0, le=2**31 - 1)
+    sample_index: int = Field(0, ge=0, le=2**31 - 1)
+    priority: int = Field(0, ge=-(2**31), le=2**31 - 1)
+    deadline_s: float | None = Field(None, gt=0, le=30 * 86400, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _has_one_row(self) -> JobBody:
+        if (self.row is None) == (self.dataset is None):
+            raise ValueError("a job brings its 'row' or names one with 'dataset', and not both")
+        return self
+
+
+class _JobRow(RowChecker):
+    """Checks the row that a job brings."""
+
+    def _place(self, number: int) -> str:
+        return "row"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one job of a submission."""
+
+    job_id: str
+    offer: Offer | None = None
+    error: NemoGymError | None = None
+
+    def told(self) -> dict[str, Any]:
+        if self.offer is None:
+            assert self.error is not None
+            return {"job_id": self.job_id, "error": self.error.as_problem()}
+        return {
+            "job_id": self.job_id,
+            "state": self.offer.state.value,
+            "new": self.offer.is_new,
+            "digest": self.offer.digest,
+        }
+
+
+class Submissions:
+    """Checks jobs and puts them into a store.
+
+    Args:
+        run_id: of jobs that name none.
+        check_s: how long an agent's servers may take to say that they are ready.
+    """
+
+    def __init__(
+        self,
+        core: RolloutCore,
+        store: JobStore,
+        config: PipelineConfig,
+        *,
+        run_id: str,
+        datasets: Mapping[str, Path],
+        check_s: float,
+    ) -> None:
+        self._core = core
+        self._store = store
+        self._run_id = run_id
+        self._datasets = datasets
+        self._check_s = check_s
+        self._offsets: dict[str, list[int]] = {}
+        self._checker = _JobRow(Path("row"), config, core.agents)
+
+    async def submit(self, bodies: Sequence[Any]) -> list[Outcome]:
+        """One outcome for each job, in their order. Raises `StoreError` when nothing can be recorded."""
+        outcomes: dict[int, Outcome] = {}
+        specs: dict[int, JobSpec] = {}
+        for number, body in enumerate(bodies):
+            try:
+                specs[number] = await self._spec(body, number)
+            except NemoGymError as error:
+                outcomes[number] = Outcome(_id_of(body, number), error=error)
+        for number, why in (await self._refused(specs)).items():
+            outcomes[number] = Outcome(specs.pop(number).job_id, error=why)
+        offers = await self._store.offer(list(specs.values())) if specs else []
+        for number, offer in zip(specs, offers, strict=True):
+            outcomes[number] = Outcome(offer.job_id, offer=offer)
+            if offer.is_refused:
+                outcomes[number] = Outcome(offer.job_id, error=_conflict(offer))
+        return [outcomes[number] for number in range(len(bodies))]
+
+    async def _spec(self, body: Any, number: int) -> JobSpec:
+        job = validated(JobBody, body, f"jobs[{number}]")
+        row = job.row if job.dataset is None else await self._row_of(job.dataset)
+        given = {key: value for key, value in (row or {}).items() if key != TASK_INDEX_KEY}
+        if job.agent is not None:
+            given["agent_ref"] = {"type": "responses_api_agents", "name": job.agent}
+        try:
+            line = orjson.dumps(given)
+        except TypeError as error:
+            raise RowError(f"row: not JSON of this suite ({error})") from None
+        checked, agent = self._checker.row_and_agent(0, line)
+        await self._routed(agent)
+        checked[TASK_INDEX_KEY] = job.task_index
+        return JobSpec(
+            job_id=job.job_id,
+            run_id=job.run_id or self._run_id,
+            task_id=task_id_of(checked, job.task_index),
+            group_id=job.group_id or job.job_id,
+            sample_index=job.sample_index,
+            task_index=job.task_index,
+            agent=agent,
+            row=orjson.dumps(checked, option=orjson.OPT_SORT_KEYS),
+            priority=job.priority,
+            deadline_s=job.deadline_s,
+        )
+
+    async def _routed(self, agent: str) -> None:
+        if agent in self._core.preflighted:
+            return
+        try:
+            async with asyncio.timeout(self._check_s):
+                await self._core.add_route(agent)
+        except TimeoutError:
+            raise ConfigError(
+                f"agent '{agent}': its servers did not say within {self._check_s:g} s (check_s) that they are ready;"
+                " see GET /v1/status, and submit the job again when they do",
+                key="agent",
+            ) from None
+
+    async def _row_of(self, wanted: DatasetRow) -> dict[str, Any]:
+        path = self._datasets.get(wanted.name)
+        if path is None:
+            known = list(self._datasets)
+            raise ConfigError(
+                f"dataset.name: the service has no data set '{wanted.name}'{nearest(wanted.name, known)}; it has:"
+                f" {', '.join(known) or 'none (datasets in the serve block)'}",
+                key="dataset.name",
+            )
+        line = await asyncio.to_thread(self._line, wanted.name, path, wanted.row)
+        try:
+            row = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise RowError(f"dataset.row: line {wanted.row} of '{wanted.name}' is no JSON ({error})") from None
+        if not isinstance(row, dict):
+            raise RowError(f"dataset.row: line {wanted.row} of '{wanted.name}' is no object")
+        return row
+
+    def _line(self, name: str, path: Path, number: int) -> bytes:
+        try:
+            with path.open("rb") as lines:
+                if name not in self._offsets:
+                    self._offsets[name] = [0]
+                    for line in lines:
+                        self._offsets[name].append(self._offsets[name][-1] + len(line))
+                offsets = self._offsets[name]
+                if number >= len(offsets):
+                    raise RowError(f"dataset.row: '{name}' has {len(offsets) - 1} rows, and {number} is asked for")
+                lines.seek(offsets[number - 1])
+                return lines.readline()
+        except OSError as error:
+            raise ConfigError(f"dataset.name: '{name}' cannot be read ({error.strerror})", key="datasets") from error
+
+    async def _refused(self, specs: Mapping[int, JobSpec]) -> dict[int, NemoGymError]:
+        """Jobs that ask their agents nothing, also by the word of their environments."""
+        refused: dict[int, NemoGymError] = {}
+        to_ask: dict[str, dict[int, dict[str, Any]]] = {}
+        for number, spec in specs.items():
+            route = self._core.routes[spec.agent]
+            if not route.needs_prompt or route.environment is None:
+                continue
+            row = orjson.loads(spec.row)
+            if has_prompt(row.get(PARAMS_KEY)):
+                continue
+            if route.words_prompts:
+                to_ask.setdefault(route.environment, {})[number] = row
+            else:
+                refused[number] = RowError(NO_PROMPT)
+        for environment, rows in to_ask.items():
+            numbers = list(rows)
+            for start in range(0, len(numbers), PROMPT_BATCH):
+                batch = {number: rows[number] for number in numbers[start : start + PROMPT_BATCH]}
+                try:
+                    reasons = await unworded(self._core.peers, environment, batch)
+                except ConfigError as error:
+                    refused |= dict.fromkeys(batch, error)
+                    continue
+                refused |= {number: RowError(f"row: {why}") for number, why in reasons.items()}
+        return refused
+
+
+def _id_of(body: Any, number: int) -> str:
+    found = body.get("job_id") if isinstance(body, Mapping) else None
+    return found if isinstance(found, str) else f"jobs[{number}]"
+
+
+def _conflict(offer: Offer) -> JobConflictError:
+    return JobConflictError(
+        f"job '{offer.job_id}' is known with another body (known {offer.known_digest}, given {offer.digest}): a job id"
+        " names one body for good; submit the changed job under another id",
+        job_id=offer.job_id,
+        digest=offer.digest,
+        known_digest=offer.known_digest,
+    )
+
+
+def jobs_of(body: Mapping[str, Any], at_most: int) -> list[Any]:
+    """The jobs of a request's body; raises `InvalidBodyError`."""
+    jobs = body.get("jobs", [body] if "job_id" in body else None)
+    if not isinstance(jobs, list) or not jobs:
+        raise InvalidBodyError('jobs: the body holds a list of jobs, as in {"jobs": [{"job_id": …, "row": …}]}')
+    if len(jobs) > at_most:
+        raise InvalidBodyError(f"jobs: {len(jobs)} in one request; at most {at_most} (max_jobs_per_request)")
+    return jobs

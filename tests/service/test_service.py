@@ -1,0 +1,282 @@
+"""Rollouts as a service: submitting by id, waiting, listing, results without gaps, cancel, drain, bad input."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.service.access import ServiceRole, ServiceTokens
+from nemo_gym.service.client import RolloutClient, ServiceError
+from tests.rollouts.chain_process import ChainServer
+from tests.service.conftest import TOKENS, Chain, Served, job, serving
+
+MakeChain = Callable[..., Chain]
+
+
+async def raw(served: Served, method: str, path: str, body: Any = None, role: str = "operate") -> tuple[int, Any]:
+    headers = {"Authorization": f"Bearer {TOKENS[ServiceRole(role)][0]}"}
+    async with aiohttp.ClientSession() as http:
+        async with http.request(method, served.url + path, json=body, headers=headers) as response:
+            return response.status, await response.json(content_type=None)
+
+
+async def test_a_job_is_submitted_waited_for_and_told_with_its_result(make_chain: MakeChain) -> None:
+    async with serving(make_chain()) as served:
+        done = await served.client.submit([job(0, group_id="g", priority=3)])
+        assert (done.accepted, done.known, done.refused) == (1, 0, ())
+        view = await served.client.job("job-0", wait_s=30)
+        assert (view.state, view.reward, view.group_id, view.priority, view.attempt) == ("done", 1.0, "g", 3, 1)
+        assert view.result is not None and view.result["_ng_rollout_id"] == "job-0"
+        with pytest.raises(ServiceError, match="no job has the id 'job-1'"):
+            await served.client.job("job-1")
+
+
+async def test_the_same_body_is_the_same_job_and_another_is_refused_with_both_digests(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    async with serving(chain) as served:
+        first = await served.client.job("job-0") if not await served.client.submit([job(0)]) else None
+        assert first is None
+        assert (await served.client.submit([job(0)])).known == 1
+        turned = job(0, row=dict(reversed(job(0)["row"].items())))
+        assert (await served.client.submit([turned])).known == 1  # the order of members says nothing
+        status, problem = await raw(served, "POST", "/v1/jobs", {"jobs": [job(0, priority=1)]})
+        known = (await served.client.job("job-0", wait_s=30)).digest
+        assert (status, problem["code"], problem["known_digest"]) == (409, "job_conflict", known)
+        assert problem["digest"] != known
+        assert len(chain.notes("act")) == 1
+
+
+async def test_bad_jobs_of_a_batch_are_named_and_the_rest_goes_on(make_chain: MakeChain) -> None:
+    async with serving(make_chain(), datasets={"rows": str(Path(__file__))}) as served:
+        done = await served.client.submit(
+            [
+                job(0),
+                job(1, row={"id": "x"}),
+                job(2, agent="trivia"),
+                job(3, priority="high"),
+                {"row": {}},
+                job(4, deadline_s=-1),
+                job(5, dataset={"name": "rows", "row": 1}),
+                {"job_id": "job-6", "dataset": {"name": "row", "row": 1}},
+                {"job_id": "job-7", "dataset": {"name": "rows", "row": 10_000}},
+                job(8, row={"responses_create_params": {}}),
+                job(9, row="text"),
+                job(10),
+            ]
+        )
+        assert done.accepted == 2
+        said = {each.job_id: each.detail for each in done.refused}
+        assert "the row has no prompt" in said["job-1"]
+        assert "unknown agent 'trivia' (did you mean 'trivial'?)" in said["job-2"]
+        assert "jobs[3]: priority" in said["job-3"]
+        assert "jobs[4]: job_id: Field required" in said["jobs[4]"]
+        assert "deadline_s" in said["job-4"]
+        assert "'row' or names one with 'dataset'" in said["job-5"]
+        assert "no data set 'row' (did you mean 'rows'?)" in said["job-6"]
+        assert "10000 is asked for" in said["job-7"]
+        assert "must be an object with 'input'" in said["job-8"]
+        assert "jobs[10]: row" in said["job-9"]
+        assert [(await served.client.job(f"job-{n}", wait_s=30)).state for n in (0, 10)] == ["done", "done"]
+
+
+async def test_rows_of_data_sets_are_named_by_their_line(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    path = chain.write_rows(3)
+    async with serving(chain, datasets={"questions": str(path)}) as served:
+        jobs = [{"job_id": f"q{n}", "dataset": {"name": "questions", "row": n}} for n in (3, 1)]
+        assert (await served.client.submit(jobs)).accepted == 2
+        assert (await served.client.job("q3", wait_s=30)).task_id == "t2"
+        assert (await served.client.job("q1", wait_s=30)).task_id == "t0"
+
+
+async def test_an_agent_whose_model_is_silent_is_refused_at_submission(make_chain: MakeChain) -> None:
+    silent = {"engine": "e", "problem": None, "warning": None, "unreachable": "no answer", "context_tokens": None}
+    async with serving(make_chain(model={"preflight": [silent]}), check_s=20) as served:
+        (refused,) = (await served.client.submit([job(0)])).refused
+        assert "model server 'policy': no answer" in refused.detail
+
+
+async def test_listing_is_paged_and_filtered(make_chain: MakeChain) -> None:
+    async with serving(make_chain()) as served:
+        await served.client.submit([job(n, run_id=f"r{n % 2}", group_id=f"g{n}") for n in range(7)])
+        counts = await served.client.wait(run="r1")
+        assert counts == {"done": 3}
+        assert [view.job_id async for view in served.client.jobs(run="r1")] == ["job-1", "job-3", "job-5"]
+        assert [view.job_id async for view in served.client.jobs(group="g4")] == ["job-4"]
+        status, page = await raw(served, "GET", "/v1/jobs?limit=4")
+        assert status == 200 and len(page["jobs"]) == 4
+        status, rest = await raw(served, "GET", f"/v1/jobs?limit=4&cursor={page['cursor']}")
+        assert len(rest["jobs"]) == 3 and rest["cursor"] is None
+        assert (await raw(served, "GET", "/v1/jobs?cursor=other:3"))[1]["code"] == "cursor"
+        assert (await raw(served, "GET", "/v1/results?after=other:3"))[1]["code"] == "cursor"
+        assert "queued" in (await raw(served, "GET", "/v1/jobs?state=waiting"))[1]["detail"]
+        assert (await raw(served, "GET", "/v1/jobs?colour=red"))[0] == 422
+
+
+async def test_results_go_on_behind_the_last_one_that_was_seen(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    seen: list[str] = []
+    async with serving(chain) as served:
+        await served.client.submit([job(n) for n in range(10)])
+        async for view in served.client.results():
+            seen.append(view.job_id)
+            cursor = view.cursor
+            if len(seen) == 4:
+                break
+        await served.client.wait()
+    async with serving(chain) as served:  # another process, as far as the consumer knows
+        await served.client.submit([job(n) for n in range(10, 13)])
+        async with asyncio.timeout(60):
+            async for view in served.client.results(after=cursor):
+                seen.append(view.job_id)
+                if len(seen) == 13:
+                    break
+    assert sorted(seen) == sorted(f"job-{n}" for n in range(13))
+
+
+async def test_cancel_tells_what_it_reclaimed(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"hang": [f"t{n}" for n in range(10)]})
+    async with serving(chain, concurrency=2) as served:
+        await served.client.submit([job(n, group_id="a" if n < 8 else "b") for n in range(10)])
+        await served.wait(lambda: len(chain.notes("act")) == 2, "both workers to hang")
+        done = await served.client.cancel(group="a", reason="not needed")
+        assert done.queued + done.active == 8 and done.active >= 2
+        assert done.released >= 2 * 2 and done.seconds < 30
+        assert (await served.client.job("job-0")).failures[-1]["reason"] == "not needed"
+        assert (await raw(served, "POST", "/v1/cancel", {}))[0] == 422
+        assert (await served.client.cancel(job_ids=["job-8", "job-9"])).active == 2
+        counts = (await served.client.status())["jobs"]
+        assert (counts["cancelled"], counts["claimed"]) == (10, 0)
+
+
+async def test_drain_finishes_what_is_under_way_and_takes_nothing_new(make_chain: MakeChain) -> None:
+    async with serving(make_chain(agent={"delay_s": 0.3}), concurrency=1, init_workers=1) as served:
+        await served.client.submit([job(n) for n in range(8)])
+        await served.client.job("job-0", wait_s=30)
+        assert await served.client.drain(wait_s=60) == {"state": "drained", "under_way": 0}
+        status = await served.client.status()
+        assert status["state"] == "draining" and status["jobs"]["queued"] > 0
+        await served.client.drain(resume=True)
+        assert await served.client.wait() == {"done": 8}
+
+
+async def test_a_token_opens_what_its_role_may_do(make_chain: MakeChain) -> None:
+    async with serving(make_chain()) as served:
+        assert (await raw(served, "GET", "/v1/status", role="read"))[0] == 200
+        status, problem = await raw(served, "POST", "/v1/jobs", {"jobs": [job(0)]}, role="read")
+        assert status == 403 and "needs a token of role 'submit'; this one is of role 'read'" in problem["detail"]
+        assert (await raw(served, "POST", "/v1/jobs", {"jobs": [job(0)]}, role="submit"))[0] == 200
+        assert (await raw(served, "POST", "/v1/drain", {}, role="submit"))[0] == 403
+        async with aiohttp.ClientSession() as http:
+            for path in ("/v1/status", "/metrics", "/v1/results"):
+                async with http.get(served.url + path) as response:
+                    assert response.status == 401
+            async with http.get(served.url + "/health") as response:
+                assert response.status == 200
+
+
+def test_tokens_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.yaml"
+    path.write_text("submit: [aaaaaaaaaaaaaaaaaaaa, bbbbbbbbbbbbbbbbbbbb]\nread: cccccccccccccccccccc\n")
+    tokens = ServiceTokens.load(path)
+    assert tokens.require("Bearer bbbbbbbbbbbbbbbbbbbb", ServiceRole.READ, "GET /") is ServiceRole.SUBMIT
+    assert tokens.one_of(ServiceRole.OPERATE) is None
+    given = ServiceTokens.load(None, {"NEMO_GYM_SERVICE_READ_TOKEN": "d" * 20})
+    assert given.one_of(ServiceRole.READ) == "d" * 20
+    path.write_text("submitter: [aaaaaaaaaaaaaaaaaaaa]\n")
+    with pytest.raises(ConfigError, match="did you mean 'submit'"):
+        ServiceTokens.load(path)
+    path.write_text("submit: [short]\n")
+    with pytest.raises(ConfigError, match="at least 16"):
+        ServiceTokens.load(path)
+
+
+async def test_status_and_metrics_tell_of_stages_and_servers(make_chain: MakeChain) -> None:
+    async with serving(make_chain(), capacities={"trivial": 4}) as served:
+        await served.client.submit([job(n) for n in range(3)])
+        await served.client.wait()
+        status = await served.client.status()
+        assert [stage["stage"] for stage in status["stages"]] == ["init", "run", "eval"]
+        (agent,) = [each for each in status["servers"] if each["instance"] == "trivial"]
+        assert (agent["done"], agent["busy"], agent["capacity"], agent["health"]) == (3, 0, 4, "ready")
+        async with aiohttp.ClientSession() as http:
+            headers = {"Authorization": f"Bearer {TOKENS[ServiceRole.READ][0]}"}
+            async with http.get(served.url + "/metrics", headers=headers) as response:
+                text = await response.text()
+        assert 'nemo_gym_rollouts_jobs{state="done"} 3' in text
+        assert 'nemo_gym_rollouts_server_done{server="trivial.0"} 3' in text
+
+
+async def test_servers_register_share_the_work_and_leave(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"delay_s": 0.1})
+    other = ChainServer("agent", {"journal": str(chain.journal), "delay_s": 0.1})
+    url = f"http://127.0.0.1:{other.port}"
+    try:
+        other.wait_ready()
+        async with serving(chain, concurrency=8, capacities={"trivial": 4}) as served:
+            with pytest.raises(ServiceError, match="did you mean 'trivial'"):
+                await served.client.register_server("trivia", url)
+            with pytest.raises(ServiceError, match="capacity"):
+                await served.client.register_server("trivial", url, capacity=0)
+            added = await served.client.register_server("trivial", url, capacity=4)
+            await served.client.submit([job(n) for n in range(80)])
+            assert await served.client.wait() == {"done": 80}
+            done = {each["server_id"]: each["done"] for each in (await served.client.status())["servers"]}
+            assert abs(done["trivial.0"] - done["trivial.1"]) <= 8
+        async with serving(chain, concurrency=8, capacities={"trivial": 4}) as served:  # it is remembered
+            await served.client.submit([job(n) for n in range(80, 200)])
+            await served.wait(lambda: len(chain.notes("act")) > 90, "work to be under way")
+            await served.client.remove_server(added["server_id"])
+            other.kill()
+            assert await served.client.wait(run=served.service.store_id) == {"done": 200}
+            with pytest.raises(ServiceError, match="no server has the id"):
+                await served.client.remove_server(added["server_id"])
+    finally:
+        other.stop()
+
+
+def test_blocking_client_does_the_same_from_a_program_without_a_loop(make_chain: MakeChain) -> None:
+    chain = make_chain()
+
+    async def serve(started: asyncio.Event, ended: asyncio.Event, at: list[str]) -> None:
+        async with serving(chain) as served:
+            at.append(served.url)
+            started.set()
+            await ended.wait()
+
+    def use(url: str) -> None:
+        with RolloutClient(url, TOKENS[ServiceRole.OPERATE][0]) as client:
+            assert client.submit([job(n) for n in range(5)]).accepted == 5
+            assert sorted(view.job_id for _, view in zip(range(5), client.results(), strict=False)) == [
+                f"job-{n}" for n in range(5)
+            ]
+            assert client.job("job-1", wait_s=30).reward == 1.0
+            assert len(list(client.jobs())) == 5
+            assert client.wait() == {"done": 5}
+            assert client.status()["jobs"]["done"] == 5
+
+    async def main() -> None:
+        started, ended, at = asyncio.Event(), asyncio.Event(), []
+        serving_task = asyncio.create_task(serve(started, ended, at))
+        await started.wait()
+        try:
+            await asyncio.to_thread(use, at[0])
+        finally:
+            ended.set()
+            await serving_task
+
+    asyncio.run(main())
+
+
+async def test_two_services_do_not_share_a_file(make_chain: MakeChain) -> None:
+    chain = make_chain()
+    async with serving(chain):
+        with pytest.raises(ConfigError, match="another service's"):
+            async with serving(chain):
+                pass

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import orjson
 import structlog
@@ -67,6 +67,22 @@ class ObservedStage:
         return self._stage.classify(error)
 
 
+class Workplace(Protocol):
+    """Where rollouts of a sampler are done."""
+
+    @property
+    def check(self) -> CheckedRow: ...
+
+    async def prepare(self, agent: str | None) -> None:
+        """Before the first rollout of an agent; ``None`` is the run's own, before anything is done. Raises
+        `ConfigError`."""
+        ...
+
+    def servers(self, agent: str) -> Servers: ...
+
+    def stages(self, files: RunFiles) -> tuple[Stage, Stage, Stage]: ...
+
+
 @asynccontextmanager
 async def open_sampler(
     client: ServerClient,
@@ -83,21 +99,38 @@ async def open_sampler(
     continued. Leaving stops what is under way and keeps it queued. Raises `ConfigError` and `RowError` before anything
     runs, and `StoreError` when nothing can be recorded.
     """
-    if not isinstance(run, RolloutRunConfig):
-        run = RolloutRunConfig.parse(run if loader is None else {**run, "input": "data loader"})
-    config = run
+    config = run_config(run, loader)
+    workplace = _Stack(client, config)
+    async with sampler_at(workplace, config, loader, sampling=sampling, filters=filters) as sampler:
+        yield sampler
+
+
+def run_config(run: RolloutRunConfig | Mapping[str, Any], loader: Iterable[Any] | None) -> RolloutRunConfig:
+    """The run keys of a sampler; a loader takes the place of ``input``."""
+    if isinstance(run, RolloutRunConfig):
+        return run
+    return RolloutRunConfig.parse(run if loader is None else {**run, "input": "data loader"})
+
+
+@asynccontextmanager
+async def sampler_at(
+    workplace: Workplace,
+    config: RolloutRunConfig,
+    loader: Iterable[Any] | None = None,
+    *,
+    sampling: SamplingConfig | Mapping[str, Any] | None = None,
+    filters: Iterable[GroupFilter] = DEFAULT_FILTERS,
+) -> AsyncIterator[RolloutSampler]:
+    """`open_sampler` over any workplace."""
     chosen = sampling if isinstance(sampling, SamplingConfig) else SamplingConfig.parse(sampling or {})
-    files, peers = RunFiles(config.output, config.store), Peers(client)
+    files = RunFiles(config.output, config.store)
     cursor = LoaderCursor(RowFile(config.input) if loader is None else loader, chosen.epochs)
-    routes: dict[str, Servers] = {}
     async with AsyncExitStack() as undo:
         lock = OutputLock(files)
         lock.acquire()
         undo.callback(lock.release)
         recorded = await RecordedRun.of(config, files)
-        agents = agent_instances(client.global_config_dict)
-        if config.agent_name is not None or len(agents) == 1:
-            await _add_route(client, peers, config, routes, config.agent_name or agents[0])
+        await workplace.prepare(None)
         if recorded is None:
             files.discard()
         else:
@@ -116,76 +149,88 @@ async def open_sampler(
         def ended(event: JobEvent) -> None:
             sampler.job_ended(event)
 
-        init, running, evaluating = http_stages(peers, config, chosen_topology(client), logs=files.logs)
+        init, running, evaluating = workplace.stages(files)
         observed = ObservedStage(running, lambda job, session: sampler.job_started(job, session))
         stages = (init, observed, evaluating)
-        dispatcher = AsyncDispatcher(store, stages, config, routes.__getitem__, listener=ended)
+        dispatcher = AsyncDispatcher(store, stages, config, workplace.servers, listener=ended)
         sampler = RolloutSampler(
             store,
             ledger,
             dispatcher,
             cursor,
-            _row_check(client, peers, config, routes, agents),
+            workplace.check,
             run_id=run_id,
-            workers=config.workers,
+            workers=[stage.workers for stage in stages],
             config=chosen,
             filters=filters,
         )
         unfinished = JobSelector(states=frozenset({JobState.QUEUED, JobState.CLAIMED}))
         for agent in {record.spec.agent async for record in store.iterate(unfinished)}:
-            await _add_route(client, peers, config, routes, agent)
+            await workplace.prepare(agent)
         undo.push_async_callback(dispatcher.stop)
         undo.push_async_callback(sampler.aclose)
         yield sampler
 
 
-async def _add_route(
-    client: ServerClient, peers: Peers, config: RolloutRunConfig, routes: dict[str, Servers], agent: str
-) -> None:
-    if agent not in routes:
-        route = await checked_servers(client, peers, agent, config)
-        await preflight([route], peers, lambda text: log.info(text))
-        routes[agent] = route
+class _Stack:
+    """The servers of a running stack; see `Workplace`."""
 
+    def __init__(self, client: ServerClient, config: RolloutRunConfig) -> None:
+        self._client, self._config, self._peers = client, config, Peers(client)
+        self._agents = agent_instances(client.global_config_dict)
+        self._routes: dict[str, Servers] = {}
+        self._checker = RowChecker(config.input, config, self._agents)
 
-def _row_check(
-    client: ServerClient, peers: Peers, config: RolloutRunConfig, routes: dict[str, Servers], agents: Sequence[str]
-) -> CheckedRow:
-    """Checks a loader's rows as `materialize` checks those of a file."""
-    checker = RowChecker(config.input, config, agents)
+    async def prepare(self, agent: str | None) -> None:
+        if agent is None:
+            agent = self._config.agent_name or (self._agents[0] if len(self._agents) == 1 else None)
+        if agent is not None and agent not in self._routes:
+            route = await checked_servers(self._client, self._peers, agent, self._config)
+            await preflight([route], self._peers, lambda text: log.info(text))
+            self._routes[agent] = route
 
-    async def check(number: int, row: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
-        own = {key: value for key, value in row.items() if key != TASK_INDEX_KEY}
+    def servers(self, agent: str) -> Servers:
+        return self._routes[agent]
+
+    def stages(self, files: RunFiles) -> tuple[Stage, Stage, Stage]:
+        return http_stages(self._peers, self._config, chosen_topology(self._client), logs=files.logs)
+
+    async def check(self, number: int, row: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
+        """Checks a loader's row as `materialize` checks those of a file."""
         try:
-            try:
-                line = orjson.dumps(own)
-            except orjson.JSONEncodeError as error:
-                raise RowError(f"row {number} of the data loader is not JSON: {error}", line=number) from error
-            checked, agent = checker.row_and_agent(number, line)
+            checked, agent = self._checker.row_and_agent(number, loader_row(number, row))
         except RowError as error:
-            if not config.skip_bad_rows:
+            if not self._config.skip_bad_rows:
                 raise
             log.warning("row left out", error=error.message)
             return None
-        await _add_route(client, peers, config, routes, agent)
+        await self.prepare(agent)
         return checked, agent
 
-    return check
+
+def loader_row(number: int, row: Mapping[str, Any]) -> bytes:
+    """A loader's row as JSON, without a number of its own. Raises `RowError`."""
+    own = {key: value for key, value in row.items() if key != TASK_INDEX_KEY}
+    try:
+        return orjson.dumps(own)
+    except orjson.JSONEncodeError as error:
+        raise RowError(f"row {number} of the data loader is not JSON: {error}", line=number) from error
+
+
+OpenSampler = Callable[..., AbstractAsyncContextManager[RolloutSampler]]
 
 
 class BlockingSampler:
     """A sampler for trainers without an event loop. The pipeline has a thread of its own, so rollouts go on while the
     trainer computes."""
 
-    def __init__(
-        self, client: ServerClient, run: RolloutRunConfig | Mapping[str, Any], *rest: Any, **options: Any
-    ) -> None:
-        """Takes what `open_sampler` takes, and raises what it raises."""
+    def __init__(self, *given: Any, opened_by: OpenSampler = open_sampler, **options: Any) -> None:
+        """Takes what ``opened_by`` takes, and raises what it raises."""
         opened: Future[RolloutSampler] = Future()
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._thread = threading.Thread(
-            target=lambda: self._loop.run_until_complete(self._serve(opened, client, run, *rest, **options)),
+            target=lambda: self._loop.run_until_complete(self._serve(opened, opened_by(*given, **options))),
             name="sampler",
             daemon=True,
         )
@@ -197,9 +242,11 @@ class BlockingSampler:
             self._loop.close()
             raise
 
-    async def _serve(self, opened: Future[RolloutSampler], *given: Any, **options: Any) -> None:
+    async def _serve(
+        self, opened: Future[RolloutSampler], opening: AbstractAsyncContextManager[RolloutSampler]
+    ) -> None:
         try:
-            async with open_sampler(*given, **options) as sampler:
+            async with opening as sampler:
                 opened.set_result(sampler)
                 await self._closing.wait()
         except Exception as error:

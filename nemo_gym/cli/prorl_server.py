@@ -38,19 +38,20 @@ def serve(argv: Sequence[str]) -> int:
 
     from nemo_gym.http.logs import configure_plain_logging
     from nemo_gym.prorl import service
-    from nemo_gym.prorl.async_server import OpenHandsServer
+    from nemo_gym.prorl.async_server import TIMEOUT_S, OpenHandsServer
+    from nemo_gym.prorl.client import TOKEN_ENV
     from nemo_gym.prorl.registry import registered_handlers
 
     configure_plain_logging()
     register(given)
-    options = {key: _number(key, given[key]) for key in KEYS if key.startswith("max_") and key in given}
+    workers = {key: _number(key, given[key]) for key in KEYS if key.startswith("max_") and key in given}
     server = OpenHandsServer(
         addresses(given.get("llm_server_addresses", "")),
-        **options,
+        **workers,
         allow_skip_eval=_flag("allow_skip_eval", given.get("allow_skip_eval", "false")),
-        **({"timeout_s": _seconds("timeout_s", given["timeout_s"])} if "timeout_s" in given else {}),
+        timeout_s=_seconds("timeout_s", given.get("timeout_s", str(TIMEOUT_S))),
     )
-    token = os.environ.get(service.TOKEN_ENV) or None
+    token = os.environ.get(TOKEN_ENV) or None
     secured = token is not None or _flag("insecure", given.get("insecure", "false"))
     port = _number("port", given.get("port", str(DEFAULT_PORT)))
     listening = service.Listening.on(given.get("host", "127.0.0.1"), port, secured=secured)
@@ -80,7 +81,7 @@ def register(given: Mapping[str, str]) -> None:
 
     for name, kind in (("swebench", SweBenchHandler), ("math", MathHandler)):
         if name in given:
-            register_agent_handler(_with_words(name, kind.WORDS, given[name], kind))
+            register_agent_handler(kind(_over(kind.WORDS, name, given[name])))
     sys.path.insert(0, str(Path.cwd()))
     for module in filter(None, given.get("handlers", "").split(",")):
         try:
@@ -89,8 +90,8 @@ def register(given: Mapping[str, str]) -> None:
             raise ConfigError(f"handlers={module} cannot be imported: {error}", key="handlers") from error
 
 
-def _with_words(name: str, defaults: Sequence[str], text: str, kind: type) -> object:
-    """The handler's own words, with those of the command line over them."""
+def _over(defaults: Sequence[str], name: str, text: str) -> list[str]:
+    """A composition's words, with those of the command line over them."""
     from nemo_gym.config.compose import compose
 
     words = shlex.split(text)
@@ -100,7 +101,7 @@ def _with_words(name: str, defaults: Sequence[str], text: str, kind: type) -> ob
         compose([*words, "policy_base_url=http://127.0.0.1/v1", "policy_model_name=policy"])
     except ConfigError as error:
         raise ConfigError(f"{name}={text!r}: {error.message}", key=name) from error
-    return kind(words)
+    return words
 
 
 def addresses(text: str) -> list[tuple[str, float]]:

@@ -35,9 +35,9 @@ from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError, while
 from nemo_gym.http.problems import JsonResponse, install_problem_handlers, parse_json_object, validated
 from nemo_gym.http.webserver import LISTEN_BACKLOG, SERVER_KEEPALIVE_S, WebServer, raise_file_limit
 from nemo_gym.prorl.async_server import OpenHandsServer
+from nemo_gym.prorl.client import TOKEN_ENV
 from nemo_gym.prorl.registry import registered_handlers
 
-TOKEN_ENV = "PRORL_SERVER_TOKEN"
 STOP_GRACE_S = 30
 
 
@@ -148,7 +148,7 @@ class Listening:
             listener.close()
             raise ConfigError(f"host={host} port={port} cannot be used: {error}", key="port") from error
         listener.setblocking(False)
-        named = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104 - compared, not bound
+        named = socket.gethostname() if host in ("0.0.0.0", "::") else host
         return cls(listener, f"http://{url_host(named)}:{listener.getsockname()[1]}")
 
     def announce(self, file: Path | None) -> None:

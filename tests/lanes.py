@@ -60,6 +60,7 @@ PLACES: Mapping[str, str] = {
     "tests/harvest": "box",
     "tests/prorl/test_page.py": "stack",
     "tests/prorl/test_service.py": "stack",
+    "tests/prorl/test_slurm_example.py": "stack",
     "tests/prorl/test_suite_handlers.py": "stack",
     "tests/prorl/test_swe_bench.py": "box stack",
     "tests/rollouts": "stack",

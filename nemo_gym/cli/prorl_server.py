@@ -42,7 +42,6 @@ def serve(argv: Sequence[str]) -> int:
     from nemo_gym.prorl.client import TOKEN_ENV
     from nemo_gym.prorl.registry import registered_handlers
 
-    configure_plain_logging()
     register(given)
     workers = {key: _number(key, given[key]) for key in KEYS if key.startswith("max_") and key in given}
     server = OpenHandsServer(
@@ -54,8 +53,10 @@ def serve(argv: Sequence[str]) -> int:
     token = os.environ.get(TOKEN_ENV) or None
     secured = token is not None or _flag("insecure", given.get("insecure", "false"))
     port = _number("port", given.get("port", str(DEFAULT_PORT)))
+    starts = _flag("start", given.get("start", "false"))
     listening = service.Listening.on(given.get("host", "127.0.0.1"), port, secured=secured)
-    if _flag("start", given.get("start", "false")):
+    configure_plain_logging()
+    if starts:
         server.start()
     listening.announce(Path(given["url_file"]) if "url_file" in given else None)
     print(f"{NAME}: data sources: {', '.join(registered_handlers())}", file=sys.stderr)

@@ -139,12 +139,20 @@ class ProRLClient:
     async def __aenter__(self) -> Self:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         self._http = new_session(timeout, headers=self._headers)
-        await asyncio.gather(*(self._begin(server) for server in self._servers))
+        try:
+            await asyncio.gather(*(self._begin(server) for server in self._servers))
+        except BaseException:
+            await self.aclose()
+            raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Jobs under way are cancelled by their servers."""
         await self._tasks.cancel()
         if self._http is not None:
             await self._http.close()

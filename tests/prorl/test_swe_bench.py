@@ -64,4 +64,6 @@ def test_row_is_worked_on_and_graded_and_an_empty_patch_is_skipped_where_that_is
         server.clear_llm_server_addresses()
         server.add_llm_server_address(solver)
         short = server.process(row, {"max_iterations": 1})
-        assert (short["outcome"], short["reward"]) == ("max_turns", 0.0), "the bound on turns is kept, and work is graded"
+        assert (short["outcome"], short["reward"]) == ("max_turns", 0.0), (
+            "the bound on turns is kept, and work is graded"
+        )

@@ -34,6 +34,7 @@ from nemo_gym.prorl.registry import (
     DEFAULT_MAX_ITERATIONS,
     AgentHandler,
     JobDetails,
+    call_optional,
     data_source_of,
     handler_of,
     instance_id_of,
@@ -43,7 +44,7 @@ from nemo_gym.prorl.registry import (
 __all__ = ["NoLlmServerError", "NotRunningError", "OpenHandsServer"]
 
 TIMEOUT_S = 7200.0
-KEPT_RESULTS = 1024
+KEPT_RESULTS = 64
 """Of jobs without an error whose caller chose their id, for callers that ask again."""
 MAX_JOB_ID = 100
 
@@ -123,6 +124,7 @@ class OpenHandsServer:
 
     def stop(self) -> None:
         """End what is under way, each job with that as its error, and release all that was opened; idempotent."""
+        self._refuse_own_thread()
         with self._life:
             with self._lock:
                 loop, thread, self._loop = self._loop, self._thread, None
@@ -174,8 +176,6 @@ class OpenHandsServer:
         among them is the job's, the rest goes to the LLM server. Raises for what can be known at submission (no
         handler for the ``data_source``, no LLM server, a row that cannot be used); an error later on is in the result.
         """
-        if threading.current_thread() is self._thread:
-            raise ConfigError("process blocks the server's own loop here; use: await server.aprocess(...)")
         return self._wait(lambda: self._process(instance, sampling_params, job_id, timeout))
 
     async def aprocess(
@@ -222,7 +222,15 @@ class OpenHandsServer:
                 raise NotRunningError("the server is not running; start() it first", retryable=True)
             return asyncio.run_coroutine_threadsafe(tracked(), self._loop)
 
+    def _refuse_own_thread(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise ConfigError(
+                "a handler works on the server's own loop, which this call would block for ever; use"
+                " await server.aprocess(...), or asyncio.to_thread"
+            )
+
     def _wait(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        self._refuse_own_thread()
         future = self._call(work)
         try:
             return future.result()
@@ -248,7 +256,7 @@ class OpenHandsServer:
         await self._tasks.cancel()
         for handler in self._used:
             try:
-                await handler.aclose()
+                await call_optional(handler, "aclose")
             except Exception as error:  # noqa: BLE001 - a handler of somebody's must not keep the others
                 log.warning("handler not closed", handler=handler.name, error=str(error))
         if self._calls:  # their jobs are complete; callers are told before the loop ends
@@ -277,7 +285,7 @@ class OpenHandsServer:
         self._pools.jobs[job_id] = job
         self._used.add(handler)
         try:
-            await handler.check(instance, details.llm_config)
+            await call_optional(handler, "check", instance, details.llm_config)
             if self._pools.stopping:
                 raise NotRunningError("the server was stopped", retryable=True)
         except BaseException as error:
@@ -338,6 +346,10 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
     finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()

@@ -106,23 +106,33 @@ class ComposedServers:
 
     def __init__(self, words: Sequence[str], run_dir: str | None = None) -> None:
         self._words, self._run_dir = tuple(words), run_dir
-        self._starting = asyncio.Lock()
-        self._running: Running | None = None
+        self._changing = asyncio.Lock()
+        self._startup: asyncio.Task[Running] | None = None
         self._closing = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None
         self._answering: dict[str, asyncio.Future[list[str]]] = {}
 
     async def running(self, llm: LlmAccess) -> Running:
         """The servers; raises what keeps them from starting. Those that have failed are started again."""
-        async with self._starting:
-            running = self._running
-            if running is not None and running.ended is not None and running.ended.done():
-                log.warning("servers failed, starting them again", error=str(running.ended.result()))
+        async with self._changing:
+            if (why := self._over()) is not None:
+                log.warning("servers failed, starting them again", error=why)
                 await self._stop()
-                running = None
-            if running is None:
-                running = self._running = await (self._start(llm) if self._run_dir is None else self._join())
-            return running
+            if self._startup is None:
+                # A task of its own: the job that began it may be cancelled, and others wait for the same servers.
+                self._startup = asyncio.create_task(self._start(llm) if self._run_dir is None else self._join())
+            startup = self._startup
+        return await asyncio.shield(startup)
+
+    def _over(self) -> str | None:
+        """Why the servers have to be started anew."""
+        startup = self._startup
+        if startup is None or not startup.done():
+            return None
+        if startup.cancelled() or (error := startup.exception()) is not None:
+            return "cancelled" if startup.cancelled() else str(error)
+        ended = startup.result().ended
+        return str(ended.result()) if ended is not None and ended.done() else None
 
     async def access(self, llm_config: Mapping[str, Any]) -> LlmAccess:
         """Raises `InvalidBodyError` for parameters that cannot be meant, and `ModelError` for an LLM server that does
@@ -143,7 +153,7 @@ class ComposedServers:
         return LlmAccess(address, model, llm_config.get("api_key"), sampling, unused)
 
     async def aclose(self) -> None:
-        async with self._starting:
+        async with self._changing:
             await self._stop()
 
     # Inside
@@ -177,6 +187,7 @@ class ComposedServers:
             async with running_stack(composition, process, _say) as supervisor:
                 running = await self._checked(supervisor.stack(), composition)
                 running.ended = supervisor.failure
+                log.info("servers are ready", run_dir=supervisor.run_dir, agent=running.servers.agent)
                 if not ready.done():
                     ready.set_result(running)
                 await self._closing.wait()
@@ -184,6 +195,7 @@ class ComposedServers:
             if ready.done():
                 raise
             ready.set_exception(error)
+            ready.exception()  # who waited for it may have been cancelled
         finally:
             stop_nursery(process[0])
 
@@ -200,7 +212,11 @@ class ComposedServers:
         return Running(peers, servers, await _engine_type(peers, servers, stack))
 
     async def _stop(self) -> None:
-        serving, self._serving, self._running = self._serving, None, None
+        startup, self._startup = self._startup, None
+        serving, self._serving = self._serving, None
+        if startup is not None:
+            startup.cancel()
+            await asyncio.wait({startup})
         if serving is not None:
             self._closing.set()
             with contextlib.suppress(Exception):  # they are stopped, however they came to it

@@ -15,7 +15,7 @@ import structlog
 from nemo_gym._util.tasks import finish
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.verdict import FailureKind, StageError, StageFailure, StageName
-from nemo_gym.prorl.registry import AgentHandler, JobDetails
+from nemo_gym.prorl.registry import AgentHandler, JobDetails, call_optional
 from nemo_gym.rollout import Servers, failure_of
 from nemo_gym.rollouts.interfaces import Job, JobAttempt, JobSpec, JobState, StageResult
 from nemo_gym.rollouts.pipeline import StagePool
@@ -221,7 +221,7 @@ class JobPools:
         await _close_runtime(job.details)
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await job.handler.release(job.details)
+                await call_optional(job.handler, "release", job.details)
         except Exception as error:  # noqa: BLE001 - the job is complete all the same
             log.warning("job not released", job_id=job.job.job_id, error=str(error) or type(error).__name__)
 

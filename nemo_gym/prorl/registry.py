@@ -90,6 +90,13 @@ class AgentHandler:
         """The server stops. Not in the original."""
 
 
+async def call_optional(handler: Any, name: str, *given: Any) -> None:
+    """One of the methods that a handler need not have."""
+    method = getattr(handler, name, None)
+    if method is not None:
+        await method(*given)
+
+
 Stage = Callable[..., Awaitable[Any]]
 _handlers: dict[str, AgentHandler] = {}
 

@@ -31,6 +31,8 @@ class Echo(AgentHandler):
     def __init__(self, name: str = "echo", *, fails: str = "", hangs: str = "") -> None:
         self._name, self.fails, self.hangs = name, fails, hangs
         self.log: list[str] = []
+        self.made: list[str] = []
+        """Jobs whose runtime was handed to the server."""
         self.seen: dict[str, JobDetails] = {}
         self.most: Counter[str] = Counter()
         self.inside: Counter[str] = Counter()
@@ -44,6 +46,7 @@ class Echo(AgentHandler):
         self, instance: Any, llm_config: Any = None, sid: str | None = None, max_iterations: int = 1
     ) -> tuple[Any, Any, Any]:
         await self._enter("init")
+        self.made.append(str(sid))
         return Runtime(self.log, str(sid)), {"sid": sid, "llm": llm_config}, {"max_iterations": max_iterations}
 
     async def run(self, runtime: Any, metadata: Any, config: Any, instance: Any) -> dict[str, Any]:

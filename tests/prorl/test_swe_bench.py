@@ -42,9 +42,10 @@ def test_row_is_worked_on_and_graded_and_an_empty_patch_is_skipped_where_that_is
 ) -> None:
     (tmp_path / "idle.yaml").write_text(IDLE)
     with (
-        llm_server(str(DATA / "scripted_policy.yaml"), str(TOOLS)) as (solver, _),
+        llm_server(str(DATA / "scripted_policy.yaml"), str(TOOLS)) as (solver, first),
+        llm_server(str(DATA / "scripted_policy.yaml"), str(TOOLS)) as (another, second),
         llm_server(str(tmp_path / "idle.yaml"), str(TOOLS)) as (idle, _),
-        OpenHandsServer([solver], max_init_workers=2, max_run_workers=2, allow_skip_eval=True) as server,
+        OpenHandsServer([solver, another], max_init_workers=2, max_run_workers=2, allow_skip_eval=True) as server,
     ):
         with ThreadPoolExecutor(2) as threads:
             results = list(threads.map(lambda _: server.process(row, {"max_iterations": 30}), range(2)))
@@ -53,6 +54,9 @@ def test_row_is_worked_on_and_graded_and_an_empty_patch_is_skipped_where_that_is
             assert "used = -len(separator)" in result["git_patch"]
             assert result["data_source"] == "swebench" and result["outcome"] == "completed"
             assert "test_patch" not in result["eval_results"] and result["eval_results"]["findings"] == []
+
+        assert {result["llm_server"] for result in results} == {solver, another}
+        assert len(first.asked) == len(second.asked) == 5, "all turns of a job are asked of one LLM server"
 
         server.clear_llm_server_addresses()
         server.add_llm_server_address(idle)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +16,9 @@ import pytest
 
 from nemo_gym.contract.errors import InvalidBodyError, ModelError, RowError
 from nemo_gym.prorl.async_server import OpenHandsServer
+from nemo_gym.prorl.handlers import SuiteHandler
+from nemo_gym.prorl.registry import register_agent_handler
+from nemo_gym.stack.endpoints import StackEntry, running_stacks
 from tests.prorl.llm import CountingModel, llm_server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,6 +120,56 @@ def test_llm_server_that_does_not_answer_is_named_at_submission_and_the_rest_goe
         with pytest.raises(ModelError, match=r"LLM server http://127\.0\.0\.1:9 does not answer"):
             alone.process(row, {})
         assert alone.status()["total"] == 0
+
+
+def test_job_that_is_cancelled_while_its_servers_start_leaves_them_to_the_next(
+    two_llms: list[tuple[str, CountingModel]],
+) -> None:
+    row = {"data_source": "math", "question": "Two fair dice are thrown. At least 10?", "expected_answer": "1/6"}
+    before_fresh = len(own_stacks())
+    with OpenHandsServer([two_llms[0][0]]) as fresh, ThreadPoolExecutor(1) as threads:
+        first = threads.submit(fresh.process, row, {}, "first")
+        deadline = time.monotonic() + 60
+        while fresh.status()["active_init"] != 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        fresh.cancel_job("first")
+        assert first.result(60)["failure"]["kind"] == "cancelled"
+        assert fresh.process(row, {})["reward"] == 1.0
+        assert len(own_stacks()) == 1 + before_fresh, "they were started once"
+    assert len(own_stacks()) == before_fresh
+
+
+def own_stacks() -> list[StackEntry]:
+    return [stack for stack in running_stacks() if stack.pid == os.getpid()]
+
+
+def test_gateway_that_restarts_is_told_of_the_llm_servers_again(server: OpenHandsServer) -> None:
+    row = {"data_source": "math", "question": "Two fair dice are thrown. At least 10?", "expected_answer": "1/6"}
+    assert server.process(row, {})["reward"] == 1.0
+    (stack,) = own_stacks()
+    pid = stack.server("policy_model").pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    results = [server.process(row, {}) for _ in range(4)]
+    assert [(result["error"], result["reward"]) for result in results] == [(None, 1.0)] * 4
+    assert len({result["llm_server"] for result in results}) == 2
+
+
+def test_handler_over_servers_that_run_already_uses_them(server: OpenHandsServer) -> None:
+    row = {"question": "Two fair dice are thrown. At least 10?", "expected_answer": "1/6"}
+    assert server.process({**row, "data_source": "math"}, {})["reward"] == 1.0
+    (stack,) = own_stacks()
+    register_agent_handler(SuiteHandler("questions", run_dir=stack.run_dir))
+    register_agent_handler(SuiteHandler("nowhere", run_dir="/nonexistent"))
+    assert server.process({**row, "data_source": "questions"}, {})["reward"] == 1.0
+    assert "no stack runs in /nonexistent" in server.process({**row, "data_source": "nowhere"}, {})["error"]
+
+
+def test_composition_that_cannot_be_is_the_jobs_error(server: OpenHandsServer) -> None:
+    register_agent_handler(SuiteHandler("wrong", ["agent=nobody", "environment=math", "model=gateway"]))
+    result = server.process({"data_source": "wrong", "question": "?"}, {})
+    assert result["failure"]["stage"] == "init" and "nobody" in result["error"] and result["reward"] is None
 
 
 def test_question_that_the_model_cannot_answer_ends_with_an_error_and_no_reward(server: OpenHandsServer) -> None:

@@ -77,6 +77,10 @@ class RolloutSettings:
     validation: str | None = None
     base_seed: int | None = None
     """Each sample's sampling seed is this plus its index."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """What every model call is sampled with, whatever its harness asks for."""
+    engine: str | None = None
+    """The gateway's engine for every model call; by default the gateway chooses."""
     finalize_timeout_s: float = CLOSE_TIMEOUT_S
 
 
@@ -231,8 +235,13 @@ class RolloutSteps:
 
     async def open_session(self, attempt: Attempt, model: str) -> None:
         body: dict[str, Any] = {"rollout": attempt.rollout}
+        if self._settings.sampling:
+            body["sampling"] = dict(self._settings.sampling)
         if self._settings.base_seed is not None:
-            body["sampling"] = {"seed": self._settings.base_seed + attempt.rollout["sample_index"]}
+            seed = self._settings.base_seed + attempt.rollout["sample_index"]
+            body["sampling"] = {**self._settings.sampling, "seed": seed}
+        if self._settings.engine is not None:
+            body["engine"] = self._settings.engine
         if self._settings.model_limits:
             body["limits"] = self._settings.model_limits
         opened = (await self._of(attempt).post(model, "/sessions", body)).json()

@@ -159,6 +159,8 @@ class OpenSession(BaseModel):
     ttl_s: float | None = Field(None, gt=0, le=MAX_TTL_S)
     """Until the session is aborted; default, and the longest that it gets: the gateway's own."""
     reward_source: RewardSource = "environment"
+    engine: str | None = None
+    """The engine that all of its calls go to while that is in service; by default the gateway chooses."""
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> OpenSession:
@@ -233,6 +235,12 @@ class _Weights(BaseModel):
     engines: list[str] | None = None
 
 
+def require_engine(pool: EnginePool, name: str) -> None:
+    """Raise `UnknownEngineError` unless there is an engine of that name."""
+    if name not in pool:
+        raise UnknownEngineError(f"there is no engine '{name}'; there are: {', '.join(pool.names) or 'none'}")
+
+
 def engine_routes(pool: EnginePool, require_role: RequireRole) -> list[Route]:
     """The routes of one gateway. Each asks ``require_role`` for a credential of the pipeline or an operator."""
 
@@ -245,8 +253,7 @@ def engine_routes(pool: EnginePool, require_role: RequireRole) -> list[Route]:
 
     def known(request: Request) -> str:
         name: str = request.path_params["name"]
-        if name not in pool:
-            raise UnknownEngineError(f"there is no engine '{name}'; there are: {', '.join(pool.names) or 'none'}")
+        require_engine(pool, name)
         return name
 
     async def show(request: Request) -> Response:

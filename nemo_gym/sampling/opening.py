@@ -6,9 +6,10 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import orjson
 import structlog
@@ -20,7 +21,18 @@ from nemo_gym.contract.rows import TASK_INDEX_KEY, new_run_id
 from nemo_gym.contract.verdict import StageFailure, StageName
 from nemo_gym.http.client import ServerClient, close_global_aiohttp_client
 from nemo_gym.rollouts.core import RolloutCore
-from nemo_gym.rollouts.interfaces import Job, JobAttempt, JobEvent, JobSelector, JobState, Stage, StageResult
+from nemo_gym.rollouts.interfaces import (
+    Job,
+    JobAttempt,
+    JobEvent,
+    JobListener,
+    JobSelector,
+    JobState,
+    JobStore,
+    Stage,
+    StageResult,
+)
+from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.results import OutputLock, RecordedRun, ResultFiles, RunFiles
 from nemo_gym.rollouts.rows import RowChecker
 from nemo_gym.rollouts.store import SqliteJobStore
@@ -63,6 +75,24 @@ class ObservedStage:
         return self._stage.classify(error)
 
 
+class Workplace(Protocol):
+    """Where rollouts of a sampler are done."""
+
+    @property
+    def check(self) -> CheckedRow: ...
+
+    async def prepare(self, agent: str | None) -> None:
+        """Before the first rollout of an agent; ``None`` is the run's own, before anything is done. Raises
+        `ConfigError`."""
+        ...
+
+    def dispatcher(
+        self, store: JobStore, *, listener: JobListener, logs: Path, observed: Callable[[Stage], Stage]
+    ) -> AsyncDispatcher:
+        """A dispatcher over ``store``, which is the caller's to start and stop; ``observed`` wraps its RUN stage."""
+        ...
+
+
 @asynccontextmanager
 async def open_sampler(
     client: ServerClient,
@@ -79,19 +109,38 @@ async def open_sampler(
     continued. Leaving stops what is under way and keeps it queued. Raises `ConfigError` and `RowError` before anything
     runs, and `StoreError` when nothing can be recorded.
     """
-    if not isinstance(run, RolloutRunConfig):
-        run = RolloutRunConfig.parse(run if loader is None else {**run, "input": "data loader"})
-    config = run
+    config = run_config(run, loader)
+    workplace = _Stack(client, config)
+    async with sampler_at(workplace, config, loader, sampling=sampling, filters=filters) as sampler:
+        yield sampler
+
+
+def run_config(run: RolloutRunConfig | Mapping[str, Any], loader: Iterable[Any] | None) -> RolloutRunConfig:
+    """The run keys of a sampler; a loader takes the place of ``input``."""
+    if isinstance(run, RolloutRunConfig):
+        return run
+    return RolloutRunConfig.parse(run if loader is None else {**run, "input": "data loader"})
+
+
+@asynccontextmanager
+async def sampler_at(
+    workplace: Workplace,
+    config: RolloutRunConfig,
+    loader: Iterable[Any] | None = None,
+    *,
+    sampling: SamplingConfig | Mapping[str, Any] | None = None,
+    filters: Iterable[GroupFilter] = DEFAULT_FILTERS,
+) -> AsyncIterator[RolloutSampler]:
+    """`open_sampler` over any workplace."""
     chosen = sampling if isinstance(sampling, SamplingConfig) else SamplingConfig.parse(sampling or {})
-    files, core = RunFiles(config.output, config.store), RolloutCore(client, config, say=lambda text: log.info(text))
+    files = RunFiles(config.output, config.store)
     cursor = LoaderCursor(RowFile(config.input) if loader is None else loader, chosen.epochs)
     async with AsyncExitStack() as undo:
         lock = OutputLock(files)
         lock.acquire()
         undo.callback(lock.release)
         recorded = await RecordedRun.of(config, files)
-        if config.agent_name is not None or len(core.agents) == 1:
-            await core.add_route(config.agent_name or core.agents[0])
+        await workplace.prepare(None)
         if recorded is None:
             files.discard()
         else:
@@ -113,13 +162,13 @@ async def open_sampler(
         def observed(stage: Stage) -> Stage:
             return ObservedStage(stage, lambda job, session: sampler.job_started(job, session))
 
-        dispatcher = core.dispatcher(store, listener=ended, logs=files.logs, observed=observed)
+        dispatcher = workplace.dispatcher(store, listener=ended, logs=files.logs, observed=observed)
         sampler = RolloutSampler(
             store,
             ledger,
             dispatcher,
             cursor,
-            _row_check(core, config),
+            workplace.check,
             run_id=run_id,
             workers=config.workers,
             config=chosen,
@@ -127,48 +176,63 @@ async def open_sampler(
         )
         unfinished = JobSelector(states=frozenset({JobState.QUEUED, JobState.CLAIMED}))
         for agent in {record.spec.agent async for record in store.iterate(unfinished)}:
-            await core.add_route(agent)
+            await workplace.prepare(agent)
         undo.push_async_callback(dispatcher.stop)
         undo.push_async_callback(sampler.aclose)
         yield sampler
 
 
-def _row_check(core: RolloutCore, config: RolloutRunConfig) -> CheckedRow:
-    """Checks a loader's rows as `materialize` checks those of a file."""
-    checker = RowChecker(config.input, config, core.agents)
+class _Stack:
+    """The servers of a running stack; see `Workplace`."""
 
-    async def check(number: int, row: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
-        own = {key: value for key, value in row.items() if key != TASK_INDEX_KEY}
+    def __init__(self, client: ServerClient, config: RolloutRunConfig) -> None:
+        self._config = config
+        self._core = RolloutCore(client, config, say=lambda text: log.info(text))
+        self._checker = RowChecker(config.input, config, self._core.agents)
+        self.dispatcher = self._core.dispatcher
+
+    async def prepare(self, agent: str | None) -> None:
+        agents = self._core.agents
+        agent = agent or self._config.agent_name or (agents[0] if len(agents) == 1 else None)
+        if agent is not None:
+            await self._core.add_route(agent)
+
+    async def check(self, number: int, row: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
+        """Checks a loader's row as `materialize` checks those of a file."""
         try:
-            try:
-                line = orjson.dumps(own)
-            except orjson.JSONEncodeError as error:
-                raise RowError(f"row {number} of the data loader is not JSON: {error}", line=number) from error
-            checked, agent = checker.row_and_agent(number, line)
+            checked, agent = self._checker.row_and_agent(number, loader_row(number, row))
         except RowError as error:
-            if not config.skip_bad_rows:
+            if not self._config.skip_bad_rows:
                 raise
             log.warning("row left out", error=error.message)
             return None
-        await core.add_route(agent)
+        await self.prepare(agent)
         return checked, agent
 
-    return check
+
+def loader_row(number: int, row: Mapping[str, Any]) -> bytes:
+    """A loader's row as JSON, without a number of its own. Raises `RowError`."""
+    own = {key: value for key, value in row.items() if key != TASK_INDEX_KEY}
+    try:
+        return orjson.dumps(own)
+    except orjson.JSONEncodeError as error:
+        raise RowError(f"row {number} of the data loader is not JSON: {error}", line=number) from error
+
+
+OpenSampler = Callable[..., AbstractAsyncContextManager[RolloutSampler]]
 
 
 class BlockingSampler:
     """A sampler for trainers without an event loop. The pipeline has a thread of its own, so rollouts go on while the
     trainer computes."""
 
-    def __init__(
-        self, client: ServerClient, run: RolloutRunConfig | Mapping[str, Any], *rest: Any, **options: Any
-    ) -> None:
-        """Takes what `open_sampler` takes, and raises what it raises."""
+    def __init__(self, *given: Any, opened_by: OpenSampler = open_sampler, **options: Any) -> None:
+        """Takes what ``opened_by`` takes, and raises what it raises."""
         opened: Future[RolloutSampler] = Future()
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._thread = threading.Thread(
-            target=lambda: self._loop.run_until_complete(self._serve(opened, client, run, *rest, **options)),
+            target=lambda: self._loop.run_until_complete(self._serve(opened, opened_by(*given, **options))),
             name="sampler",
             daemon=True,
         )
@@ -180,9 +244,11 @@ class BlockingSampler:
             self._loop.close()
             raise
 
-    async def _serve(self, opened: Future[RolloutSampler], *given: Any, **options: Any) -> None:
+    async def _serve(
+        self, opened: Future[RolloutSampler], opening: AbstractAsyncContextManager[RolloutSampler]
+    ) -> None:
         try:
-            async with open_sampler(*given, **options) as sampler:
+            async with opening as sampler:
                 opened.set_result(sampler)
                 await self._closing.wait()
         except Exception as error:

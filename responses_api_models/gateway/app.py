@@ -26,7 +26,14 @@ from nemo_gym.gateway.engines.types import EngineCheck
 from nemo_gym.gateway.inference import CallRequest, Inference, StreamTiming
 from nemo_gym.gateway.live_session import LiveSession
 from nemo_gym.gateway.model_server import reward_in
-from nemo_gym.gateway.routes import LENGTH_DIGITS, InferenceShortcut, OpenSession, PathTokenMiddleware, engine_routes
+from nemo_gym.gateway.routes import (
+    LENGTH_DIGITS,
+    InferenceShortcut,
+    OpenSession,
+    PathTokenMiddleware,
+    engine_routes,
+    require_engine,
+)
 from nemo_gym.gateway.routing.pool import EnginePool
 from nemo_gym.gateway.sessions import GatewaySessions, opener_of
 from nemo_gym.gateway.text_backend import TextBackend
@@ -141,6 +148,8 @@ class Gateway(SimpleResponsesAPIModel):
     async def _open_route(self, request: Request) -> Response:
         caller = require_role(request, Role.PIPELINE, Role.AGENT)
         asked = OpenSession.read(await parse_json_object(request))
+        if asked.engine is not None:
+            require_engine(self._pool, asked.engine)
         opened = await self._durable.open(
             asked.rollout,
             asked.sampling,
@@ -149,6 +158,8 @@ class Gateway(SimpleResponsesAPIModel):
             ttl_s=asked.ttl_s,
             reward_source=asked.reward_source,
         )
+        if asked.engine is not None and asked.engine in self._pool:  # it may have been removed meanwhile
+            self._pool.router.pin(opened.session_id, asked.engine)
         # As the opener reached this server: its harness reaches it the same way.
         base = f"{str(request.base_url).rstrip('/')}/sessions/{opened.session_id}"
         urls = {"base_url": f"{base}/v1", "complete_url": f"{base}/complete"}

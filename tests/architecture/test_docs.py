@@ -24,7 +24,7 @@ from nemo_gym.agent.harness.agent import CliAgentConfig
 from nemo_gym.base_resources_server import BaseResourcesServerConfig
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig
 from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig
-from nemo_gym.cli import export_trajectories, plan_placement
+from nemo_gym.cli import export_trajectories, plan_placement, prorl_server
 from nemo_gym.cli.prepare_agents import chosen, cli_packages
 from nemo_gym.config import sandbox_blocks
 from nemo_gym.config.check import check_everything
@@ -196,6 +196,8 @@ def test_command_lines_use_keys_that_exist(line: CommandLine, place: Path) -> No
             _keys_exist(settings[1:])
         case "ng_plan_placement":
             assert plan_placement.plan(line.words[1:]) == 0
+        case "ng_prorl_server":
+            assert set(prorl_server.words_of(settings)) <= set(prorl_server.KEYS)
         case "ng_status":
             assert all(word.partition("=")[0] in ("run_dir", "run_id") for word in settings)
         case _:

@@ -252,7 +252,7 @@ class EnginePool:
 
     def forget(self, session_id: str) -> None:
         """A session has ended: nobody keeps a place for it."""
-        self.router.forget(session_id)
+        self.router.end(session_id)
         self._calls.forget(session_id)
 
     # -- membership ----------------------------------------------------------------------------------------------

@@ -129,6 +129,7 @@ class Router(Generic[E]):
         self._now_turn = 0.0
         self._choices = 0
         self._homes: dict[str, str] = {}
+        self._pins: dict[str, str] = {}
         self._waiters: list[_Waiter[E]] = []
         self.ask_now: Callable[[Replica[E]], None] = lambda replica: None
         """Called with an engine that answers, but with failures, so that the requests may be to blame: everybody else
@@ -222,10 +223,13 @@ class Router(Generic[E]):
     def reserve(self, session_id: str | None = None, *, without: Collection[str] = ()) -> Reservation[E] | None:
         """A place on an engine not named in ``without``; ``None`` when there is none right now. Never waits."""
         now = self._clock()
+        pin = self._pinned(session_id) if self._pins and session_id is not None else None
         usable = [
             replica
             for replica in self._replicas.values()
-            if replica.cooling_until <= now and replica.admits() and not (without and replica.name in without)
+            if replica.cooling_until <= now
+            and replica.admits()
+            and (replica.name == pin if pin is not None else not (without and replica.name in without))
         ]
         if not usable:
             return None
@@ -273,8 +277,19 @@ class Router(Generic[E]):
                 raise self._none_in_time() from error
             raise
 
+    def pin(self, session_id: str, name: str) -> None:
+        """Keep a session's calls on one engine for as long as that is in service, however busy it is; its calls wait
+        there. Raises `ConfigError` for a name that is not known."""
+        self.replica(name)
+        self._pins[session_id] = name
+
+    def end(self, session_id: str) -> None:
+        """A session has ended: neither its pin nor its home means anything any more."""
+        self._pins.pop(session_id, None)
+        self.forget(session_id)
+
     def forget(self, session_id: str) -> None:
-        """A session has ended: its home means nothing any more."""
+        """A session's home means nothing any more."""
         if (home := self._replicas.get(self._homes.pop(session_id, ""))) is not None:
             home.expected.discard(session_id)
 
@@ -335,6 +350,14 @@ class Router(Generic[E]):
         self._place_waiters()
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _pinned(self, session_id: str) -> str | None:
+        """The engine a session is pinned to. The pin ends with that engine: then the session goes wherever it can."""
+        name = self._pins.get(session_id)
+        if name is not None and not self.in_service(name):
+            del self._pins[session_id]
+            return None
+        return name
 
     def _overloaded(self, home: Replica[E], usable: list[Replica[E]]) -> bool:
         running = sum(replica.in_flight for replica in usable) + 1

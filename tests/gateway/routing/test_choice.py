@@ -119,6 +119,36 @@ def test_session_finds_a_new_home_when_its_engine_leaves() -> None:
     assert router.home("mine") is None
 
 
+def test_pinned_session_stays_however_busy_its_engine_is_and_whatever_comes() -> None:
+    router = router_of("a", "b", spill_slack=0, spill_factor=1.0)
+    router.pin("mine", "b")
+    running = [_reserved(router, "mine") for _ in range(20)]
+    router.add(StubEngine("new"))
+    running += [_reserved(router, "mine") for _ in range(20)]
+    assert {each.engine.name for each in running} == {"b"}
+    retried = router.reserve("mine", without=["b"])
+    assert retried is not None and retried.engine.name == "b"
+    assert one_call(router, "other") != "b"
+
+
+def test_pinned_session_waits_for_room_and_leaves_only_an_engine_that_is_gone() -> None:
+    router: Stubs = Router()
+    router.add(StubEngine("a"))
+    router.add(StubEngine("b"), max_in_flight=1)
+    router.pin("mine", "b")
+    with _reserved(router, "mine"):
+        assert router.reserve("mine") is None
+    router.remove("b")
+    assert one_call(router, "mine") == "a"
+    router.end("mine")
+    assert router.home("mine") is None
+
+
+def test_pin_to_an_engine_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no engine 'c'; there are: a, b"):
+        router_of("a", "b").pin("mine", "c")
+
+
 def test_capacity_is_never_exceeded() -> None:
     router: Stubs = Router()
     router.add(StubEngine("a"), max_in_flight=2)

@@ -1,0 +1,389 @@
+"""The ProRL Agent Server's object: instances in, results out, through three pools of workers.
+
+    process ──▶ INIT (handler.init) ──▶ RUN (handler.run, runtime closed) ──▶ EVAL (handler.eval) ──▶ result
+
+It has an event loop in a thread of its own, on which the pipeline's own stage pools work; every method may be called
+from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import orjson
+import structlog
+
+import nemo_gym.prorl.handlers  # noqa: F401 - registers the suite's own
+from nemo_gym._util.tasks import BackgroundTasks
+from nemo_gym.contract.errors import ConfigError, ContractError, NemoGymError
+from nemo_gym.contract.session import IDENTIFIER
+from nemo_gym.contract.verdict import StageFailure
+from nemo_gym.http.client import close_global_aiohttp_client
+from nemo_gym.prorl.jobs import CLOSE_TIMEOUT_S, STAGE_TIMEOUT_S, STATUS_KEYS, HandlerJob, JobPools, kind_of
+from nemo_gym.prorl.llm_servers import LlmServers, NoLlmServerError
+from nemo_gym.prorl.registry import (
+    DEFAULT_MAX_ITERATIONS,
+    AgentHandler,
+    JobDetails,
+    call_optional,
+    data_source_of,
+    handler_of,
+    instance_id_of,
+    row_of,
+)
+
+__all__ = ["NoLlmServerError", "NotRunningError", "OpenHandsServer"]
+
+TIMEOUT_S = 7200.0
+KEPT_RESULTS = 64
+"""Of jobs without an error whose caller chose their id, for callers that ask again."""
+MAX_JOB_ID = 100
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+
+
+class NotRunningError(NemoGymError):
+    """The server was not started, or has stopped."""
+
+    code = "not_running"
+    status = 503
+
+
+class UnknownJobError(ContractError):
+    """No job of that id is under way."""
+
+    code = "unknown_job"
+    status = 404
+
+
+class OpenHandsServer:
+    """See the module.
+
+    Args:
+        llm_server_addresses: OpenAI-compatible servers, as URLs, pairs of a URL and its weight, or a mapping of URLs
+            to weights. More may come with `add_llm_server_address`.
+        max_eval_workers: as many as run workers by default.
+        allow_skip_eval: no evaluation of runs that left nothing.
+        timeout_s: of a job's init, run and eval together; waiting in queues does not count.
+    """
+
+    def __init__(
+        self,
+        llm_server_addresses: Iterable[Any] | Mapping[str, float] | None = None,
+        max_init_workers: int = 6,
+        max_run_workers: int = 5,
+        max_eval_workers: int | None = None,
+        allow_skip_eval: bool = False,
+        *,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self.max_init_workers = _at_least_one("max_init_workers", max_init_workers)
+        self.max_run_workers = _at_least_one("max_run_workers", max_run_workers)
+        eval_workers = max_run_workers if max_eval_workers is None else max_eval_workers
+        self.max_eval_workers = _at_least_one("max_eval_workers", eval_workers)
+        if not isinstance(allow_skip_eval, bool):
+            raise ConfigError(f"allow_skip_eval must be True or False, got {allow_skip_eval!r}", key="allow_skip_eval")
+        self.allow_skip_eval = allow_skip_eval
+        self.timeout_s = _positive("timeout_s", timeout_s)
+        self._llm_servers = LlmServers(llm_server_addresses or ())
+        self._life = threading.Lock()
+        """Held while starting and stopping."""
+        self._lock = threading.Lock()
+        """Held for moments: whoever uses ``_loop`` or the LLM servers."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._finished: OrderedDict[str, tuple[str, dict[str, Any]]] = OrderedDict()
+
+    # Life
+
+    @property
+    def running(self) -> bool:
+        return self._loop is not None
+
+    def start(self) -> None:
+        """Start the workers. Handlers start what they need with their first job."""
+        with self._life:
+            if self._loop is not None:
+                raise ConfigError("the server is running already; stop() it first", key="start")
+            loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=_run_loop, args=(loop,), name="prorl-server", daemon=True)
+            self._thread.start()
+            asyncio.run_coroutine_threadsafe(self._open(), loop).result()
+            with self._lock:
+                self._loop = loop
+
+    def stop(self) -> None:
+        """End what is under way, each job with that as its error, and release all that was opened; idempotent."""
+        self._refuse_own_thread()
+        with self._life:
+            with self._lock:
+                loop, thread, self._loop = self._loop, self._thread, None
+            if loop is None or thread is None:
+                return
+            asyncio.run_coroutine_threadsafe(self._close(), loop).result()
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # LLM servers
+
+    @property
+    def llm_server_addresses(self) -> list[str]:
+        with self._lock:
+            return self._llm_servers.addresses
+
+    def add_llm_server_address(self, address: Any) -> bool:
+        """Takes jobs from now on. Whether it was new; one that is known gets the weight given now."""
+        with self._lock:
+            return self._llm_servers.add(address)
+
+    def clear_llm_server_addresses(self) -> None:
+        """No new job goes to any of them; jobs under way keep theirs."""
+        with self._lock:
+            self._llm_servers.clear()
+
+    # Jobs
+
+    def process(
+        self,
+        instance: Any,
+        sampling_params: Mapping[str, Any] | None = None,
+        job_id: str | None = None,
+        timeout: float | None = None,
+    ) -> dict[str, Any]:
+        """Run one instance to its end; blocks, and may be called from any number of threads.
+
+        Without ``job_id`` every call is a job of its own. The same id with the same instance and parameters is the
+        same job; with others it raises `ContractError`. ``sampling_params`` stay as they are; ``max_iterations``
+        among them is the job's, the rest goes to the LLM server. Raises for what can be known at submission (no
+        handler for the ``data_source``, no LLM server, a row that cannot be used); an error later on is in the result.
+        """
+        return self._wait(lambda: self._process(instance, sampling_params, job_id, timeout))
+
+    async def aprocess(
+        self,
+        instance: Any,
+        sampling_params: Mapping[str, Any] | None = None,
+        job_id: str | None = None,
+        timeout: float | None = None,
+    ) -> dict[str, Any]:
+        """`process` for callers with an event loop. Cancelling the last caller of a job cancels the job."""
+        return await asyncio.wrap_future(self._call(lambda: self._process(instance, sampling_params, job_id, timeout)))
+
+    def cancel_job(self, job_id: str, reason: str = "cancelled by a caller") -> float:
+        """Stop a job and release what it holds; its ``process`` returns with that as its error. Returns the seconds it
+        took. Raises `ContractError` for a job that is not under way."""
+        return self._wait(lambda: self._cancel(job_id, reason))
+
+    def status(self) -> dict[str, int]:
+        """How many jobs wait for each stage (``init_queue``, …), are in it (``active_init``, …), and are under way in
+        all (``total``)."""
+
+        async def count() -> dict[str, int]:
+            return self._pools.status()
+
+        try:
+            return self._wait(count)
+        except NotRunningError:
+            return dict.fromkeys((*STATUS_KEYS, "total"), 0)
+
+    # Between threads
+
+    def _call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
+        async def tracked() -> T:
+            task = asyncio.current_task()
+            assert task is not None
+            self._calls.add(task)
+            try:
+                return await work()
+            finally:
+                self._calls.discard(task)
+
+        with self._lock:  # what is scheduled here begins before `_close` does
+            if self._loop is None:
+                raise NotRunningError("the server is not running; start() it first", retryable=True)
+            return asyncio.run_coroutine_threadsafe(tracked(), self._loop)
+
+    def _refuse_own_thread(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise ConfigError(
+                "a handler works on the server's own loop, which this call would block for ever; use"
+                " await server.aprocess(...), or asyncio.to_thread"
+            )
+
+    def _wait(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        self._refuse_own_thread()
+        future = self._call(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # also what interrupts the caller
+            raise
+
+    # On the loop
+
+    async def _open(self) -> None:
+        self._tasks = BackgroundTasks()
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._used: set[AgentHandler] = set()
+        self._pools = JobPools(
+            (self.max_init_workers, self.max_run_workers, self.max_eval_workers),
+            allow_skip_eval=self.allow_skip_eval,
+            on_complete=self._completed,
+        )
+        self._pools.start()
+
+    async def _close(self) -> None:
+        await self._pools.stop()
+        await self._tasks.cancel()
+        for handler in self._used:
+            try:
+                await call_optional(handler, "aclose")
+            except Exception as error:  # noqa: BLE001 - a handler of somebody's must not keep the others
+                log.warning("handler not closed", handler=handler.name, error=str(error))
+        if self._calls:  # their jobs are complete; callers are told before the loop ends
+            await asyncio.wait(self._calls, timeout=CLOSE_TIMEOUT_S)
+        await close_global_aiohttp_client()
+
+    async def _process(
+        self, instance: Any, sampling_params: Mapping[str, Any] | None, job_id: str | None, timeout_s: float | None
+    ) -> dict[str, Any]:
+        params = _parameters(sampling_params)
+        iterations = _at_least_one("max_iterations", params.pop("max_iterations", DEFAULT_MAX_ITERATIONS))
+        limit_s = self.timeout_s if timeout_s is None else _positive("timeout", timeout_s)
+        handler, instance_id = handler_of(data_source_of(instance)), instance_id_of(instance)
+        digest: str | None = None
+        if job_id is None:
+            job_id = f"{instance_id[: MAX_JOB_ID - 33]}-{uuid.uuid4().hex}"
+        else:
+            _check_job_id(job_id)
+            digest = _digest(instance, params, iterations)
+            if (known := self._known(job_id, digest)) is not None:
+                return known if isinstance(known, dict) else await self._result_of(known)
+        with self._lock:
+            address = self._llm_servers.next()
+        details = JobDetails(job_id, instance, iterations, {**params, "base_url": address})
+        job = HandlerJob.submitted(handler, details, instance_id, timeout_s=limit_s, digest=digest)
+        self._pools.jobs[job_id] = job
+        self._used.add(handler)
+        try:
+            await call_optional(handler, "check", instance, details.llm_config)
+            if self._pools.stopping:
+                raise NotRunningError("the server was stopped", retryable=True)
+        except BaseException as error:
+            self._withdraw(job, error)
+            raise
+        self._pools.put(job)
+        return await self._result_of(job)
+
+    def _known(self, job_id: str, digest: str) -> HandlerJob | dict[str, Any] | None:
+        """The same job, under way or finished."""
+        job, kept = self._pools.jobs.get(job_id), self._finished.get(job_id)
+        before = job.digest if job is not None else kept[0] if kept is not None else digest
+        if before != digest:
+            raise ContractError(
+                f"job_id '{job_id}' is another job's: its instance and parameters have the digest {before}, these have"
+                f" {digest}; choose another id, or none",
+                job_id=job_id,
+            )
+        return job if job is not None else kept[1] if kept is not None else None
+
+    def _withdraw(self, job: HandlerJob, error: BaseException) -> None:
+        """A job that was refused at submission, also for those who asked for the same one meanwhile."""
+        self._pools.jobs.pop(job.job.job_id, None)
+        if not job.result.done():
+            told = error if isinstance(error, Exception) else NotRunningError("the job was withdrawn", retryable=True)
+            job.result.set_exception(told)
+            job.result.exception()  # nobody need have waited for it
+
+    async def _result_of(self, job: HandlerJob) -> dict[str, Any]:
+        job.waiters += 1
+        try:
+            return await asyncio.shield(job.result)
+        except asyncio.CancelledError:
+            if job.waiters == 1 and not job.result.done() and not self._pools.stopping:
+                self._tasks.start(self._pools.cancel(job, "its caller has left"))
+            raise
+        finally:
+            job.waiters -= 1
+
+    def _completed(self, job: HandlerJob, result: dict[str, Any], failure: StageFailure | None) -> None:
+        if job.digest is None or failure is not None:
+            return
+        self._finished[job.job.job_id] = (job.digest, result)
+        while len(self._finished) > KEPT_RESULTS:
+            self._finished.popitem(last=False)
+
+    async def _cancel(self, job_id: str, reason: str) -> float:
+        start = time.perf_counter()
+        job = self._pools.jobs.get(job_id)
+        if job is None:
+            raise UnknownJobError(f"no job '{job_id}' is under way", job_id=job_id)
+        await self._pools.cancel(job, reason)
+        return time.perf_counter() - start
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
+
+
+def _parameters(given: Any) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"sampling_params must be a mapping, not {kind_of(given)}", key="sampling_params")
+    return dict(given)
+
+
+def _digest(instance: Any, params: Mapping[str, Any], iterations: int) -> str:
+    asked = orjson.dumps([row_of(instance), row_of({"iterations": iterations, **params})], option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(asked).hexdigest()[:16]
+
+
+def _check_job_id(job_id: Any) -> None:
+    if not isinstance(job_id, str) or not IDENTIFIER.match(job_id) or len(job_id) > MAX_JOB_ID:
+        raise ConfigError(
+            f"job_id must be a letter or digit and then letters, digits, '.', '_' or '-', up to {MAX_JOB_ID}; got"
+            f" {job_id!r}",
+            key="job_id",
+        )
+
+
+def _at_least_one(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} must be a whole number from 1, got {value!r}", key=name)
+    return value
+
+
+def _positive(name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= STAGE_TIMEOUT_S:
+        raise ConfigError(f"{name} must be a number of seconds above 0, got {value!r}", key=name)
+    return float(value)

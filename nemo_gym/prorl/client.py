@@ -1,0 +1,339 @@
+"""Instances over several ProRL servers: a free server takes the next, and those of a dead one go to another.
+
+process ──▶ places of servers that are free (a faster server is free more often) ──POST /process──▶ result
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import uuid
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import aiohttp
+import orjson
+import structlog
+
+from nemo_gym._util.backoff import Backoff
+from nemo_gym._util.tasks import BackgroundTasks
+from nemo_gym.contract.errors import ConfigError, ServerError
+from nemo_gym.http.client import new_session
+from nemo_gym.prorl.registry import instance_id_of, row_of
+
+URLS_ENV = "PRORL_SERVER_URLS"
+TOKEN_ENV = "PRORL_SERVER_TOKEN"
+CONNECT_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 60.0
+"""Of everything but /process, which takes as long as its job."""
+LOOK_AGAIN_S = 1.0
+LOOK_AGAIN_AT_MOST_S = 30.0
+PATIENCE_S = 600.0
+_SEPARATORS = re.compile(r"[+,\s]+")
+
+log = structlog.get_logger(__name__)
+
+
+def server_urls(urls: str | Iterable[str] | None = None) -> list[str]:
+    """``urls``, or those of ``PRORL_SERVER_URLS``, with ``+``, ``,`` or space between. Raises `ConfigError`."""
+    given = urls if urls is not None else os.environ.get(URLS_ENV, "")
+    found = [url.rstrip("/") for url in (_SEPARATORS.split(given) if isinstance(given, str) else given) if url]
+    if not found:
+        raise ConfigError(f"no ProRL server: set {URLS_ENV}=http://node-1:8006+http://node-2:8006", key=URLS_ENV)
+    for url in found:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(
+                f"{URLS_ENV}: '{url}' is no URL of a server; give for example http://node-1:8006", key=URLS_ENV
+            )
+    return list(dict.fromkeys(found))
+
+
+def assign_llm_servers(addresses: Sequence[str], urls: Sequence[str]) -> dict[str, list[str]]:
+    """Which LLM servers each ProRL server uses: those of its own node; where there are none of it, an even share of
+    all. LLM servers on nodes without a ProRL server are shared out evenly as well."""
+    hosts = {url: urlsplit(url).hostname for url in urls}
+    assigned: dict[str, list[str]] = {url: [] for url in urls}
+    left = []
+    for address in addresses:
+        own = [url for url in urls if hosts[url] == urlsplit(address).hostname]
+        for url in own:
+            assigned[url].append(address)
+        if not own:
+            left.append(address)
+    for url, address in zip(cycle(urls), left, strict=False):
+        assigned[url].append(address)
+    without = [url for url in urls if not assigned[url]]
+    if addresses:
+        for url, address in zip(without, islice(cycle(addresses), len(without)), strict=True):
+            assigned[url].append(address)
+    return assigned
+
+
+@dataclass(slots=True, eq=False)
+class _Server:
+    url: str
+    places: int = 0
+    """Jobs that it takes at once."""
+    life: int = 0
+    """Grows when it is given up; its places of before mean nothing then."""
+    problem: str | None = None
+    """Why it gets no jobs."""
+    done: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    server: _Server
+    life: int
+
+    @property
+    def is_there(self) -> bool:
+        return self.server.problem is None and self.server.life == self.life
+
+
+@dataclass(slots=True)
+class JobLost(Exception):
+    """The server is gone, or stopped, with the job."""
+
+    problem: str
+
+
+class ProRLClient:
+    """Belongs to one event loop; ``async with`` it.
+
+    Args:
+        urls: the servers; by default those of ``PRORL_SERVER_URLS``.
+        token: the servers'; by default ``PRORL_SERVER_TOKEN``.
+        places: jobs that each server gets at once; by default as many as it has workers.
+        max_tries: of a job that ends with an error of the infrastructure. A job that was lost with its server goes to
+            another, however often.
+        patience_s: how long jobs wait while no server is there.
+    """
+
+    def __init__(
+        self,
+        urls: str | Iterable[str] | None = None,
+        *,
+        token: str | None = None,
+        places: int | None = None,
+        max_tries: int = 3,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._servers = [_Server(url) for url in server_urls(urls)]
+        for name, value in (("places", places), ("max_tries", max_tries)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name} must be a whole number from 1, got {value!r}", key=name)
+        given = token or os.environ.get(TOKEN_ENV)
+        self._headers = {"Authorization": f"Bearer {given}"} if given else {}
+        self._places, self._max_tries, self._patience_s = places, max_tries, patience_s
+        self._free: asyncio.Queue[_Place] = asyncio.Queue()
+        self._tasks = BackgroundTasks()
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+        self._http = new_session(timeout, headers=self._headers)
+        try:
+            await asyncio.gather(*(self._begin(server) for server in self._servers))
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Jobs under way are cancelled by their servers."""
+        await self._tasks.cancel()
+        if self._http is not None:
+            await self._http.close()
+
+    @property
+    def places(self) -> int:
+        """Jobs that all servers which are there take at once."""
+        return sum(server.places for server in self._servers if server.problem is None)
+
+    @property
+    def done(self) -> dict[str, int]:
+        """Jobs that each server has finished."""
+        return {server.url: server.done for server in self._servers}
+
+    # Jobs
+
+    async def process(
+        self, instance: Any, sampling_params: Mapping[str, Any] | None = None, job_id: str | None = None
+    ) -> dict[str, Any]:
+        """The result of one instance, on whichever server is free. Raises `ConfigError` for what a server refuses, and
+        `ServerError` when no server was there for ``patience_s``."""
+        body = {"instance": row_of(instance), "sampling_params": dict(sampling_params or {})}
+        tries = 0
+        while True:
+            place = await self._place()
+            server = place.server
+            # Where the client lost its connection, the server may not know yet that nobody waits for the job.
+            name = job_id or f"{instance_id_of(instance)[:67]}-{uuid.uuid4().hex}"
+            try:
+                result = await self._ask(server, "/process", {**body, "job_id": name})
+            except JobLost as lost:
+                self._give_up(place, lost.problem)
+                continue
+            except BaseException:
+                self._put_back(place)
+                raise
+            server.done += 1
+            self._put_back(place)
+            tries += 1
+            failure = result.get("failure")
+            if failure is None or not failure.get("retryable") or tries >= self._max_tries:
+                return result
+            log.warning("job failed, trying again", job_id=name, server=server.url, error=result.get("error"))
+
+    async def process_all(
+        self, instances: Iterable[Any], sampling_params: Mapping[str, Any] | None = None
+    ) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+        """Number and result of each instance, as they end."""
+        waiting = {
+            asyncio.create_task(self.process(instance, sampling_params)): number
+            for number, instance in enumerate(instances)
+        }
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    yield waiting.pop(task), task.result()
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    # Servers
+
+    async def set_llm_servers(self, addresses: Sequence[str]) -> dict[str, list[str]]:
+        """Have each server use these LLM servers and no others, each its own part of them; see
+        `assign_llm_servers`."""
+        assigned = assign_llm_servers(addresses, [server.url for server in self._servers])
+        for server in self._servers:
+            await self._told(server, "/clear_llm_server", {})
+            for address in assigned[server.url]:
+                await self._told(server, "/add_llm_server", {"address": address})
+        return assigned
+
+    async def status(self) -> dict[str, dict[str, Any]]:
+        """What each server says of itself; ``{problem}`` of one that is not there."""
+
+        async def one(server: _Server) -> dict[str, Any]:
+            try:
+                return await self._ask(server, "/status")
+            except (JobLost, ConfigError) as error:
+                return {"problem": str(error)}
+
+        told = await asyncio.gather(*map(one, self._servers))
+        return {server.url: each for server, each in zip(self._servers, told, strict=True)}
+
+    async def _told(self, server: _Server, path: str, body: Mapping[str, Any]) -> None:
+        try:
+            await self._ask(server, path, body)
+        except JobLost as lost:
+            raise ServerError(f"{server.url}{path}: {lost.problem}", retryable=True) from None
+
+    # Inside
+
+    async def _begin(self, server: _Server) -> None:
+        """Start a server that is there and not started; look for one that is not there again and again."""
+        try:
+            await self._open(server)
+        except JobLost as lost:
+            server.problem = lost.problem
+            self._tasks.start(self._find_again(server))
+
+    async def _open(self, server: _Server) -> None:
+        told = await self._ask(server, "/status")
+        if not told.get("running"):
+            try:
+                await self._ask(server, "/start", {})
+            except ConfigError:  # somebody else was quicker
+                if not (await self._ask(server, "/status")).get("running"):
+                    raise
+        workers = (int(told[f"max_{stage}_workers"]) for stage in ("init", "run", "eval"))
+        server.places, server.problem = self._places or sum(workers), None
+        for _ in range(server.places):
+            self._free.put_nowait(_Place(server, server.life))
+
+    async def _find_again(self, server: _Server) -> None:
+        backoff = Backoff(first_s=LOOK_AGAIN_S, longest_s=LOOK_AGAIN_AT_MOST_S)
+        while await backoff.again():
+            try:
+                await self._open(server)
+            except (JobLost, ConfigError) as error:
+                server.problem = str(error)
+            else:
+                log.info("server is there again", server=server.url)
+                return
+
+    async def _place(self) -> _Place:
+        try:
+            while True:
+                nobody = all(server.problem is not None for server in self._servers)
+                async with asyncio.timeout(self._patience_s if nobody else None):
+                    place = await self._next_place(nobody)
+                if place is not None and place.is_there:
+                    return place
+        except TimeoutError:
+            listed = "; ".join(f"{server.url}: {server.problem}" for server in self._servers)
+            raise ServerError(
+                f"no ProRL server was there for {self._patience_s:g} s: {listed}", retryable=True
+            ) from None
+
+    async def _next_place(self, nobody: bool) -> _Place | None:
+        if nobody:
+            return await self._free.get()
+        try:  # not for ever: the last server may be given up meanwhile
+            async with asyncio.timeout(LOOK_AGAIN_S):
+                return await self._free.get()
+        except TimeoutError:
+            return None
+
+    def _put_back(self, place: _Place) -> None:
+        if place.is_there:
+            self._free.put_nowait(place)
+
+    def _give_up(self, place: _Place, problem: str) -> None:
+        server = place.server
+        if not place.is_there:
+            return
+        log.warning("server lost; its jobs go to others", server=server.url, problem=problem)
+        server.problem = problem
+        server.life += 1
+        self._tasks.start(self._find_again(server))
+
+    async def _ask(self, server: _Server, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Raises `JobLost` for a server that is not there or does not run, and `ConfigError` for what it refuses."""
+        assert self._http is not None, "use the client as: async with ProRLClient() as client"
+        options: dict[str, Any] = {} if path == "/process" else {"timeout": aiohttp.ClientTimeout(ANSWER_TIMEOUT_S)}
+        if body is not None:
+            options |= {"data": orjson.dumps(body), "headers": {"Content-Type": "application/json"}}
+        try:
+            async with self._http.request("GET" if body is None else "POST", server.url + path, **options) as reply:
+                answer, status = await reply.read(), reply.status
+            told = orjson.loads(answer)
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            raise JobLost(f"{type(error).__name__}: {error}") from error
+        except orjson.JSONDecodeError:
+            raise JobLost(f"{path} answers {status} and no JSON") from None
+        said = told.get("detail") if isinstance(told, dict) else None
+        if status >= 500 and path != "/start":
+            if isinstance(told, dict) and told.get("code") not in ("not_running", None):
+                raise ServerError(f"{server.url}{path}: {said}", retryable=bool(told.get("retryable")))
+            raise JobLost(f"{path} answers {status}: {said}")
+        if status >= 400 or not isinstance(told, dict):
+            raise ConfigError(f"{server.url}{path}: {said or f'status {status}'}", key=path)
+        return told

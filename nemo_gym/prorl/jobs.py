@@ -1,0 +1,294 @@
+"""Jobs on their way through three pools of workers: the pipeline's own pools, with handlers behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from nemo_gym._util.tasks import finish
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.verdict import FailureKind, StageError, StageFailure, StageName
+from nemo_gym.prorl.registry import AgentHandler, JobDetails, call_optional
+from nemo_gym.rollout import Servers, failure_of
+from nemo_gym.rollouts.interfaces import Job, JobAttempt, JobSpec, JobState, StageResult, Stop
+from nemo_gym.rollouts.stage_pool import StagePool
+
+CLOSE_TIMEOUT_S = 60.0
+"""Of closing one job's runtime, and of what its handler releases."""
+STAGE_TIMEOUT_S = 30 * 24 * 3600.0
+"""None: a job's own time is bounded over all stages."""
+STATUS_KEYS = ("init_queue", "run_queue", "eval_queue", "active_init", "active_run", "active_eval")
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class HandlerJob(JobAttempt):
+    """A job on its way through the pools."""
+
+    details: JobDetails = field(kw_only=True)
+    handler: AgentHandler = field(kw_only=True)
+    timeout_s: float = field(kw_only=True)
+    result: asyncio.Future[dict[str, Any]] = field(kw_only=True)
+    digest: str | None = None
+    """Of what the caller asked, where it chose the id."""
+    place: str = "init_queue"
+    """One of `STATUS_KEYS`."""
+    waiters: int = 0
+    completing: bool = False
+
+    @classmethod
+    def submitted(
+        cls, handler: AgentHandler, details: JobDetails, instance_id: str, *, timeout_s: float, digest: str | None
+    ) -> HandlerJob:
+        spec = JobSpec(details.job_id, "prorl", instance_id, details.job_id, 0, 0, handler.name, b"{}")
+        return cls(
+            servers=Servers(handler.name, None, None),
+            rollout={"rollout_id": details.job_id},
+            row=b"{}",
+            job=Job(spec, JobState.CLAIMED, StageName.INIT, attempt=1),
+            details=details,
+            handler=handler,
+            timeout_s=timeout_s,
+            result=asyncio.get_running_loop().create_future(),
+            digest=digest,
+        )
+
+
+class HandlerStage:
+    """One stage of all jobs; see `nemo_gym.rollouts.interfaces.Stage`."""
+
+    timeout_s = STAGE_TIMEOUT_S
+
+    def __init__(self, name: StageName, workers: int, work: Callable[[HandlerJob], Awaitable[None]]):
+        self.name, self.workers, self._work = name, workers, work
+
+    async def run(self, attempt: JobAttempt) -> StageResult:
+        job = _own(attempt)
+        job.place = f"active_{self.name}"
+        left_s = job.timeout_s - sum(job.timings.values())
+        start = time.perf_counter()
+        try:
+            async with asyncio.timeout(max(left_s, 0.001)) as scope:
+                await self._work(job)
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            reason = f"the job took longer than its {job.timeout_s:g} s of execution; it ended in {self.name}"
+            raise StageError(StageFailure(self.name, FailureKind.DEADLINE, reason, retryable=False)) from error
+        finally:
+            job.timings[f"{self.name}_s"] = time.perf_counter() - start
+        return StageResult(self.name, b"", job.timings[f"{self.name}_s"])
+
+    def classify(self, error: BaseException) -> StageFailure:
+        return failure_of(self.name, error)
+
+
+class JobPools:
+    """The pools of one server, and its jobs. Belongs to the server's event loop.
+
+    Args:
+        workers: of INIT, RUN and EVAL.
+        on_complete: told of each job that is complete, with its result and, where it has none, why.
+    """
+
+    def __init__(
+        self,
+        workers: tuple[int, int, int],
+        *,
+        allow_skip_eval: bool,
+        on_complete: Callable[[HandlerJob, dict[str, Any], StageFailure | None], None],
+    ) -> None:
+        self.jobs: dict[str, HandlerJob] = {}
+        self.stopping = False
+        self._allow_skip_eval = allow_skip_eval
+        self._on_complete = on_complete
+        steps = (
+            (StageName.INIT, self._init, self._ready),
+            (StageName.RUN, self._run, self._ran),
+            (StageName.EVAL, self._eval, self._evaluated),
+        )
+        init, run, eval_ = (
+            StagePool(HandlerStage(name, count, work), max(1, count // 4), done, self._failed, self._abandoned)
+            for (name, work, done), count in zip(steps, workers, strict=True)
+        )
+        self._pools = (init, run, eval_)
+
+    def start(self) -> None:
+        for pool in self._pools:
+            pool.start()
+
+    async def stop(self) -> None:
+        """End all jobs, each with that as its error."""
+        self.stopping = True
+        for pool in self._pools:
+            await pool.stop()
+        stopped = StageFailure(StageName.INIT, FailureKind.CANCELLED, "the server was stopped", retryable=True)
+        await asyncio.gather(*(self._complete(job, stopped) for job in [*self.jobs.values()]))
+
+    def put(self, job: HandlerJob) -> None:
+        """Let a job of `jobs` begin."""
+        self._pools[0].put_now(job)
+
+    async def cancel(self, job: HandlerJob, reason: str) -> None:
+        """Until nothing of it is left."""
+        job.stop = Stop(FailureKind.CANCELLED, reason)
+        for pool in self._pools:
+            pool.interrupt(job)
+        await asyncio.wait({job.result})
+
+    def status(self) -> dict[str, int]:
+        places = Counter(job.place for job in self.jobs.values())
+        return {**{key: places[key] for key in STATUS_KEYS}, "total": len(self.jobs)}
+
+    # Stages
+
+    async def _init(self, job: HandlerJob) -> None:
+        details = job.details
+        made = await job.handler.init(
+            details.instance, llm_config=details.llm_config, sid=details.job_id, max_iterations=details.max_iterations
+        )
+        try:
+            details.runtime, details.metadata, details.config = made
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"handler '{job.handler.name}': init must return (runtime, metadata, config), not {kind_of(made)}"
+            ) from None
+
+    async def _run(self, job: HandlerJob) -> None:
+        details = job.details
+        details.start_run_time = time.time()
+        try:
+            results = await job.handler.run(details.runtime, details.metadata, details.config, details.instance)
+        finally:
+            await _close_runtime(details)
+        details.run_results = _mapping(results, job.handler, "run")
+
+    async def _eval(self, job: HandlerJob) -> None:
+        details = job.details
+        details.start_eval_time = time.time()
+        told = await job.handler.eval(details, sid=f"eval_{details.job_id}", allow_skip=self._allow_skip_eval)
+        results = _mapping(told, job.handler, "eval")
+        details.eval_results = _mapping(results["report"], job.handler, "eval") if "report" in results else results
+
+    async def _ready(self, attempt: JobAttempt, _: StageResult) -> None:
+        await self._hand_on(attempt, 1, "run_queue")
+
+    async def _ran(self, attempt: JobAttempt, _: StageResult) -> None:
+        await self._hand_on(attempt, 2, "eval_queue")
+
+    async def _hand_on(self, attempt: JobAttempt, number: int, place: str) -> None:
+        _own(attempt).place = place
+        pool = self._pools[number]
+        if not await pool.put(attempt) and (failure := pool.stopped(attempt)) is not None:
+            await self._failed(attempt, failure)
+
+    async def _evaluated(self, attempt: JobAttempt, _: StageResult) -> None:
+        await self._complete(_own(attempt), None)
+
+    async def _failed(self, attempt: JobAttempt, failure: StageFailure) -> None:
+        await self._complete(_own(attempt), failure)
+
+    async def _abandoned(self, attempt: JobAttempt) -> None:
+        """It was cancelled while it waited, or a handler cancelled itself."""
+        reason = f"the handler of '{attempt.job.spec.agent}' was cancelled from within"
+        await self._complete(_own(attempt), StageFailure(StageName.RUN, FailureKind.INTERNAL, reason))
+
+    async def _complete(self, job: HandlerJob, failure: StageFailure | None) -> None:
+        if job.result.done() or (job.completing and not self.stopping):
+            return
+        job.completing = True
+        await finish(self._release(job))
+        if job.result.done():
+            return
+        result = _result(job, failure)
+        if failure is not None:
+            log.warning("job failed", job_id=job.job.job_id, stage=failure.stage, reason=failure.reason)
+        del self.jobs[job.job.job_id]
+        self._on_complete(job, result, failure)
+        job.result.set_result(result)
+        job.details.event.set()
+
+    async def _release(self, job: HandlerJob) -> None:
+        await _close_runtime(job.details)
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await call_optional(job.handler, "release", job.details)
+        except Exception as error:  # noqa: BLE001 - the job is complete all the same
+            log.warning("job not released", job_id=job.job.job_id, error=str(error) or type(error).__name__)
+
+
+def _result(job: HandlerJob, failure: StageFailure | None) -> dict[str, Any]:
+    """What `OpenHandsServer.process` returns: what run returned, and members of the server's own over it."""
+    details = job.details
+    evaluation = details.eval_results or {}
+    reward = None if failure is not None else evaluation.get("reward")
+    resolved = None if failure is not None else evaluation.get("resolved")
+    if reward is None and isinstance(resolved, bool):
+        reward = float(resolved)
+    told = None
+    if failure is not None:
+        told = {
+            "stage": str(failure.stage),
+            "kind": str(failure.kind),
+            "reason": failure.reason,
+            "retryable": failure.retryable,
+        }
+    results = details.run_results or {}
+    return {
+        **results,
+        "job_id": details.job_id,
+        "instance_id": job.job.spec.task_id,
+        "data_source": job.handler.name,
+        "llm_server": details.llm_config["base_url"],
+        "success": failure is None,
+        "error": f"{failure.stage}: {failure.reason}" if failure is not None else results.get("error"),
+        "failure": told,
+        "eval_results": None if failure is not None else details.eval_results,
+        "reward": reward,
+        "resolved": resolved,
+        "timing": {name: round(seconds, 6) for name, seconds in job.timings.items()},
+    }
+
+
+async def _close_runtime(details: JobDetails) -> None:
+    """Close the job's runtime once, whoever comes first."""
+    runtime, details.runtime = details.runtime, None
+    close = getattr(runtime, "close", None)
+    if not callable(close):
+        return
+    try:
+        await finish(_closed(close), timeout_s=CLOSE_TIMEOUT_S)
+    except Exception as error:  # noqa: BLE001 - what was run stands, whether its runtime could be closed or not
+        log.warning("runtime not closed", job_id=details.job_id, error=str(error) or type(error).__name__)
+
+
+async def _closed(close: Callable[[], Any]) -> None:
+    if inspect.iscoroutinefunction(close):
+        await close()
+    else:
+        closing = await asyncio.to_thread(close)  # OpenHands' own blocks
+        if inspect.isawaitable(closing):
+            await closing
+
+
+def _own(attempt: JobAttempt) -> HandlerJob:
+    assert isinstance(attempt, HandlerJob)
+    return attempt
+
+
+def _mapping(value: Any, handler: AgentHandler, stage: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"handler '{handler.name}': {stage} must return a mapping, not {kind_of(value)}", key=stage)
+    return dict(value)
+
+
+def kind_of(value: Any) -> str:
+    return f"a {type(value).__name__}" if value is not None else "None"

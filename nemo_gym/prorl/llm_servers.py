@@ -1,0 +1,91 @@
+"""The OpenAI-compatible servers of a ProRL server, and which job goes to which."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from nemo_gym.contract.errors import ConfigError, NemoGymError
+
+
+class NoLlmServerError(NemoGymError):
+    """There is nobody to sample from."""
+
+    code = "no_llm_server"
+    status = 503
+
+
+@dataclass(slots=True)
+class _LlmServer:
+    address: str
+    weight: float
+    turn: float
+    """When it is this one's turn again; the lowest is next."""
+
+
+class LlmServers:
+    """Weighted round robin over addresses. One that is added later has its share of the jobs from then on, and catches
+    up with nothing. Not for several threads at once."""
+
+    def __init__(self, addresses: Iterable[Any] | Mapping[str, float] = ()) -> None:
+        """``addresses``: URLs, or pairs of a URL and its weight; a URL that is named twice has both weights. Raises
+        `ConfigError` naming the wrong one."""
+        self._servers: list[_LlmServer] = []
+        if isinstance(addresses, str):
+            raise ConfigError(f"llm_server_addresses is a list: ['{addresses}']", key="llm_server_addresses")
+        for given in addresses.items() if isinstance(addresses, Mapping) else addresses:
+            address, weight = parse_address(given)
+            known = next((server for server in self._servers if server.address == address), None)
+            if known is not None:
+                known.weight += weight
+            else:
+                self._servers.append(_LlmServer(address, weight, 0.0))
+
+    def add(self, given: Any) -> bool:
+        """Whether it is new; one that is known gets the weight that is given now."""
+        address, weight = parse_address(given)
+        for server in self._servers:
+            if server.address == address:
+                server.weight = weight
+                return False
+        present = min((server.turn for server in self._servers), default=0.0)
+        self._servers.append(_LlmServer(address, weight, present))
+        return True
+
+    def clear(self) -> None:
+        self._servers.clear()
+
+    @property
+    def addresses(self) -> list[str]:
+        return [server.address for server in self._servers]
+
+    def next(self) -> str:
+        """The server of the next job, for all of its turns. Raises `NoLlmServerError`."""
+        if not self._servers:
+            raise NoLlmServerError(
+                "there is no LLM server: give llm_server_addresses=[...], or add one (POST /add_llm_server)",
+                retryable=True,
+            )
+        server = min(self._servers, key=lambda each: each.turn)  # of equal ones the first
+        server.turn += 1 / server.weight
+        return server.address
+
+
+def parse_address(given: Any) -> tuple[str, float]:
+    """Address and weight of one entry. Raises `ConfigError`."""
+    address, weight = given if isinstance(given, tuple | list) and len(given) == 2 else (given, 1.0)
+    key = "llm_server_addresses"
+    if not isinstance(address, str):
+        raise ConfigError(f"{key}: an address is a URL or a pair of a URL and its weight, got {given!r}", key=key)
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+        raise ConfigError(
+            f"{key}: '{address[:200]}' is no address of a server; give for example http://127.0.0.1:8000/v1", key=key
+        )
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number or not math.isfinite(weight) or weight <= 0:
+        raise ConfigError(f"{key}: the weight of {address} must be a number above 0, got {weight!r}", key=key)
+    return address.rstrip("/"), float(weight)

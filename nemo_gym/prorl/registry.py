@@ -1,0 +1,227 @@
+"""Handlers by data source: who prepares, runs and evaluates the instances of a data set.
+
+instance ──data_source──▶ handler: init → (runtime, metadata, config) → run → run_results → eval → report
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from nemo_gym._util.suggest import nearest
+from nemo_gym.contract.errors import ConfigError, RowError
+from nemo_gym.contract.rows import task_id_of
+
+STAGES = ("init", "run", "eval")
+DEFAULT_DATA_SOURCE = "swebench"
+DEFAULT_MAX_ITERATIONS = 2
+
+
+class UnknownDataSourceError(ConfigError):
+    """No handler is registered for an instance's data source."""
+
+    code = "data_source"
+
+
+@dataclass(slots=True)
+class JobDetails:
+    """A job, as it grows from stage to stage."""
+
+    job_id: str
+    instance: Any
+    """As the caller gave it: a mapping, a pandas Series or an object."""
+    max_iterations: int = DEFAULT_MAX_ITERATIONS
+    llm_config: dict[str, Any] = field(default_factory=dict)
+    """The caller's sampling parameters, and as ``base_url`` the LLM server of all its turns."""
+    start_time: float = field(default_factory=time.time)
+    """Unix seconds, like the other times."""
+    event: threading.Event = field(default_factory=threading.Event)
+    """Set when the job is complete."""
+    runtime: Any = None
+    """What `AgentHandler.init` made; closed, and ``None`` again, as soon as run is over."""
+    metadata: Any = None
+    config: Any = None
+    run_results: dict[str, Any] | None = None
+    start_run_time: float | None = None
+    eval_results: dict[str, Any] | None = None
+    start_eval_time: float | None = None
+
+
+class AgentHandler:
+    """Base of handlers. ``name``, ``init``, ``run`` and ``eval`` are a handler's own; the rest may stay as it is.
+
+    All methods run on the server's event loop, many jobs at a time: what blocks belongs into ``asyncio.to_thread``.
+    Whatever they raise completes the job with that error.
+    """
+
+    @property
+    def name(self) -> str:
+        """The data source."""
+        raise NotImplementedError
+
+    async def init(
+        self, instance: Any, llm_config: Any = None, sid: str | None = None, max_iterations: int = 1
+    ) -> tuple[Any, Any, Any]:
+        """Runtime, metadata and config. A runtime's ``close()``, plain or asynchronous, is called right after run."""
+        raise NotImplementedError
+
+    async def run(self, runtime: Any, metadata: Any, config: Any, instance: Any) -> dict[str, Any]:
+        """What the agent did: ``git_patch``, ``messages``, …"""
+        raise NotImplementedError
+
+    async def eval(self, job_details: JobDetails, sid: str | None = None, allow_skip: bool = True) -> dict[str, Any]:
+        """The evaluation of ``job_details.run_results``, bare or as ``{"report": …}``. With ``allow_skip`` a run that
+        left nothing need not be evaluated."""
+        raise NotImplementedError
+
+    async def check(self, instance: Any, llm_config: Mapping[str, Any]) -> None:
+        """Refuse an instance at submission, by raising. Not in the original."""
+
+    async def release(self, job_details: JobDetails) -> None:
+        """Let go of what a job still holds, however it ended. Not in the original."""
+
+    async def aclose(self) -> None:
+        """The server stops. Not in the original."""
+
+
+async def call_optional(handler: Any, name: str, *given: Any) -> None:
+    """One of the methods that a handler need not have."""
+    method = getattr(handler, name, None)
+    if method is not None:
+        await method(*given)
+
+
+Stage = Callable[..., Awaitable[Any]]
+_handlers: dict[str, AgentHandler] = {}
+
+
+def register_agent_handler(handler: AgentHandler) -> None:
+    """Take the instances of ``handler.name`` from now on, in the place of whoever did. Raises `ConfigError` naming
+    what the handler lacks; then nothing is changed."""
+    if isinstance(handler, type):
+        raise ConfigError(
+            f"register_agent_handler takes a handler, not its class: register_agent_handler({handler.__name__}())",
+            key="handler",
+        )
+    kind = type(handler)
+    lacking = [name for name in ("name", *STAGES) if _is_lacking(kind, name)]
+    if lacking:
+        listed = ", ".join(lacking)
+        raise ConfigError(
+            f"handler {kind.__name__} lacks {listed}; see nemo_gym.prorl.registry.AgentHandler", key=listed
+        )
+    for stage in STAGES:
+        if not inspect.iscoroutinefunction(getattr(handler, stage)):
+            raise ConfigError(
+                f"handler {kind.__name__}: '{stage}' is no coroutine function; write 'async def {stage}'", key=stage
+            )
+    name: Any = handler.name
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"handler {kind.__name__}: 'name' must be text that is not empty, got {name!r}", key="name")
+    _handlers[name] = handler
+
+
+def _is_lacking(kind: type, name: str) -> bool:
+    found = inspect.getattr_static(kind, name, None)
+    return found is None or found is inspect.getattr_static(AgentHandler, name)
+
+
+def registered_handlers() -> list[str]:
+    """The data sources that have a handler."""
+    return sorted(_handlers)
+
+
+def handler_of(data_source: str) -> AgentHandler:
+    """Raises `UnknownDataSourceError` with the names that are registered."""
+    if data_source not in _handlers:
+        raise UnknownDataSourceError(
+            f"no handler is registered for data_source '{data_source}'{nearest(data_source, _handlers)}; registered:"
+            f" {', '.join(registered_handlers()) or 'none'}",
+            key="data_source",
+        )
+    return _handlers[data_source]
+
+
+def get_registered_functions(stage: str, data_source: str) -> Stage:
+    """The handler's method for ``init``, ``run`` or ``eval``. Raises `ConfigError` for another stage, and
+    `UnknownDataSourceError`."""
+    if stage not in STAGES:
+        raise ConfigError(f"unknown stage '{stage}'{nearest(stage, STAGES)}; stages: {', '.join(STAGES)}", key="stage")
+    function: Stage = getattr(handler_of(data_source), stage)
+    return function
+
+
+# Instances: mappings, pandas Series, and objects.
+
+
+def data_source_of(instance: Any) -> str:
+    """Raises `RowError` for one that is no text."""
+    value = _member(instance, "data_source")
+    if value is None:
+        return DEFAULT_DATA_SOURCE
+    if not isinstance(value, str):
+        raise RowError(f"instance: 'data_source' must be text, got {value!r}", field="data_source")
+    return value
+
+
+def instance_id_of(instance: Any) -> str:
+    """The instance's own name, as far as ids can spell it."""
+    named = (_plain_number(_member(instance, name)) for name in ("instance_id", "task_id", "id", "uuid"))
+    first = next((value for value in named if value is not None), None)
+    name = task_id_of({"task_id": first}, -1)
+    return "instance" if name == "-1" else name
+
+
+def row_of(instance: Any) -> dict[str, Any]:
+    """The instance as a JSON object, with NaN as null. Raises `RowError` for what is no instance."""
+    if isinstance(instance, Mapping):
+        given = dict(instance)
+    elif callable(to_dict := getattr(instance, "to_dict", None)):
+        given = to_dict()
+    else:
+        given = _attributes(instance)
+    if not given or not all(isinstance(key, str) for key in given):
+        raise RowError(
+            f"an instance is a mapping, a pandas Series or an object with named fields, not {type(instance).__name__}"
+        )
+    try:
+        row: dict[str, Any] = orjson.loads(orjson.dumps(given, default=_encoded, option=orjson.OPT_SERIALIZE_NUMPY))
+    except (TypeError, orjson.JSONEncodeError) as error:
+        raise RowError(f"instance '{instance_id_of(instance)}' cannot be written as JSON: {error}") from None
+    return row
+
+
+def _attributes(instance: Any) -> dict[str, Any]:
+    slots = (name for kind in type(instance).__mro__ for name in getattr(kind, "__slots__", ()))
+    named = {name: getattr(instance, name) for name in slots if hasattr(instance, name)}
+    return {name: value for name, value in {**named, **getattr(instance, "__dict__", {})}.items() if name[:1] != "_"}
+
+
+def _member(instance: Any, name: str) -> Any:
+    """A key or an attribute; nothing where it is missing, or NaN as in a table's empty cells."""
+    get = getattr(instance, "get", None)
+    value = get(name) if callable(get) else getattr(instance, name, None)
+    return None if isinstance(value, float) and value != value else value
+
+
+def _plain_number(value: Any) -> Any:
+    """A number of numpy's as Python's own."""
+    return value.item() if callable(getattr(value, "item", None)) else value
+
+
+def _encoded(value: Any) -> Any:
+    if callable(to_list := getattr(value, "tolist", None)):
+        return to_list()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if callable(iso := getattr(value, "isoformat", None)):
+        return iso()
+    raise TypeError(f"a {type(value).__name__} is no JSON")

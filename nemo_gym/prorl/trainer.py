@@ -1,0 +1,187 @@
+"""A trainer's side: effective groups out of ProRL servers, through the suite's own sampler.
+
+with prorl_sampler(loader, {"output": "results/train.jsonl"}, sampling_params={...}) as sampler:
+    batch = sampler.next_batch(requested_batch_size=32)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+import structlog
+
+from nemo_gym.config.run import RolloutRunConfig
+from nemo_gym.config.sampling import SamplingConfig
+from nemo_gym.contract.errors import ConfigError, RowError
+from nemo_gym.contract.rows import TASK_INDEX_KEY
+from nemo_gym.contract.verdict import FailureKind, StageError, StageFailure, StageName
+from nemo_gym.prorl.client import ProRLClient
+from nemo_gym.prorl.registry import data_source_of
+from nemo_gym.rollout import Servers, failure_of
+from nemo_gym.rollouts.interfaces import JobAttempt, JobListener, JobStore, Stage, StageResult
+from nemo_gym.rollouts.pipeline import AsyncDispatcher
+from nemo_gym.rollouts.result_rows import result_row
+from nemo_gym.sampling.groups import DEFAULT_FILTERS, GroupFilter
+from nemo_gym.sampling.opening import BlockingSampler, loader_row, run_config, sampler_at
+from nemo_gym.sampling.sampler import RolloutSampler
+
+log = structlog.get_logger(__name__)
+
+
+def prorl_sampler(
+    loader: Iterable[Any],
+    run: RolloutRunConfig | Mapping[str, Any],
+    *,
+    urls: str | Iterable[str] | None = None,
+    llm_servers: Iterable[str] | None = None,
+    sampling_params: Mapping[str, Any] | None = None,
+    sampling: SamplingConfig | Mapping[str, Any] | None = None,
+    filters: Iterable[GroupFilter] = DEFAULT_FILTERS,
+) -> BlockingSampler:
+    """For trainers that block, as NeMo RL's: takes what `open_prorl_sampler` takes."""
+    return BlockingSampler(
+        loader,
+        run,
+        opened_by=open_prorl_sampler,
+        urls=urls,
+        llm_servers=llm_servers,
+        sampling_params=sampling_params,
+        sampling=sampling,
+        filters=filters,
+    )
+
+
+@asynccontextmanager
+async def open_prorl_sampler(
+    loader: Iterable[Any],
+    run: RolloutRunConfig | Mapping[str, Any],
+    *,
+    urls: str | Iterable[str] | None = None,
+    llm_servers: Iterable[str] | None = None,
+    sampling_params: Mapping[str, Any] | None = None,
+    sampling: SamplingConfig | Mapping[str, Any] | None = None,
+    filters: Iterable[GroupFilter] = DEFAULT_FILTERS,
+) -> AsyncIterator[RolloutSampler]:
+    """Sample from ``loader``, whose rows are instances, with the servers of ``PRORL_SERVER_URLS``.
+
+    Args:
+        run: keys of ``ng_run`` as for `open_sampler`. ``concurrency`` is by default what the servers take at once;
+            ``temperature``, ``top_p``, ``max_output_tokens`` and ``max_turns`` go over ``sampling_params``.
+        urls: the servers, in place of ``PRORL_SERVER_URLS``.
+        llm_servers: have the servers use these, each those of its own node; by default they keep what they have.
+
+    Raises `ConfigError` before anything runs.
+    """
+    given = dict(run) if isinstance(run, Mapping) else run.model_dump(exclude_unset=True)
+    # A job that failed is tried again by the dispatcher, as a new attempt.
+    async with ProRLClient(urls, max_tries=1) as client:
+        if not client.places:
+            problems = "; ".join(f"{url}: {told.get('problem')}" for url, told in (await client.status()).items())
+            raise ConfigError(f"no ProRL server is there: {problems}", key="PRORL_SERVER_URLS")
+        if llm_servers is not None:
+            await client.set_llm_servers(list(llm_servers))
+        config = run_config({"concurrency": client.places, **given}, loader)
+        async with sampler_at(
+            _ProRLServers(client, config, sampling_params or {}), config, loader, sampling=sampling, filters=filters
+        ) as sampler:
+            yield sampler
+
+
+class _Step:
+    """A stage of work that a server does as a whole; see `Stage`."""
+
+    def __init__(
+        self, name: StageName, workers: int, timeout_s: float, work: Callable[[JobAttempt], Awaitable[bytes]]
+    ) -> None:
+        self.name, self.workers, self.timeout_s, self._work = name, workers, timeout_s, work
+
+    async def run(self, attempt: JobAttempt) -> StageResult:
+        start = time.perf_counter()
+        return StageResult(self.name, await self._work(attempt), time.perf_counter() - start)
+
+    def classify(self, error: BaseException) -> StageFailure:
+        if isinstance(error, ConfigError):
+            return StageFailure(self.name, FailureKind.SEED_FAILED, error.message, retryable=False)
+        return failure_of(self.name, error)
+
+
+class _ProRLServers:
+    """ProRL servers as a sampler's `Workplace`: all of a rollout is its RUN."""
+
+    def __init__(self, client: ProRLClient, config: RolloutRunConfig, sampling_params: Mapping[str, Any]) -> None:
+        self._client, self._config = client, config
+        turns = {"max_iterations": config.max_turns} if config.max_turns is not None else {}
+        self._params = {**sampling_params, **config.overrides, **turns}
+        self._known: set[str] = set()
+
+    async def prepare(self, agent: str | None) -> None:
+        if agent is None or agent in self._known:
+            return
+        told = await self._client.status()
+        for url, status in told.items():
+            sources = status.get("data_sources")
+            if sources is not None and agent not in sources:
+                raise ConfigError(
+                    f"data_source '{agent}' has no handler on {url}; there are: {', '.join(sources)}",
+                    key="data_source",
+                )
+        self._known.add(agent)
+
+    async def check(self, number: int, row: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
+        try:
+            agent = data_source_of(row)
+            checked: dict[str, Any] = orjson.loads(loader_row(number, row))
+        except RowError as error:
+            if not self._config.skip_bad_rows:
+                raise
+            log.warning("row left out", error=error.message)
+            return None
+        await self.prepare(agent)
+        return checked, agent
+
+    def dispatcher(
+        self, store: JobStore, *, listener: JobListener, logs: Path, observed: Callable[[Stage], Stage]
+    ) -> AsyncDispatcher:
+        config = self._config
+        init, run, eval_ = config.workers
+        stages = (
+            _Step(StageName.INIT, init, config.init_timeout_s, self._init),
+            observed(_Step(StageName.RUN, run, config.run_timeout_s, self._run)),
+            _Step(StageName.EVAL, eval_, config.eval_timeout_s, self._eval),
+        )
+        return AsyncDispatcher(store, stages, config, lambda agent: Servers(agent, None, None), listener=listener)
+
+    async def _init(self, attempt: JobAttempt) -> bytes:
+        return b"{}"
+
+    async def _run(self, attempt: JobAttempt) -> bytes:
+        instance = orjson.loads(attempt.row)
+        instance.pop(TASK_INDEX_KEY, None)
+        name = f"{attempt.job.job_id}-a{attempt.job.attempt}"
+        result = await self._client.process(instance, self._params, name)
+        if (told := result.get("failure")) is not None:
+            raise StageError(_failure(told, result["llm_server"]))
+        if result.get("reward") is None:
+            reason = f"the handler of '{result['data_source']}' gave no reward: {result.get('eval_results')!r}"[:500]
+            raise StageError(StageFailure(StageName.RUN, FailureKind.VERIFIER_FAILED, reason, retryable=False))
+        attempt.timings |= result.pop("timing", {})
+        attempt.act = {"outcome": result.get("outcome", "completed")}
+        report = result.pop("eval_results") or {}
+        attempt.verified = {**result, **report, "reward": result["reward"]}
+        return orjson.dumps({"act": attempt.act, "verified": attempt.verified})
+
+    async def _eval(self, attempt: JobAttempt) -> bytes:
+        verified = {**orjson.loads(attempt.row), **(attempt.verified or {})}
+        return result_row(attempt, verified, validation=None)
+
+
+def _failure(told: Mapping[str, Any], llm_server: str) -> StageFailure:
+    """A job's failure as one of the RUN stage, of which it is all a part."""
+    kind = FailureKind(told["kind"]) if told.get("kind") in [*FailureKind] else FailureKind.INTERNAL
+    reason, details = f"{told.get('stage')}: {told.get('reason')}", {"llm_server": llm_server}
+    return StageFailure(StageName.RUN, kind, reason, retryable=bool(told.get("retryable")), details=details)

@@ -75,6 +75,8 @@ class RolloutSettings:
     model_limits: Mapping[str, Any] = field(default_factory=dict)
     topology: str | None = None
     validation: str | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of every model call, whatever the harness asks for."""
     base_seed: int | None = None
     """Each sample's sampling seed is this plus its index."""
     finalize_timeout_s: float = CLOSE_TIMEOUT_S
@@ -231,8 +233,11 @@ class RolloutSteps:
 
     async def open_session(self, attempt: Attempt, model: str) -> None:
         body: dict[str, Any] = {"rollout": attempt.rollout}
+        sampling = dict(self._settings.sampling)
         if self._settings.base_seed is not None:
-            body["sampling"] = {"seed": self._settings.base_seed + attempt.rollout["sample_index"]}
+            sampling["seed"] = self._settings.base_seed + attempt.rollout["sample_index"]
+        if sampling:
+            body["sampling"] = sampling
         if self._settings.model_limits:
             body["limits"] = self._settings.model_limits
         opened = (await self._of(attempt).post(model, "/sessions", body)).json()

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from pydantic import Field
 
 from nemo_gym.base_responses_api_agent import SimpleResponsesAPIAgent
 from nemo_gym.contract.credentials import Role
@@ -24,10 +25,12 @@ class AskingAgent(SimpleResponsesAPIAgent):
     """Asks the model once; what the prompt says is its answer."""
 
     config: AgentConfig
+    asks: dict[str, Any] = Field(default_factory=dict)
+    """Parameters of its calls, whatever the run says."""
 
     async def act(self, request_: ActRequest) -> ActResponse:
         inference = request_.inference
-        asked = {"model": inference.model, "input": request_.responses_create_params["input"]}
+        asked = {"model": inference.model, "input": request_.responses_create_params["input"], **self.asks}
         headers = {"Authorization": f"Bearer {inference.token}"}
         reply = await request("POST", f"{inference.base_url}/responses", json=asked, headers=headers)
         assert reply.status == 200, await reply.text()

@@ -45,7 +45,7 @@ def load_runner(config: RunnerConfig, where: str) -> Runner:
     kwargs = dict(config.runner_kwargs)
     if config.tool_config_path is not None:
         kwargs["tool_config"] = _tools(config.tool_config_path, where)
-    found = _imported(fqn, where)
+    found = imported(fqn, f"{where}.runner_fqn")
     if inspect.isclass(found):
         try:
             found = found(**kwargs)
@@ -63,7 +63,8 @@ def load_runner(config: RunnerConfig, where: str) -> Runner:
     return runner
 
 
-def _imported(fqn: str, where: str) -> Any:
+def imported(fqn: str, where: str) -> Any:
+    """What an import path names. Raises `ConfigError`, which names the key ``where``."""
     module, colon, name = fqn.partition(":")
     if not colon:
         module, _, name = fqn.rpartition(".")
@@ -75,7 +76,7 @@ def _imported(fqn: str, where: str) -> Any:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"{where}.runner_fqn: '{fqn}' cannot be imported: {error}; write package.module.name", key="runner_fqn"
+            f"{where}: '{fqn}' cannot be imported: {error}; write package.module.name", key=where.rpartition(".")[2]
         ) from error
     return found
 

@@ -235,11 +235,11 @@ class RolloutSteps:
 
     async def open_session(self, attempt: Attempt, model: str) -> None:
         body: dict[str, Any] = {"rollout": attempt.rollout}
-        if self._settings.sampling:
-            body["sampling"] = dict(self._settings.sampling)
+        sampling = dict(self._settings.sampling)
         if self._settings.base_seed is not None:
-            seed = self._settings.base_seed + attempt.rollout["sample_index"]
-            body["sampling"] = {**self._settings.sampling, "seed": seed}
+            sampling["seed"] = self._settings.base_seed + attempt.rollout["sample_index"]
+        if sampling:
+            body["sampling"] = sampling
         if self._settings.engine is not None:
             body["engine"] = self._settings.engine
         if self._settings.model_limits:

@@ -14,7 +14,8 @@ from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.contract.rows import NG_FAILURE_CLASS_KEY, NG_NO_PERSIST_KEY, NG_TERMINAL_KEY
 from nemo_gym.http.client import ServerClient
 from nemo_gym.rollouts.collection import CollectionResult, run_collection
-from nemo_gym.rollouts.examples import Example, ExampleRun
+from nemo_gym.rollouts.examples import Example, ExampleRun, MaskedReward
+from nemo_gym.stack.background import started_here
 
 __all__ = [
     "NG_FAILURE_CLASS_KEY",
@@ -32,12 +33,23 @@ RolloutCollectionConfig = RolloutRunConfig
 class RolloutCollectionHelper:
     """NeMo Gym's entry points for programs: a whole run from a configuration, or rows that a trainer holds.
 
-    ``client`` reaches the servers; left out, the stack that runs on this machine (or that ``run_dir`` names) is used.
+    ``client`` reaches the servers; left out, the stack that this process started with a run helper, that runs on this
+    machine, or that ``run_dir`` names. ``masked_reward``: see `MaskedReward`; with a run helper's stack
+    ``group_mean``, which NeMo RL needs.
     """
 
-    def __init__(self, client: ServerClient | None = None, *, run_dir: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        client: ServerClient | None = None,
+        *,
+        run_dir: str | Path | None = None,
+        masked_reward: MaskedReward | None = None,
+    ) -> None:
+        started = started_here()
         self._client = client
-        self._run_dir = run_dir
+        self._run_dir = run_dir or (str(started) if started is not None and client is None else None)
+        by_default: MaskedReward = "group_mean" if started is not None and client is None else "null"
+        self._masked_reward: MaskedReward = masked_reward or by_default
         self._runs: list[ExampleRun] = []
 
     def setup_server_client(self, head_server_config: BaseServerConfig | None = None) -> ServerClient:
@@ -62,13 +74,15 @@ class RolloutCollectionHelper:
         """Run rows now; yields awaitables of ``(row, result)`` in the order in which they end.
 
         Needs a running event loop. ``run_keys`` are those of `RolloutRunConfig` (``concurrency``, …). A rollout
-        without a verdict has a result with ``reward`` null and ``mask_sample`` true.
+        without a verdict has a result with ``mask_sample`` true and a masked response; its ``reward`` is as the
+        helper's ``masked_reward`` says.
         """
         unused = {"input": Path("examples.jsonl"), "output": Path("examples.jsonl")}
         # A trainer masks samples without a verdict and goes on; a batch of them is no reason to stop it.
         defaults = {"concurrency": max(1, len(examples)), "stop_after_same_failure": 0}
         config = RolloutRunConfig.parse({**defaults, **run_keys, **unused})
-        run = ExampleRun(self.setup_server_client(head_server_config), examples, config)
+        client = self.setup_server_client(head_server_config)
+        run = ExampleRun(client, examples, config, self._masked_reward)
         self._runs.append(run)
         return run.as_completed()
 

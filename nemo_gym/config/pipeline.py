@@ -77,7 +77,11 @@ class PipelineConfig(BaseModel):
     """Overrides of every row's request parameters (model settings only)."""
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
     max_output_tokens: int | None = Field(None, ge=1)
+    """Of one answer. A harness may ask for less."""
+    stop: str | list[str] | None = None
+    """Strings that end an answer."""
     seed: int | None = None
     """Sampling seed; each sample gets ``seed + sample index``. ``None`` leaves the engine its own."""
     num_repeats_add_seed: bool = False
@@ -123,6 +127,12 @@ class PipelineConfig(BaseModel):
         """Request parameters that win over the row's."""
         chosen = {"temperature": self.temperature, "top_p": self.top_p, "max_output_tokens": self.max_output_tokens}
         return {**self.responses_create_params, **{key: value for key, value in chosen.items() if value is not None}}
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Parameters that hold for every model call of this run's rollouts, whatever their harness asks for."""
+        names = ("temperature", "top_p", "top_k", "max_output_tokens", "stop")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property
     def limits(self) -> Limits:

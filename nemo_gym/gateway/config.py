@@ -140,8 +140,8 @@ class GatewayConfig(BaseResponsesAPIModelConfig):
     capture: CaptureConfig | None = None
     """Record every call for observers, with secrets taken out; nothing records none."""
     path_tokens: bool = False
-    """Also take the inference token in the path (``/sessions/<id>/token/<token>/v1``), for trusted runners that can
-    set a base URL but no header."""
+    """Also take the inference token in the path (``/sessions/<id>/token/<token>/v1``), and a completion token
+    (``…/complete``), for trusted runners that can set a URL but no header."""
 
     def limits(self) -> CallLimits:
         return CallLimits(**{one.name: getattr(self, one.name) for one in fields(CallLimits)})

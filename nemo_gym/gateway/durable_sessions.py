@@ -187,9 +187,10 @@ class DurableSessions(Generic[C, D]):
     async def complete(
         self, session_id: str, control_token: str, reward_info: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The session's runner is done: no further inference; calls in flight are ended. ``reward_info`` may hold
-        ``reward``, and is taken only where no environment gives one. Repeating it changes nothing."""
-        live = self._table.controlled(session_id, control_token)
+        """The session's runner is done: no further inference; calls in flight are ended. ``control_token`` may be the
+        completion token instead. ``reward_info`` may hold ``reward``, and is taken only where no environment gives
+        one. Repeating it changes nothing."""
+        live = self._table.completable(session_id, control_token)
         if reward_info and live.record.extra.get("reward_source") != "runner":
             raise ContractError(
                 "reward_info is not accepted: this session's reward comes from its environment; open it with"

@@ -112,7 +112,7 @@ class InferenceShortcut:
             await response(scope, receive, send)
 
 
-# Inference tokens in the path, for runners that can set a base URL and nothing else.
+# Tokens in the path, for runners that can set a URL and nothing else.
 #
 # The token is taken off before anything else sees the path, so that no log and no error can show it.
 
@@ -120,7 +120,8 @@ _MARK = "/token/"
 
 
 class PathTokenMiddleware:
-    """``/sessions/<id>/token/<token>/v1/…`` as ``/sessions/<id>/v1/…`` with the token as bearer."""
+    """``/sessions/<id>/token/<token>/v1/…`` as ``/sessions/<id>/v1/…`` with the token as bearer; ``…/complete`` alike,
+    with a completion token."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -1,7 +1,8 @@
 """Gateway sessions: one per attempt, opened by the pipeline, used by a harness, finalized for its trajectories.
 
 A session has two tokens. The *inference token* opens the inference routes and nothing else; it may enter a box. The
-*control token* finalizes or aborts, and stays with who opened the session.
+*control token* finalizes or aborts, and stays with who opened the session. A *completion token*, derived from it, is
+for a runner that says by itself that it is done (see `completion_token`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from nemo_gym.contract.session import RolloutIdentity
 from nemo_gym.gateway.policy_request import Usage
 
 INFERENCE_TOKEN_PREFIX = "ngi1_"
+COMPLETION_TOKEN_PREFIX = "ngd1_"
 SESSION_TTL_S = 6 * 3600.0
 KEEP_CLOSED_S = 600.0
 """How long a closed session still answers a repeated finalize, unless so many have been closed after it:"""
@@ -177,6 +179,13 @@ class SessionTable(Generic[S]):
             raise CredentialError("the control token is not this session's", session_id=session_id)
         return found
 
+    def completable(self, session_id: str, token: str) -> S:
+        """The session that a control token or a completion token is for. Raises `ContractError`, `CredentialError`."""
+        found = self.known(session_id)
+        if hmac.compare_digest(completion_token(found.control_digest), token):
+            return found
+        return self.controlled(session_id, token)
+
     def __iter__(self) -> Iterator[S]:
         """In the order of opening; sessions may be dropped meanwhile."""
         return iter([*self._by_id.values()])
@@ -309,8 +318,14 @@ class InMemoryGatewaySessions:
                 self._table.drop(entry)
 
 
-def token_in(headers: Mapping[str, str]) -> str | None:
-    """The inference token of a request, a bearer's or in ``x-api-key``; nothing for another credential."""
+def completion_token(control_digest: str) -> str:
+    """A token that ends a session's work and posts its reward, and can do nothing else. It follows from the control
+    token, which does not follow from it."""
+    return COMPLETION_TOKEN_PREFIX + hmac.new(control_digest.encode(), b"complete", hashlib.sha256).hexdigest()
+
+
+def token_in(headers: Mapping[str, str], prefix: str = INFERENCE_TOKEN_PREFIX) -> str | None:
+    """The token of that kind in a request, a bearer's or in ``x-api-key``; nothing for another credential."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     token = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-    return token if token.startswith(INFERENCE_TOKEN_PREFIX) else None
+    return token if token.startswith(prefix) else None

@@ -16,7 +16,7 @@ import orjson
 
 from nemo_gym.gateway.backend import CallContext, Preparing, TurnFacts
 from nemo_gym.gateway.dialects.endpoint import chat_body, end_of, message_of, usage_of
-from nemo_gym.gateway.engines import EngineAnswerError, OpenAIEngine, TextReply
+from nemo_gym.gateway.engines import EngineAnswerError, OpenAIEngine, TextReply, asked_otherwise
 from nemo_gym.gateway.engines.openai import Completion, completion_in, tokens_in
 from nemo_gym.gateway.limits import step_begins
 from nemo_gym.gateway.policy_request import Answer, AnswerTokens, AnswerUsage, PolicyRequest
@@ -190,7 +190,7 @@ class TextBackend:
         prepared, weights = sampled.prepared, sampled.reply.weights
         end = end_of(completion.finish_reason, message)
         turn = conversations.forest.commit(
-            prepared, Sampled((), None, str(end), weights.last or weights.first, _details(sampled)), message
+            prepared, Sampled((), None, str(end), weights.last or weights.first, _details(sampled, request)), message
         )
         start = prepared.reading.start_of(prepared.shared)
         said: dict[str, Any] = {"messages": [*prepared.reading.messages[start:], message]}
@@ -248,9 +248,12 @@ async def _complete(engine: OpenAIEngine, body: Mapping[str, Any]) -> tuple[Text
         ) from error
 
 
-def _details(sampled: TextSample) -> dict[str, Any]:
-    return {
+def _details(sampled: TextSample, request: PolicyRequest) -> dict[str, Any]:
+    details: dict[str, Any] = {
         "call_id": sampled.context.call_id,
         "engine": sampled.reply.engine,
         "seconds": round(sampled.seconds, 4),
     }
+    if otherwise := asked_otherwise(request.asked, sampled.context.pinned):
+        details["asked_otherwise"] = otherwise
+    return details

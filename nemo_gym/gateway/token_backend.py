@@ -20,6 +20,7 @@ from nemo_gym.gateway.engines import (
     Generation,
     Sampling,
     TokenRequest,
+    asked_otherwise,
     pinned_sampling,
 )
 from nemo_gym.gateway.engines.types import TokenizerProbe
@@ -240,7 +241,7 @@ class TokenBackend:
                 generation.logprobs,
                 str(generation.finish_reason),
                 generation.weights.last or generation.weights.first,
-                _details(sampled),
+                _details(sampled, request),
                 generation.ids_json,
             ),
             message,
@@ -319,13 +320,15 @@ def _end(finish: FinishReason, parsed: ParsedAnswer) -> AnswerEnd:
     return AnswerEnd.TOOL_CALLS if parsed.calls else AnswerEnd.STOP
 
 
-def _details(sampled: TokenSample) -> dict[str, Any]:
+def _details(sampled: TokenSample, request: PolicyRequest) -> dict[str, Any]:
     generation = sampled.generation
     details: dict[str, Any] = {
         "call_id": sampled.context.call_id,
         "engine": generation.engine,
         "seconds": round(sampled.seconds, 4),
     }
+    if otherwise := asked_otherwise(request.asked, sampled.context.pinned):
+        details["asked_otherwise"] = otherwise
     if generation.weights.first != generation.weights.last:
         details["first_weights_version"] = generation.weights.first
     if generation.cached_tokens is not None:

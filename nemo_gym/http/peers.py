@@ -78,6 +78,7 @@ class Peers:
     Args:
         replicas: server → number of the replica, for what is one attempt's: its first request to a server chooses,
             the least busy one, and all others follow.
+        max_tries: of one request; by default the client's own.
     """
 
     def __init__(
@@ -86,14 +87,16 @@ class Peers:
         *,
         connect_patience_s: float = CONNECT_PATIENCE_S,
         replicas: MutableMapping[str, int] | None = None,
+        max_tries: int | None = None,
     ) -> None:
         self._client = client
         self._patience_s = connect_patience_s
         self._replicas = replicas
+        self._max_tries = max_tries
 
     def of_attempt(self, replicas: MutableMapping[str, int]) -> Peers:
         """The same servers, with the replicas of one attempt; those it has not chosen yet are entered."""
-        return Peers(self._client, connect_patience_s=self._patience_s, replicas=replicas)
+        return Peers(self._client, connect_patience_s=self._patience_s, replicas=replicas, max_tries=self._max_tries)
 
     def base_url(self, server: str) -> str:
         return self._client.base_url(server)
@@ -139,6 +142,8 @@ class Peers:
         self, server: str, path: str, method: str, *, max_bytes: int = MAX_REPLY_BYTES, **options: Any
     ) -> Reply:
         chosen = self._replicas if self._replicas is not None else {}
+        if self._max_tries is not None:
+            options["max_tries"] = self._max_tries
         is_new = self._replicas is not None and server not in chosen and len(self._client.replica_urls(server)) > 1
         patience_s = min(self._patience_s, REPLICA_PATIENCE_S) if server in chosen else self._patience_s
         if is_new or server in chosen:

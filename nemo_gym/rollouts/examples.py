@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
@@ -29,12 +29,22 @@ from nemo_gym.rollouts.store import SqliteJobStore
 Example = tuple[dict[str, Any], dict[str, Any]]
 """The row as it was given, and its result row (or its failure row: ``reward`` null, ``mask_sample`` true)."""
 MEMORY = Path(":memory:")
+MaskedReward = Literal["null", "group_mean"]
+"""What stands as ``reward`` of a rollout without a verdict: nothing, or, for a trainer that computes with it before it
+masks, the mean of what the group's other rollouts got (0 where none got any). The mean changes no sibling's advantage.
+Such a row says so: ``reward_source`` is ``group_mean``."""
 
 
 class ExampleRun:
     """One call of `run_examples`: futures that resolve as rollouts end."""
 
-    def __init__(self, client: ServerClient, rows: Sequence[dict[str, Any]], config: RolloutRunConfig) -> None:
+    def __init__(
+        self,
+        client: ServerClient,
+        rows: Sequence[dict[str, Any]],
+        config: RolloutRunConfig,
+        masked_reward: MaskedReward = "null",
+    ) -> None:
         self._client = client
         self._config = config
         self._rows = rows
@@ -44,6 +54,12 @@ class ExampleRun:
         self._futures: dict[str, asyncio.Future[Example]] = {
             spec.job_id: self._loop.create_future() for spec in self._specs
         }
+        self._masked_reward = masked_reward
+        self._groups: dict[str, list[str]] = {}
+        for spec in self._specs:
+            self._groups.setdefault(spec.group_id, []).append(spec.job_id)
+        self._group_of = {spec.job_id: spec.group_id for spec in self._specs}
+        self._results: dict[str, dict[str, Any]] = {}
         self._given = {spec.job_id: row for spec, row in zip(self._specs, rows, strict=True)}
         self._driver = asyncio.create_task(self._drive(), name=f"examples-{run_id}")
 
@@ -89,8 +105,30 @@ class ExampleRun:
         for data in rows:
             result = orjson.loads(data)
             job_id = result[ROLLOUT_ID_KEY]
-            if not (future := self._futures[job_id]).done():
-                future.set_result((self._given[job_id], result))
+            if self._masked_reward == "group_mean":
+                self._fill(job_id, result)
+            else:
+                self._hand_out(job_id, result)
+
+    def _hand_out(self, job_id: str, result: dict[str, Any]) -> None:
+        if not (future := self._futures[job_id]).done():
+            future.set_result((self._given[job_id], result))
+
+    def _fill(self, job_id: str, result: dict[str, Any]) -> None:
+        """Hand out a result with a reward at once, and those without one when their group has ended."""
+        self._results[job_id] = result
+        if result["reward"] is not None:
+            self._hand_out(job_id, result)
+        group = self._groups[self._group_of[job_id]]
+        if not all(each in self._results for each in group):
+            return
+        results = [self._results.pop(each) for each in group]
+        rewards = [each["reward"] for each in results if each["reward"] is not None]
+        mean = sum(rewards) / len(rewards) if rewards else 0.0
+        for each in results:
+            if each["reward"] is None:
+                filled = {**each, "reward": mean, "reward_source": "group_mean"}
+                self._hand_out(each[ROLLOUT_ID_KEY], filled)
 
     async def _drive(self) -> None:
         core = RolloutCore(self._client, self._config)

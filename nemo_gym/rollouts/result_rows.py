@@ -15,14 +15,17 @@ from nemo_gym.contract.rows import (
     NG_FAILURE_CLASS_KEY,
     NG_TERMINAL_KEY,
     PARAMS_KEY,
+    RESPONSE_KEY,
     ROLLOUT_ID_KEY,
     ROLLOUT_INDEX_KEY,
     SESSION_KEY,
     TASK_INDEX_KEY,
+    public_params,
 )
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.contract.verdict import StageFailure
 from nemo_gym.rollouts.interfaces import Job, JobAttempt
+from nemo_gym.rollouts.training_fields import masked_response, with_tokens
 
 _VARIABLE = re.compile(r"(?i)0x[0-9a-f]+|\b(?=[a-f]*\d)[0-9a-f]{8,}\b|(?<![\d.])(?![1-5]\d\d(?![\d.]))\d+(\.\d+)?")
 """Addresses, digests, counts and durations. Three digits that may be an HTTP status are told apart."""
@@ -44,9 +47,11 @@ def failure_row(
     job: Job, failure: StageFailure, *, validation: str | None = None, kept: Mapping[str, Any] | None = None
 ) -> bytes:
     """The line of the failures file: NeMo Gym's keys, the verdict's, every earlier failure, and what is ``kept`` of
-    the attempt. No private field."""
+    the attempt. No private field. Its response is complete and masked, so that a trainer reads it as any other."""
     row: dict[str, Any] = {
         **(kept or {}),
+        PARAMS_KEY: public_params(orjson.loads(job.spec.row).get(PARAMS_KEY) or {"input": []}),
+        RESPONSE_KEY: masked_response(failure.kind),
         TASK_INDEX_KEY: job.spec.task_index,
         ROLLOUT_INDEX_KEY: job.spec.sample_index,
         AGENT_REF_KEY: {"type": "responses_api_agents", "name": job.spec.agent},
@@ -56,6 +61,7 @@ def failure_row(
         "reward": None,
         "valid": False,
         "mask_sample": True,
+        "instance_config": {"mask_sample": True},  # where NeMo RL reads it
         "failure_kind": failure.kind,
         "failure_reason": failure.reason,
         "failure_stage": failure.stage,
@@ -69,7 +75,7 @@ def failure_row(
     }
     if validation is not None:
         row["validation"] = validation
-    return orjson.dumps(row, default=str)
+    return orjson.dumps(with_tokens(row), default=str)
 
 
 OWN_FIELDS = frozenset(
@@ -120,7 +126,7 @@ def result_row(attempt: JobAttempt, verified: dict[str, Any], *, validation: str
         row["row_access"] = "full"
     if attempt.servers.environment is None:
         row["reward_source"] = "agent"
-    return orjson.dumps(row)
+    return orjson.dumps(with_tokens(row))
 
 
 def artifacts_digest(artifacts: list[dict[str, Any]]) -> str:

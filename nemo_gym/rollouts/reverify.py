@@ -32,6 +32,7 @@ from nemo_gym.contract.verdict import MAX_REASON_CHARS, FailureKind, StageName, 
 from nemo_gym.http.peers import PeerError, Peers
 from nemo_gym.rollouts.result_rows import artifacts_digest
 from nemo_gym.rollouts.results import RunFiles
+from nemo_gym.rollouts.training_fields import is_masked, without_tokens
 
 UNSUPPORTED = "unsupported"
 
@@ -91,7 +92,7 @@ def _stored(row: dict[str, Any]) -> StoredWork:
         sample_index=int(row[ROLLOUT_INDEX_KEY]),
         attempt=int(row.get(ATTEMPT_INDEX_KEY) or 0) + 1,
         agent=_text(row[AGENT_REF_KEY]["name"]),
-        response=row.get("response"),
+        response=without_tokens(row.get("response")),
         artifacts=artifacts,
         outcome=str(row.get("outcome", AgentOutcome.COMPLETED)),
         verdict=_verdict(row),
@@ -110,7 +111,7 @@ def _missing(row: Mapping[str, Any], artifacts: list[dict[str, Any]]) -> str | N
         return "its agent skips verification: there never was a verdict"
     if row.get("reward_source") == "agent":
         return "it has no environment: its agent reported the reward"
-    if not isinstance(row.get("response"), dict):
+    if not isinstance(row.get("response"), dict) or is_masked(row["response"]):
         return "it holds no response"
     if artifacts and artifacts_digest(artifacts) != row.get("artifacts_digest"):
         return "its artifacts are not those of its artifacts_digest"

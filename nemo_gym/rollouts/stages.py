@@ -251,6 +251,7 @@ def http_stages(
         model_limits=config.model_limits.given(),
         topology=topology,
         validation=config.validation,
+        sampling=config.sampling,
         base_seed=config.base_seed,
         finalize_timeout_s=config.close_timeout_s,
     )

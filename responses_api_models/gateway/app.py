@@ -8,9 +8,11 @@ from typing import Any
 
 from fastapi import FastAPI
 from pydantic import PrivateAttr
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Scope
 
 from nemo_gym.base_responses_api_model import SimpleResponsesAPIModel
 from nemo_gym.contract.credentials import Role
@@ -35,7 +37,14 @@ from nemo_gym.gateway.routes import (
     require_engine,
 )
 from nemo_gym.gateway.routing.pool import EnginePool
-from nemo_gym.gateway.sessions import GatewaySessions, opener_of
+from nemo_gym.gateway.sessions import (
+    COMPLETION_TOKEN_PREFIX,
+    GatewaySessions,
+    completion_token,
+    opener_of,
+    token_digest,
+    token_in,
+)
 from nemo_gym.gateway.text_backend import TextBackend
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError
 from nemo_gym.http.middleware import require_role
@@ -124,6 +133,11 @@ class Gateway(SimpleResponsesAPIModel):
         path = _without_session(path)
         return super().checks_token(path) or path == COUNT_TOKENS or path.startswith("/v1/models/")
 
+    def _needs_no_credential(self, scope: Scope) -> bool:
+        if _without_session(scope["path"]) == "/complete":
+            return token_in(Headers(scope=scope), COMPLETION_TOKEN_PREFIX) is not None
+        return super()._needs_no_credential(scope)
+
     def setup_webserver(self) -> FastAPI:
         self._build()
         app = super().setup_webserver()
@@ -165,6 +179,8 @@ class Gateway(SimpleResponsesAPIModel):
         urls = {"base_url": f"{base}/v1", "complete_url": f"{base}/complete"}
         if self.config.path_tokens:
             urls["path_token_base_url"] = f"{base}/token/{opened.inference_token}/v1"
+            completing = completion_token(token_digest(opened.control_token))
+            urls["path_token_complete_url"] = f"{base}/token/{completing}/complete"
         return JsonResponse(
             {
                 "session_id": opened.session_id,
@@ -181,11 +197,17 @@ class Gateway(SimpleResponsesAPIModel):
         return JsonResponse(self._durable.state(*self._control(request)))
 
     async def _complete_route(self, request: Request) -> Response:
-        session_id, token = self._control(request)
+        session_id, token = self._completing(request)
         reward, info = reward_in(await parse_json_object(request))
         if reward is not None:
             info = {**(info or {}), "reward": reward}
         return JsonResponse(await self._durable.complete(session_id, token, info))
+
+    def _completing(self, request: Request) -> tuple[str, str]:
+        """The session to complete, and the token to do it with: a runner's from the path, or the opener's."""
+        if (token := token_in(request.headers, COMPLETION_TOKEN_PREFIX)) is not None:
+            return request.path_params["session_id"], token
+        return self._control(request)
 
     async def _inference_route(self, request: Request) -> Response:
         live = self._session_of(request)

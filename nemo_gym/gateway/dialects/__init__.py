@@ -30,6 +30,8 @@ def apply_sampling(dialect: Dialect, body: dict[str, Any], sampling: dict[str, A
             changed[given] = value
         elif key == "seed" and dialect is not Dialect.CHAT:
             continue  # only Chat Completions has it
+        elif key == "stop" and dialect is Dialect.MESSAGES:
+            changed["stop_sequences"] = [value] if isinstance(value, str) else value
         else:
             changed[key] = value
     return changed

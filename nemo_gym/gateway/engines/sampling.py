@@ -102,6 +102,29 @@ def pinned_sampling(
     )
 
 
+def asked_otherwise(asked: Mapping[str, Any], pinned: Mapping[str, Any]) -> dict[str, Any]:
+    """What a harness asked for and did not get, because its session pins another value."""
+    if not pinned:
+        return {}
+    found = {
+        name: asked[name]
+        for name in _NUMBERS
+        if pinned.get(name) is not None and asked.get(name) is not None and asked[name] != pinned[name]
+    }
+    stop, wanted = pinned.get("stop"), asked.get("stop") or asked.get("stop_sequences")
+    if stop and wanted and _listed(stop) != _listed(wanted):
+        found["stop"] = _listed(wanted)
+    bounds = [pinned[name] for name in _MAX_TOKENS if pinned.get(name) is not None]
+    budgets = [asked[name] for name in _MAX_TOKENS if asked.get(name) is not None]
+    if bounds and budgets and min(budgets) > min(bounds):
+        found["max_output_tokens"] = min(budgets)
+    return found
+
+
+def _listed(values: Any) -> list[Any]:
+    return [values] if isinstance(values, str) else [*values]
+
+
 def _are(kind: type, values: Any) -> bool:
     return isinstance(values, list | tuple) and all(isinstance(v, kind) and not isinstance(v, bool) for v in values)
 

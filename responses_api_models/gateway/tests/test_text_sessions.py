@@ -13,7 +13,7 @@ import pytest
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.contract.session import MAX_ATTEMPT
 from nemo_gym.gateway.journal import SessionJournal
-from nemo_gym.server_utils import close_global_aiohttp_client
+from nemo_gym.server_utils import close_global_aiohttp_client, request
 from nemo_gym_testing.gateway import FakeOpenAIEngine, Status
 from responses_api_models.gateway.app import Gateway
 from responses_api_models.gateway.tests.conftest import GatewayStack, Opened, Teller
@@ -198,6 +198,25 @@ async def test_runner_gives_the_reward_only_where_no_environment_does(gateway: T
     assert refused.status == 409
     assert "environment" in await refused.text()
     assert (await graded.control("complete")).status == 200
+
+
+async def test_runner_completes_its_session_by_a_url_alone_and_can_do_nothing_else_with_it(gateway: TextStack) -> None:
+    await gateway.restart(path_tokens=True)
+    own = await gateway.open({"reward_source": "runner"}, rollout_id="own")
+    other = await gateway.open({"reward_source": "runner"}, rollout_id="other")
+    await own.chat()
+    url = own.facts["path_token_complete_url"]
+    elsewhere = url.replace(own.facts["session_id"], other.facts["session_id"])
+    assert (await request("POST", elsewhere, json={"reward": 1.0})).status == 401
+    assert (await request("POST", url.replace("/complete", "/finalize"), json={})).status == 401
+    assert (await request("POST", url.replace("/complete", "/v1/chat/completions"), json={})).status == 401
+    inference = own.facts["path_token_base_url"].removesuffix("/v1") + "/complete"
+    assert (await request("POST", inference, json={"reward": 1.0})).status == 401
+    done = await request("POST", url, json={"reward_info": {"score": 0.25}})
+    assert done.status == 200, await done.text()
+    assert (await request("POST", own.facts["complete_url"], json={})).status == 401
+    (row,) = (await own.finalize())["trajectories"]
+    assert row["reward_info"] == {"score": 0.25}
 
 
 async def test_tools_that_a_harness_defers_are_known_to_the_endpoint(gateway: TextStack) -> None:

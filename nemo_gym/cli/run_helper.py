@@ -1,0 +1,79 @@
+"""NeMo Gym's run helper: a program starts the servers of a configuration, and stops them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.stack.background import BackgroundStack
+from nemo_gym.stack.endpoints import StackEntry
+
+_NOT_OURS = frozenset(
+    {
+        "head_server",
+        "ray_head_node_address",
+        "global_aiohttp_connector_limit",
+        "global_aiohttp_connector_limit_per_host",
+        "config_paths",
+    }
+)
+"""Of what NeMo RL passes: there is no head server and no Ray here, and connections are not limited."""
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalConfigDictParserConfig:
+    """Where a run helper's configuration comes from."""
+
+    dotenv_path: Path | None = None
+    """A YAML file of further keys (``env.yaml``), which ``initial_global_config_dict`` wins over."""
+    initial_global_config_dict: Mapping[str, Any] | None = None
+    skip_load_from_cli: bool = False
+    """Accepted; the program's own command line is never read."""
+    skip_load_from_dotenv: bool = False
+
+
+class RunHelper:
+    """Starts the servers in a process beside this one. `RolloutCollectionHelper` finds them."""
+
+    def __init__(self) -> None:
+        self._stack: BackgroundStack | None = None
+
+    def start(self, global_config_dict_parser_config: GlobalConfigDictParserConfig) -> StackEntry:
+        """Start everything and wait until it is ready. Raises `ConfigError`, `ServerError`."""
+        from nemo_gym.framework.config import plain
+
+        if self._stack is not None:
+            raise ConfigError("this run helper has started its servers already; shut it down first")
+        given = global_config_dict_parser_config
+        values = dict(plain(given.initial_global_config_dict) or {})
+        paths = [str(path) for path in values.get("config_paths") or ()]
+        if given.dotenv_path is not None and given.dotenv_path.is_file() and not given.skip_load_from_dotenv:
+            values = {**_read(given.dotenv_path), **values}
+        values = {name: value for name, value in values.items() if name not in _NOT_OURS}
+        urls = values.get("policy_base_url")
+        if isinstance(urls, list) and len(urls) == 1:
+            values["policy_base_url"] = urls[0]
+        self._stack = BackgroundStack(values=values, config_paths=paths)
+        try:
+            return self._stack.start()
+        except BaseException:
+            self._stack = None
+            raise
+
+    def shutdown(self) -> None:
+        """Stop the servers; idempotent."""
+        if self._stack is not None:
+            self._stack.stop()
+            self._stack = None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    import yaml
+
+    read = yaml.safe_load(file.read_text()) or {}
+    if not isinstance(read, dict):
+        raise ConfigError(f"{file} holds no keys", file=str(file))
+    return read

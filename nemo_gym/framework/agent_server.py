@@ -1,0 +1,104 @@
+"""An agent server of this suite as a runner: seed, act, harvest and verify with the servers of a running stack, while
+the framework's own gateway holds the session."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from nemo_gym.config.run import RolloutRunConfig
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.rows import PARAMS_KEY, RESPONSE_KEY, SESSION_KEY
+from nemo_gym.contract.verdict import StageError, StageName
+from nemo_gym.framework.batch import PromptSample
+from nemo_gym.framework.gateways import OpenSession, SessionLostError
+from nemo_gym.framework.scoring import Score
+from nemo_gym.http.client import ServerClient
+from nemo_gym.http.peers import PeerError, Peers
+from nemo_gym.rollout import Attempt, ModelSession, RolloutSteps, Servers, failure_of, reward_of
+from nemo_gym.rollouts.routing import checked_servers
+from nemo_gym.stack.endpoints import find_stack
+from nemo_gym.stack.stack import pipeline_client
+
+_NO_RUN = RolloutRunConfig(input=Path("unused.jsonl"), output=Path("unused.jsonl"))
+"""A run of nothing: its keys have their defaults."""
+
+
+class AgentServerRunner:
+    """Runs samples with one agent server.
+
+    A sample's row is its ``extra_info`` with the prompt as ``responses_create_params.input``. What is private in it
+    goes to the environment alone.
+    """
+
+    def __init__(self, agent: str, *, client: ServerClient | None = None, run_dir: Path | None = None) -> None:
+        self._agent = agent
+        self._client = client or pipeline_client(find_stack(str(run_dir) if run_dir is not None else None))
+        self._peers = Peers(self._client)
+        self._servers: Servers | None = None
+
+    async def run(self, session: OpenSession, sample: PromptSample) -> Score:
+        """One session's rollout, and the environment's verdict. Raises `StageError`; of a kind that another attempt
+        may not have, `SessionLostError`."""
+        servers = await self._checked()
+        stage = StageName.INIT
+        attempt = Attempt(
+            servers=servers,
+            rollout=session.rollout.model_dump(mode="json"),
+            row=orjson.dumps(row_of(sample), default=str),
+            session=ModelSession(
+                session.session_id, session.base_url, session.inference_token, "", session.handle.model
+            ),
+        )
+        steps = RolloutSteps(self._peers)
+        try:
+            await steps.prepare(attempt)
+            stage = StageName.RUN
+            await steps.work(attempt)
+            stage = StageName.EVAL
+            verified = await steps.verify(attempt)
+        except (StageError, PeerError, TimeoutError) as error:
+            failure = failure_of(stage, error)
+            if failure.retryable:
+                raise SessionLostError(f"{failure.kind}: {failure.reason}", retryable=True) from error
+            raise
+        finally:
+            await attempt.close(30.0)
+        said = reward_of(verified)
+        return Score(float(said["reward"]), "environment", _extra(verified, said["reward_info"]))
+
+    async def _checked(self) -> Servers:
+        if self._servers is None:
+            found = await checked_servers(self._client, self._peers, self._agent, _NO_RUN)
+            if found.own_run:
+                raise ConfigError(
+                    f"agent '{self._agent}' overrides run(): it opens sessions of its own; name another agent server",
+                    key="agent_server",
+                )
+            # The session is the framework's; the agent's own model server has no part in it.
+            self._servers = replace(found, model=None)
+        return self._servers
+
+
+def row_of(sample: PromptSample) -> dict[str, Any]:
+    """The dataset row of a sample."""
+    given = sample.fields.get("extra_info")
+    row = dict(given) if isinstance(given, Mapping) else {}
+    params = row.get(PARAMS_KEY)
+    row[PARAMS_KEY] = {"input": sample.raw_prompt, **(params if isinstance(params, Mapping) else {})}
+    return row
+
+
+def _extra(verified: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers and flags of a verdict, which trainers log beside the reward."""
+    left_out = {"reward", RESPONSE_KEY, PARAMS_KEY, SESSION_KEY}
+    own = {
+        name: value
+        for name, value in verified.items()
+        if name not in left_out and not name.startswith("_") and isinstance(value, bool | int | float)
+    }
+    return {**own, **info}

@@ -1,0 +1,118 @@
+"""Every trajectory that was written for a trainer, on disk, so that it can be written again when its storage dies."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_gym.contract.errors import ConfigError, NemoGymError, ServerError
+from nemo_gym.framework.samples import TrajectoryRow
+from nemo_gym.storage.group_commit import SqliteWriter
+
+_SCHEMA = """
+create table if not exists rows (
+    partition text not null,
+    key text not null,
+    tag blob not null,
+    fields blob not null,
+    primary key (partition, key)
+) without rowid;
+create table if not exists states (
+    partition text not null,
+    uid text not null,
+    tag blob not null,
+    primary key (partition, uid)
+) without rowid;
+"""
+
+
+class TrajectoryArchive:
+    """A SQLite file of rows and of the states of prompts. One process writes it, and reads only what it wrote."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `ConfigError` where no file can be made."""
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch(mode=0o600)
+            self._connect().close()
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(f"archive '{path}' cannot be written: {error}", key="archive") from error
+        self._writer: SqliteWriter | None = None
+
+    async def add(self, partition: str, rows: Sequence[TrajectoryRow]) -> None:
+        """Keep rows; durable when this returns."""
+        packed = [(partition, row.key, _packed(row.tag), _packed(row.fields)) for row in rows]
+
+        def write(connection: sqlite3.Connection) -> None:
+            connection.executemany("insert or replace into rows values (?, ?, ?, ?)", packed)
+
+        await self._started().call(write)
+
+    async def add_state(self, partition: str, uid: str, tag: dict[str, Any]) -> None:
+        """Keep a prompt's latest state."""
+        packed = (partition, uid, _packed(tag))
+
+        def write(connection: sqlite3.Connection) -> None:
+            connection.execute("insert or replace into states values (?, ?, ?)", packed)
+
+        await self._started().call(write)
+
+    def keys(self, partition: str) -> list[str]:
+        with self._reading() as connection:
+            found = connection.execute("select key from rows where partition = ? order by key", (partition,))
+            return [key for (key,) in found]
+
+    def partitions(self) -> list[str]:
+        with self._reading() as connection:
+            return [name for (name,) in connection.execute("select distinct partition from rows order by 1")]
+
+    def rows(self, partition: str, keys: Iterable[str]) -> Iterator[TrajectoryRow]:
+        """The rows of these keys, one after the other."""
+        with self._reading() as connection:
+            for key in keys:
+                query = "select tag, fields from rows where partition = ? and key = ?"
+                for tag, fields in connection.execute(query, (partition, key)):
+                    yield TrajectoryRow(key, pickle.loads(fields), pickle.loads(tag))
+
+    async def remove(self, partition: str, keys: Sequence[str]) -> None:
+        """Forget rows that a trainer has consumed."""
+        gone = [(partition, key) for key in keys]
+
+        def write(connection: sqlite3.Connection) -> None:
+            connection.executemany("delete from rows where partition = ? and key = ?", gone)
+
+        await self._started().call(write)
+
+    async def aclose(self) -> None:
+        if self._writer is not None:
+            await self._writer.aclose()
+            self._writer = None
+
+    def _started(self) -> SqliteWriter:
+        if self._writer is None:
+            self._writer = SqliteWriter(
+                self._connect, name="trajectory-archive", translate=self._failed, stops_when_broken=False
+            )
+        return self._writer
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+        connection.execute("pragma journal_mode = wal")
+        connection.execute("pragma synchronous = normal")
+        connection.executescript(_SCHEMA)
+        return connection
+
+    def _reading(self) -> contextlib.closing[sqlite3.Connection]:
+        return contextlib.closing(self._connect())
+
+    def _failed(self, error: Exception) -> NemoGymError:
+        return ServerError(f"archive '{self.path}' cannot be written: {type(error).__name__}: {error}")
+
+
+def _packed(value: Any) -> bytes:
+    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)

@@ -1,0 +1,150 @@
+"""A trainer's batch of prompts as samples: from a TensorDict, or from plain columns."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_gym.contract.errors import RowError
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9.-]+")
+_BATCH_KEYS = frozenset({"validate", "global_steps", "do_sample"})
+CARRIED = ("uid", "raw_prompt", "data_source", "reward_model", "extra_info", "tools_kwargs", "agent_name")
+"""Columns of a sample that its trajectories carry on, for the trainer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSample:
+    """One prompt of a batch."""
+
+    uid: str
+    index: int
+    fields: Mapping[str, Any]
+
+    @property
+    def raw_prompt(self) -> Any:
+        return self.fields["raw_prompt"]
+
+    @property
+    def tools_kwargs(self) -> Any:
+        return self.fields.get("tools_kwargs")
+
+    @property
+    def greedy(self) -> bool:
+        return "__do_sample__" in self.fields and not bool(self.fields["__do_sample__"])
+
+    @property
+    def safe_uid(self) -> str:
+        """A name for sessions and folders, unique in its batch."""
+        name = _UNSAFE.sub("-", self.uid).strip("-.")[:64]
+        digest = hashlib.sha256(self.uid.encode()).hexdigest()[:8]
+        return f"{name or 'uid'}-{digest}"
+
+    def sessions(self, default: int) -> int:
+        """How many are asked for; verl lets one prompt ask for another number."""
+        asked = self.fields.get("__rollout_n__")
+        return default if asked is None else int(asked)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch of prompts."""
+
+    samples: tuple[PromptSample, ...]
+    partition: str
+    """``train`` or ``val``."""
+    global_steps: int | None
+
+
+def uids_of(prompts: Any) -> list[str]:
+    """The uids of a batch, each a name that TransferQueue's readers can tell from its trajectories' keys. Raises
+    `RowError`."""
+    columns = _columns(prompts)
+    if "uid" not in columns:
+        raise RowError("prompts: 'uid' is missing; trajectories are stored by it", field="uid")
+    uids = _of_column(columns["uid"], _length(columns))
+    for index, uid in enumerate(uids):
+        if not isinstance(uid, str) or not uid:
+            raise RowError(f"prompts['uid'][{index}] must be a string that is not empty, got {uid!r}", field="uid")
+        if "_" in uid:
+            raise RowError(
+                f"prompts['uid'][{index}] is {uid!r}: readers take what stands before the first '_' of a trajectory's"
+                " key for its uid; use a name without one",
+                field="uid",
+            )
+    if len(set(uids)) < len(uids):
+        twice = next(uid for uid in uids if uids.count(uid) > 1)
+        raise RowError(f"prompts['uid']: {twice!r} comes twice; the trajectories would overwrite each other")
+    return uids
+
+
+def read_batch(prompts: Any) -> Batch:
+    """The samples of a batch. Raises `RowError` naming what is missing."""
+    uids = uids_of(prompts)
+    columns = _columns(prompts)
+    if not uids:
+        raise RowError("prompts: the batch is empty")
+    if "raw_prompt" not in columns:
+        raise RowError(
+            "prompts: 'raw_prompt' is missing; set data.return_raw_chat=True, so that runners get the messages",
+            field="raw_prompt",
+        )
+    validate = bool(_scalar(columns.get("validate"), default=False))
+    steps = _scalar(columns.get("global_steps"), default=None)
+    if steps is None and not validate:
+        raise RowError("prompts: 'global_steps' is missing; training needs it to tell stale trajectories")
+    values = {
+        name: _of_column(column, len(uids))
+        for name, column in columns.items()
+        if name not in _BATCH_KEYS and name != "uid"
+    }
+    samples = tuple(
+        PromptSample(uid, index, {"uid": uid, **{name: column[index] for name, column in values.items()}})
+        for index, uid in enumerate(uids)
+    )
+    return Batch(samples, "val" if validate else "train", None if steps is None else int(steps))
+
+
+def _columns(prompts: Any) -> Mapping[str, Any]:
+    """Columns by name. A TensorDict's non-tensor columns are unpacked, which its own ``items`` does not do."""
+    if isinstance(prompts, Mapping):
+        return prompts
+    return {str(name): prompts.get(name) for name in prompts.keys()}  # noqa: SIM118 - a TensorDict iterates over rows
+
+
+def _length(columns: Mapping[str, Any]) -> int:
+    for name in ("uid", "raw_prompt"):
+        column = columns.get(name)
+        if isinstance(column, Sequence) and not isinstance(column, str | bytes):
+            return len(column)
+        if column is not None and hasattr(column, "tolist") and getattr(column, "ndim", 1) > 0:
+            return int(column.shape[0]) if hasattr(column, "shape") else len(column)
+    return 1
+
+
+def _of_column(column: Any, length: int) -> list[Any]:
+    """One value per row of a column; what belongs to the whole batch is repeated."""
+    if hasattr(column, "data") and type(column).__name__ == "NonTensorData":
+        column = column.data
+    if type(column).__name__ == "NonTensorStack":
+        column = column.tolist()
+    if getattr(column, "ndim", None) == 0:
+        column = column.item()
+    if isinstance(column, str | bytes) or not hasattr(column, "__len__") or isinstance(column, Mapping):
+        return [column] * length
+    if len(column) != length:
+        raise RowError(f"prompts: a column has {len(column)} rows, 'uid' has {length}")
+    return [value.item() if getattr(value, "ndim", None) == 0 else value for value in column]
+
+
+def _scalar(column: Any, *, default: Any) -> Any:
+    if column is None:
+        return default
+    values = _of_column(column, 1) if not hasattr(column, "__len__") or isinstance(column, str) else list(column)
+    if not values:
+        return default
+    value = values[0]
+    return value.item() if hasattr(value, "item") else value

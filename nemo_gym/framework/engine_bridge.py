@@ -1,0 +1,115 @@
+"""A trainer's inference client as an engine of the gateway: SGLang's ``/generate`` before `generate` of verl's
+``LLMServerClient``, which takes and returns token ids and chooses among its servers by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import orjson
+from aiohttp import web
+
+from nemo_gym.contract.errors import ServerError
+
+START_TIMEOUT_S = 30.0
+MAX_BODY_BYTES = 256 << 20
+_PASSED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos")
+
+
+class TokenClient(Protocol):
+    """As much of verl's client as is used."""
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
+    ) -> Any: ...
+
+
+class EngineBridge:
+    """Serves on loopback from a thread with a loop of its own: a runner that blocks the framework's loop does not
+    stop the engine it waits for."""
+
+    def __init__(self, client: TokenClient) -> None:
+        self._client = client
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine-bridge", daemon=True)
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    def start(self) -> str:
+        """The address to give to gateways as an engine of type ``sglang``."""
+        self._thread.start()
+        try:
+            asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(START_TIMEOUT_S)
+        except TimeoutError:
+            raise ServerError(f"the engine bridge did not start within {START_TIMEOUT_S:g} s") from None
+        return self.url
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(START_TIMEOUT_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(START_TIMEOUT_S)
+
+    async def _start(self) -> None:
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_post("/generate", self._generate)
+        app.router.add_get("/health", self._health)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+
+    async def _stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(text="ok")
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = orjson.loads(await request.read())
+        asked = body["sampling_params"]
+        most = int(asked["max_new_tokens"])
+        sampling = {name: asked[name] for name in _PASSED if asked.get(name) is not None}
+        kwargs = {"image_data": body["image_data"]} if body.get("image_data") else {}
+        try:
+            output = await self._client.generate(
+                body["rid"],
+                prompt_ids=body["input_ids"],
+                sampling_params={**sampling, "logprobs": True, "max_tokens": most},
+                **kwargs,
+            )
+            reply = _reply(output, most)
+        except ValueError as error:
+            return web.json_response({"error": {"message": str(error)}}, status=400)
+        if not body.get("stream"):
+            return web.Response(body=orjson.dumps(reply), content_type="application/json")
+        events = b"data: " + orjson.dumps(reply) + b"\n\ndata: [DONE]\n\n"
+        return web.Response(body=events, content_type="text/event-stream")
+
+
+def _reply(output: Any, most: int) -> Mapping[str, Any]:
+    """verl's ``TokenOutput`` in SGLang's words. Raises `ValueError` for one without logprobs."""
+    ids, logprobs = list(output.token_ids), output.log_probs
+    if logprobs is None or len(logprobs) != len(ids):
+        given = "no" if logprobs is None else str(len(logprobs))
+        raise ValueError(f"the inference client gave {given} logprobs for {len(ids)} tokens; the gateway keeps both")
+    reason = "abort" if output.stop_reason in ("aborted", "abort") else "stop"
+    if reason == "stop" and (output.stop_reason == "length" or len(ids) >= most):
+        reason = "length"
+    extra = getattr(output, "extra_fields", None) or {}
+    version = extra.get("max_global_steps", extra.get("global_steps"))
+    return {
+        "output_ids": ids,
+        "meta_info": {
+            "completion_tokens": len(ids),
+            "finish_reason": {"type": reason},
+            "output_token_logprobs": [
+                [float(logprob), int(token), None] for token, logprob in zip(ids, logprobs, strict=True)
+            ],
+            **({"weight_version": str(version)} if version is not None else {}),
+        },
+    }

@@ -1,0 +1,380 @@
+"""Sessions for a trainer: prompts in, scored trajectories out.
+
+    batch ──▶ prompt × n sessions ──▶ gateway session ──▶ runner ──▶ finalize ──▶ score ──▶ rows ──▶ sink
+                                        │ lost: abort, and again as a new attempt
+                                        └ failed: abort, and no sibling is touched
+
+Everything that decides correctness happens here, in the parent: a runner gets a session's addresses and no more, also
+where it runs as a Ray task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
+
+import structlog
+
+from nemo_gym._util.suggest import nearest
+from nemo_gym._util.tasks import finish
+from nemo_gym.contract.errors import AgentError, RowError
+from nemo_gym.contract.session import RolloutIdentity
+from nemo_gym.framework.agent_server import AgentServerRunner
+from nemo_gym.framework.batch import Batch, PromptSample, read_batch, uids_of
+from nemo_gym.framework.config import CONFIG_PATH, FrameworkConfig, RolloutConfig, RunnerConfig, framework_block
+from nemo_gym.framework.gateways import GatewayPool, OpenSession, SessionLostError
+from nemo_gym.framework.media import MediaColumns
+from nemo_gym.framework.runners import RayDispatch, Runner, call_runner, load_runner
+from nemo_gym.framework.samples import TrajectoryRow, trajectory_row
+from nemo_gym.framework.scoring import RewardScorer, Score, finished, score_session
+from nemo_gym.gateway.tokens.trajectories import Trajectory, write_jsonl
+
+log = structlog.get_logger(__name__)
+_CONNECTION_ERRORS = frozenset(
+    {"APIConnectionError", "ConnectError", "ReadError", "RemoteProtocolError", "ClientConnectionError"}
+)
+"""Of clients that runners use, by name: none of them is imported for this."""
+
+
+class TrajectorySink(Protocol):
+    """Where trajectories and the states of prompts go."""
+
+    async def put(self, partition: str, rows: Sequence[TrajectoryRow]) -> None:
+        """Write one session's rows, all or none. Ends in bounded time."""
+        ...
+
+    async def tag(self, partition: str, uid: str, tag: Mapping[str, Any]) -> None:
+        """Set the state of a prompt: ``running``, then ``finished`` or ``failure``."""
+        ...
+
+
+class AgentFramework(ABC):
+    """What a trainer drives."""
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, *, config: Any, **parts: Any) -> AgentFramework:
+        """The framework of a trainer's whole configuration."""
+
+    @abstractmethod
+    async def generate_sequences(self, prompts: Any) -> None:
+        """Run the sessions of a batch, and write their trajectories."""
+
+
+class AllSessionsFailedError(AgentError, RuntimeError):
+    """No session of a batch gave a trajectory."""
+
+    code = "all_sessions_failed"
+
+
+@dataclass(slots=True)
+class BatchSummary:
+    """How a batch ended."""
+
+    prompts: int = 0
+    failed_prompts: int = 0
+    sessions: int = 0
+    failed_sessions: int = 0
+    unfinished_sessions: int = 0
+    trajectories: int = 0
+    reasons: list[str] = field(default_factory=list)
+    """Of failed sessions, as ``<error>: <message>``."""
+
+    def add(self, other: BatchSummary) -> None:
+        for name in ("failed_prompts", "sessions", "failed_sessions", "unfinished_sessions", "trajectories"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.reasons += other.reasons
+
+
+class OpenAICompatibleAgentFramework(AgentFramework):
+    """Runs agents that speak an OpenAI or Anthropic API to a session of the gateway.
+
+    Args:
+        gateways: hold the sessions, and their tokens.
+        sink: gets the trajectories.
+        scorer: scores sessions that posted no reward.
+        processor: the policy's, for conversations with images.
+        agent_servers: makes the runner of an ``agent_server`` entry; replaced by tests.
+    """
+
+    def __init__(
+        self,
+        gateways: GatewayPool,
+        sink: TrajectorySink,
+        config: FrameworkConfig,
+        rollout: RolloutConfig,
+        *,
+        scorer: RewardScorer | None = None,
+        processor: Any = None,
+        agent_servers: Callable[[RunnerConfig], AgentServerRunner] | None = None,
+    ) -> None:
+        self._gateways = gateways
+        self._sink = sink
+        self._config = config
+        self._rollout = rollout
+        self._scorer = scorer if config.use_reward_loop_worker else None
+        self._media = MediaColumns(processor) if processor is not None else None
+        # All of them once, here: what cannot be imported is told before a session opens.
+        self._runners: dict[str, Runner] = {}
+        self._agent_servers: dict[str, AgentServerRunner] = {}
+        for name, runner in config.agent_runners.items():
+            if runner.agent_server is not None:
+                make = agent_servers or _agent_server
+                self._agent_servers[name] = make(runner)
+            else:
+                self._runners[name] = load_runner(runner, _where(name))
+        uses_ray = any(runner.dispatch_mode == "ray_task" for runner in config.agent_runners.values())
+        self._ray = RayDispatch() if uses_ray else None
+        self._slots: dict[str, asyncio.Semaphore] = {}
+        self._slots_of: asyncio.AbstractEventLoop | None = None
+        self._run_id = f"framework-{secrets.token_hex(4)}"
+        self._batches = 0
+
+    @classmethod
+    def from_config(cls, *, config: Any, **parts: Any) -> Self:
+        """``parts``: the keyword arguments of the constructor, ``gateways`` and ``sink`` among them."""
+        block, rollout = framework_block(config)
+        return cls(config=block, rollout=rollout, **parts)
+
+    async def generate_sequences(self, prompts: Any) -> None:
+        """Run the sessions of a batch and write their trajectories; every prompt ends as ``finished`` or ``failure``.
+
+        Raises `RowError` for a batch that cannot be run, and `AllSessionsFailedError`. Cancelled, it aborts every
+        session first.
+        """
+        summary = await self.run_batch(prompts)
+        log.info(
+            "batch ended",
+            prompts=summary.prompts,
+            failed_prompts=summary.failed_prompts,
+            sessions=summary.sessions,
+            failed_sessions=summary.failed_sessions,
+            unfinished_sessions=summary.unfinished_sessions,
+            trajectories=summary.trajectories,
+            reasons=summary.reasons[:3],
+        )
+        if not summary.trajectories:
+            raise AllSessionsFailedError(
+                f"all {summary.sessions} sessions of {summary.prompts} prompts failed;"
+                f" the first reasons: {'; '.join(summary.reasons[:3])}"
+            )
+
+    async def run_batch(self, prompts: Any) -> BatchSummary:
+        """As `generate_sequences`; how it ended is returned, also when nothing succeeded."""
+        uids = uids_of(prompts)
+        try:
+            batch = read_batch(prompts)
+        except RowError:
+            for uid in uids:
+                await self._sink.tag("train", uid, {"status": "failure"})
+            raise
+        self._batches += 1
+        run_id = f"{self._run_id}-{self._batches}"
+        summary = BatchSummary(prompts=len(batch.samples))
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(self._prompt(batch, sample, run_id)) for sample in batch.samples]
+        for task in running:
+            summary.add(task.result())
+        return summary
+
+    # -- one prompt ----------------------------------------------------------------------------------------------
+
+    async def _prompt(self, batch: Batch, sample: PromptSample, run_id: str) -> BatchSummary:
+        """A prompt's sessions side by side. Nothing of one prompt ends another."""
+        count = sample.sessions(self._rollout.sessions(batch.partition))
+        summary = BatchSummary(sessions=count)
+        try:
+            await self._sink.tag(batch.partition, sample.uid, {"status": "running"})
+            async with asyncio.TaskGroup() as group:
+                sessions = [group.create_task(self._session(batch, sample, index, run_id)) for index in range(count)]
+            for session in sessions:
+                summary.add(session.result())
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this prompt's and has to be its state
+            summary.failed_sessions = count
+            summary.reasons.append(_reason(error))
+        finally:
+            tag: dict[str, Any] = {"status": "finished" if summary.trajectories else "failure"}
+            if summary.failed_sessions:
+                tag["failed_sessions"] = summary.failed_sessions
+            try:
+                # Also while being cancelled: a trainer waits for this.
+                await finish(self._sink.tag(batch.partition, sample.uid, tag))
+            except Exception as error:
+                log.exception("the state of a prompt was not written", uid=sample.uid)
+                summary.reasons.append(_reason(error))
+        summary.failed_prompts = int(not summary.trajectories)
+        return summary
+
+    async def _session(self, batch: Batch, sample: PromptSample, index: int, run_id: str) -> BatchSummary:
+        """One session to its written trajectories, or why there are none."""
+        try:
+            name = self._runner_of(sample)
+            rollout = RolloutIdentity(
+                rollout_id=f"{sample.safe_uid}-{sample.index}-{index}",
+                task_id=sample.uid[:256],
+                group_id=f"{run_id}.{sample.safe_uid}",
+                sample_index=index,
+                run_id=run_id,
+            )
+            async with self._slot(name):
+                while True:
+                    try:
+                        return await self._attempt(batch, sample, index, name, rollout)
+                    except SessionLostError as error:
+                        if rollout.attempt >= self._config.max_session_attempts:
+                            raise
+                        log.warning("session lost; a new attempt", rollout_id=rollout.rollout_id, error=str(error))
+                        rollout = rollout.next_attempt()
+        except Exception as error:
+            log.warning("session failed", uid=sample.uid, session=index, error=_reason(error), exc_info=error)
+            return BatchSummary(failed_sessions=1, reasons=[_reason(error)])
+
+    def _runner_of(self, sample: PromptSample) -> str:
+        """The runner for a sample; with one runner, that one. Raises `RowError`."""
+        names = [*self._config.agent_runners]
+        if len(names) == 1:
+            return names[0]
+        name = sample.fields.get("agent_name")
+        if name is None:
+            raise RowError(f"agent_name is missing for uid {sample.uid!r}; the runners are: {', '.join(names)}")
+        if not isinstance(name, str):
+            raise RowError(f"agent_name must be a string, got {name!r} for uid {sample.uid!r}")
+        if name not in names:
+            raise RowError(f"agent_name '{name}' is no runner{nearest(name, names)}; they are: {', '.join(names)}")
+        return name
+
+    @contextlib.asynccontextmanager
+    async def _slot(self, name: str) -> AsyncIterator[None]:
+        """One of a runner's concurrent sessions."""
+        cap = self._config.agent_runners[name].max_concurrent_sessions
+        if not cap:
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        if self._slots_of is not loop:  # a trainer may use one framework in several loops, one after the other
+            self._slots, self._slots_of = {}, loop
+        async with self._slots.setdefault(name, asyncio.Semaphore(cap)):
+            yield
+
+    # -- one attempt at one session ------------------------------------------------------------------------------
+
+    async def _attempt(
+        self, batch: Batch, sample: PromptSample, index: int, name: str, rollout: RolloutIdentity
+    ) -> BatchSummary:
+        sampling = self._rollout.sampling_of(batch.partition, greedy=sample.greedy)
+        session = await self._gateways.open(rollout, sampling, ttl_s=self._config.session_ttl_s)
+        verdict: Score | None = None
+        try:
+            try:
+                verdict = await self._run(name, session, sample)
+            except Exception as error:
+                if _of_the_connection(error) or not await self._gateways.answers(session.gateway):
+                    raise SessionLostError(
+                        f"gateway '{session.gateway.name}' was lost: {_reason(error)}", retryable=True
+                    ) from error
+                raise
+            given = (None, None) if verdict is None else (verdict.reward, verdict.extra)
+            trajectories = await self._gateways.finalize(session, reward=given[0], reward_info=given[1])
+        except BaseException:
+            await self._gateways.abort(session)
+            raise
+        if not trajectories:
+            raise AgentError(f"session {index} of uid {sample.uid!r} ended without a single model call")
+        kept = selected(trajectories, self._config.agent_runners[name].trajectory_selection)
+        score = await score_session(kept, sample, verdict=verdict, scorer=self._scorer)
+        kept = [replace(each, reward=score.reward) for each in kept]
+        if self._config.log_dir is not None:
+            await self._logged(batch, rollout, kept)
+        unfinished = finished(kept[-1]) is False
+        masked = unfinished and self._config.mask_unfinished_episode
+        rows = [self._row(batch, sample, index, place, each, score, masked) for place, each in enumerate(kept)]
+        await self._sink.put(batch.partition, rows)
+        return BatchSummary(trajectories=len(rows), unfinished_sessions=int(unfinished))
+
+    async def _run(self, name: str, session: OpenSession, sample: PromptSample) -> Score | None:
+        """The runner, to its end; the verdict, where an environment gives one."""
+        if (server := self._agent_servers.get(name)) is not None:
+            return await server.run(session, sample)
+        call = {
+            "session": session.handle,
+            "raw_prompt": sample.raw_prompt,
+            "sample_index": sample.index,
+            "tools_kwargs": sample.tools_kwargs,
+        }
+        config = self._config.agent_runners[name]
+        if config.dispatch_mode == "ray_task":
+            assert self._ray is not None
+            await self._ray.run(config, _where(name), call)
+        else:
+            await call_runner(self._runners[name], call)
+        return None
+
+    def _row(
+        self,
+        batch: Batch,
+        sample: PromptSample,
+        session_index: int,
+        index: int,
+        trajectory: Trajectory,
+        score: Score,
+        masked: bool,
+    ) -> TrajectoryRow:
+        positions, inputs = self._media.of(trajectory) if self._media is not None else (None, {})
+        return trajectory_row(
+            sample,
+            session_index,
+            index,
+            trajectory,
+            score,
+            global_steps=batch.global_steps,
+            masked=masked,
+            positions=positions,
+            multi_modal_inputs=inputs,
+        )
+
+    async def _logged(self, batch: Batch, rollout: RolloutIdentity, trajectories: Iterable[Trajectory]) -> None:
+        """For people; what goes wrong here fails no session."""
+        assert self._config.log_dir is not None
+        step = f"step_{batch.global_steps}" if batch.global_steps is not None else batch.partition
+        folder = self._config.log_dir / step / rollout.attempt_id
+        try:
+            await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+            await asyncio.to_thread(write_jsonl, folder / "trajectories.jsonl", list(trajectories))
+        except OSError as error:
+            log.warning("trajectories not logged", folder=str(folder), error=str(error))
+
+
+def selected(trajectories: Sequence[Trajectory], selection: str) -> list[Trajectory]:
+    """All, or the one with the most sampled tokens; of equal ones the longest, then the latest."""
+    if selection == "all":
+        return list(trajectories)
+    return [max(trajectories, key=lambda each: (each.sampled_count, len(each.response_ids), each.index))]
+
+
+def _agent_server(config: RunnerConfig) -> AgentServerRunner:
+    assert config.agent_server is not None
+    return AgentServerRunner(config.agent_server, run_dir=config.stack_run_dir)
+
+
+def _where(name: str) -> str:
+    return f"{CONFIG_PATH}.agent_runners.{name}"
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:512]
+
+
+def _of_the_connection(error: BaseException | None) -> bool:
+    """Whether the runner failed because its gateway broke the connection, though it may be back by now."""
+    seen = 0
+    while error is not None and seen < 10:
+        names = {kind.__name__ for kind in type(error).__mro__}
+        if isinstance(error, ConnectionError) or names & _CONNECTION_ERRORS:
+            return True
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return False

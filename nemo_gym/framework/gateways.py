@@ -1,0 +1,258 @@
+"""Many gateways as one: each session goes to the least busy gateway that answers, and stays there.
+
+A slot is taken before anything is awaited, so sessions that open together spread evenly. A gateway that does not
+answer gets nothing more until it is ready again; what was open there is aborted then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from nemo_gym._util.tasks import BackgroundTasks, finish
+from nemo_gym.contract.errors import ConfigError, ServerError
+from nemo_gym.contract.session import RolloutIdentity
+from nemo_gym.framework.runners import SessionHandle
+from nemo_gym.gateway.tokens.trajectories import Trajectory, from_row
+from nemo_gym.http.client import ServerClient
+from nemo_gym.http.peers import PeerError, Peers
+
+PROBE_INTERVAL_S = 1.0
+ABORT_TIMEOUT_S = 30.0
+FINALIZE_TIMEOUT_S = 300.0
+log = structlog.get_logger(__name__)
+
+
+class SessionLostError(ServerError):
+    """No gateway answers, or the one that holds a session does not. The session can be run again as a new attempt."""
+
+    code = "gateway_lost"
+
+
+@dataclass(slots=True, eq=False)
+class Gateway:
+    """One gateway, as the pool sees it."""
+
+    name: str
+    peers: Peers = field(repr=False)
+    active: int = 0
+    """Sessions that are open, or being opened."""
+    opened: int = 0
+    """In all."""
+    alive: bool = True
+    orphans: list[tuple[str, str]] = field(default_factory=list, repr=False)
+    """Sessions with their control tokens that were open when it was lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSession:
+    """One open session. ``rollout.attempt`` counts the tries of the same sample."""
+
+    gateway: Gateway
+    rollout: RolloutIdentity
+    handle: SessionHandle
+    base_url: str
+    """Without a token, for callers that send it as a header."""
+    inference_token: str = field(repr=False)
+    control_token: str = field(repr=False)
+
+    @property
+    def session_id(self) -> str:
+        return self.handle.session_id
+
+
+class GatewayPool:
+    """The gateways of one framework.
+
+    Args:
+        names: the gateways among ``client``'s servers.
+        patience_s: how long a new session waits while none answers.
+        observe: sees the counts of sessions by gateway after each opening.
+    """
+
+    def __init__(
+        self,
+        client: ServerClient,
+        names: Sequence[str],
+        *,
+        patience_s: float = 60.0,
+        observe: Callable[[Mapping[str, int]], None] | None = None,
+    ) -> None:
+        if not names:
+            raise ConfigError("gateways: the framework needs at least one", key="gateway_count")
+        # Another gateway takes what this one does not: it is not waited for.
+        self.gateways = [Gateway(name, Peers(client, connect_patience_s=0.0, max_tries=2)) for name in names]
+        self._patience_s = patience_s
+        self._observe = observe
+        self._turn = itertools.count()
+        self._probing = BackgroundTasks()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Sessions by gateway, those that answer."""
+        return {gateway.name: gateway.active for gateway in self.gateways if gateway.alive}
+
+    async def open(
+        self, rollout: RolloutIdentity, sampling: Mapping[str, Any], *, ttl_s: float | None = None
+    ) -> OpenSession:
+        """A session with the least busy gateway. Raises `SessionLostError` when none answers in time, and `PeerError`
+        for a session that a gateway refuses."""
+        give_up = time.monotonic() + self._patience_s
+        while True:
+            gateway = self._least_busy()
+            if gateway is None:
+                if time.monotonic() >= give_up:
+                    names = ", ".join(each.name for each in self.gateways)
+                    raise SessionLostError(f"no gateway answers ({names})", retryable=True)
+                await asyncio.sleep(PROBE_INTERVAL_S / 4)
+                continue
+            gateway.active += 1
+            try:
+                opened = await self._opened(gateway, rollout, sampling, ttl_s)
+            except PeerError as error:
+                gateway.active -= 1
+                if not _lost(error):
+                    raise
+                self._mark_lost(gateway, str(error))
+                continue
+            except BaseException:
+                # Whether a session was opened is unknown; nobody has its tokens, and it ends with its deadline.
+                gateway.active -= 1
+                raise
+            gateway.opened += 1
+            if self._observe is not None:
+                self._observe(self.counts)
+            return opened
+
+    async def finalize(
+        self, session: OpenSession, *, reward: float | None = None, reward_info: Mapping[str, Any] | None = None
+    ) -> list[Trajectory]:
+        """Close a session for its trajectories. Raises `SessionLostError`, or `PeerError` for one that was aborted."""
+        body: dict[str, Any] = {"reward": reward, "reward_info": dict(reward_info or {})}
+        try:
+            async with asyncio.timeout(FINALIZE_TIMEOUT_S):
+                rows = (await self._control(session, "finalize", body))["trajectories"]
+        except (PeerError, TimeoutError) as error:
+            if isinstance(error, PeerError) and not _lost(error):
+                raise
+            self._mark_lost(session.gateway, str(error) or "timed out")
+            raise SessionLostError(
+                f"gateway '{session.gateway.name}' was lost with session '{session.session_id}': {error}",
+                retryable=True,
+            ) from error
+        if any(not row["prompt_ids"] for row in rows):
+            raise ConfigError(
+                f"gateway '{session.gateway.name}' keeps text and no tokens: a trainer needs one before engines that"
+                " take token ids, with policy.path",
+                key="policy.path",
+            )
+        found = [from_row(row) for row in rows]
+        session.gateway.active -= 1
+        return found
+
+    async def abort(self, session: OpenSession) -> None:
+        """Close a session and keep nothing; also while being cancelled, and though its gateway be lost. Call it once,
+        and only for a session that was not finalized."""
+        try:
+            if not session.gateway.alive:
+                session.gateway.orphans.append((session.session_id, session.control_token))
+                return
+            await finish(self._control(session, "abort", {}), timeout_s=ABORT_TIMEOUT_S)
+        except (PeerError, TimeoutError) as error:
+            if not isinstance(error, PeerError) or _lost(error):
+                session.gateway.orphans.append((session.session_id, session.control_token))
+                self._mark_lost(session.gateway, str(error) or "timed out")
+            else:
+                log.warning("session not aborted", session_id=session.session_id, error=str(error))
+        finally:
+            session.gateway.active -= 1
+
+    async def answers(self, gateway: Gateway) -> bool:
+        """Whether a gateway answers now; one that does not is out of service from here on."""
+        if not gateway.alive:
+            return False
+        try:
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
+                await gateway.peers.get(gateway.name, "/health")
+        except (PeerError, TimeoutError) as error:
+            self._mark_lost(gateway, str(error) or "timed out")
+        return gateway.alive
+
+    async def aclose(self) -> None:
+        await self._probing.cancel()
+
+    def _least_busy(self) -> Gateway | None:
+        alive = [gateway for gateway in self.gateways if gateway.alive]
+        if not alive:
+            return None
+        first = next(self._turn) % len(alive)
+        return min([*alive[first:], *alive[:first]], key=lambda gateway: gateway.active)
+
+    async def _opened(
+        self, gateway: Gateway, rollout: RolloutIdentity, sampling: Mapping[str, Any], ttl_s: float | None
+    ) -> OpenSession:
+        body: dict[str, Any] = {
+            "rollout": rollout.model_dump(mode="json"),
+            "sampling": dict(sampling),
+            "reward_source": "runner",
+        }
+        if ttl_s is not None:
+            body["ttl_s"] = ttl_s
+        facts = (await gateway.peers.post(gateway.name, "/sessions", body)).json()
+        if "path_token_complete_url" not in facts:
+            raise ConfigError(
+                f"gateway '{gateway.name}' takes no tokens in paths, and runners set no headers: start it with"
+                " path_tokens: true",
+                key="path_tokens",
+            )
+        handle = SessionHandle(
+            facts["session_id"], facts["path_token_base_url"], facts["path_token_complete_url"], facts["model"]
+        )
+        return OpenSession(
+            gateway, rollout, handle, facts["base_url"], facts["inference_token"], facts["control_token"]
+        )
+
+    async def _control(self, session: OpenSession, action: str, body: Mapping[str, Any]) -> Any:
+        path = f"/sessions/{session.session_id}/{action}"
+        gateway = session.gateway
+        reply = await gateway.peers.post(
+            gateway.name, path, body, control_token=session.control_token, idempotent=True
+        )
+        return reply.json()
+
+    def _mark_lost(self, gateway: Gateway, reason: str) -> None:
+        if gateway.alive:
+            gateway.alive = False
+            log.warning("gateway lost", gateway=gateway.name, reason=reason, sessions=gateway.active)
+            self._probing.start(self._until_ready(gateway), name=f"probe {gateway.name}")
+
+    async def _until_ready(self, gateway: Gateway) -> None:
+        while not gateway.alive:
+            await asyncio.sleep(PROBE_INTERVAL_S)
+            try:
+                async with asyncio.timeout(PROBE_INTERVAL_S * 10):
+                    await gateway.peers.get(gateway.name, "/ready")
+                    while gateway.orphans:
+                        session_id, token = gateway.orphans[-1]
+                        try:
+                            path = f"/sessions/{session_id}/abort"
+                            await gateway.peers.post(gateway.name, path, {}, control_token=token, idempotent=True)
+                        except PeerError as error:
+                            if _lost(error):
+                                raise
+                        gateway.orphans.pop()
+            except (PeerError, TimeoutError):
+                continue
+            gateway.alive = True
+            log.info("gateway is back", gateway=gateway.name)
+
+
+def _lost(error: PeerError) -> bool:
+    """Whether the gateway itself is at fault, and not what it was asked."""
+    return error.status == 0 or error.status >= 500

@@ -1,0 +1,55 @@
+"""Positions and inputs of conversations with images, as the policy's processor computes them."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_gym.contract.errors import RowError
+from nemo_gym.gateway.tokens.trajectories import Trajectory
+
+
+class MediaColumns:
+    """For one policy. ``processor``: of ``transformers``, with a tokenizer and ``get_rope_index``."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+
+    def of(self, trajectory: Trajectory) -> tuple[Any, Mapping[str, Any]]:
+        """``position_ids`` int64 [4, P + R] (text, time, height, width) and the processor's tensors; nothing for a
+        conversation of text alone. Raises `RowError` for media that cannot be read."""
+        if not trajectory.multimodal:
+            return None, {}
+        import torch
+
+        ids = torch.tensor([[*trajectory.prompt_ids, *trajectory.response_ids]], dtype=torch.long)
+        images = [_image(item) for item in trajectory.multimodal]
+        text = self._processor.tokenizer.decode(ids[0], skip_special_tokens=True)
+        made = self._processor(text=[text], images=images, videos=None, return_tensors="pt", do_sample_frames=False)
+        inputs = {name: value for name, value in dict(made).items() if name not in ("input_ids", "attention_mask")}
+        grid = inputs.get("image_grid_thw")
+        asked: dict[str, Any] = {"image_grid_thw": grid, "video_grid_thw": inputs.get("video_grid_thw")}
+        if grid is not None:
+            inputs["images_seqlens"] = torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0])
+        if inputs.get("mm_token_type_ids") is not None:
+            kinds = torch.zeros_like(ids)
+            kinds[ids == self._processor.image_token_id] = 1
+            asked["mm_token_type_ids"] = kinds
+        mask = torch.ones_like(ids)
+        vision, _ = self._processor.get_rope_index(input_ids=ids, attention_mask=mask, **asked)
+        order = torch.arange(ids.shape[1], dtype=torch.long)[None]
+        return torch.cat([order, vision[:, 0]], dim=0), inputs
+
+
+def _image(item: Mapping[str, Any]) -> Any:
+    from PIL import Image
+
+    source = str(item["source"])
+    if item["kind"] != "image" or not source.startswith("data:"):
+        raise RowError(
+            f"a trajectory holds {item['kind']} at {source[:60]!r}: positions are computed of images that were sent as"
+            " data: URLs"
+        )
+    return Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2]))).convert("RGB")

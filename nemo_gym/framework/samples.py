@@ -1,0 +1,114 @@
+"""What a trainer reads of one trajectory: the columns and the tag of its row in TransferQueue.
+
+``P`` prompt tokens, ``R`` response tokens. Plain arrays; `nemo_gym.framework.transfer_queue` makes tensors of them.
+
+| column | type |
+|---|---|
+| ``prompts``, ``responses``, ``response_mask``, ``loss_mask`` | int64 [P], [R], [R], [R] |
+| ``input_ids``, ``attention_mask``, ``position_ids`` | int64 [P + R]; ``position_ids`` [4, P + R] with images |
+| ``rm_scores`` | float32 [R], the score at the last token |
+| ``rollout_log_probs`` | float32 [R], where the engine gave them |
+| ``num_turns``, ``session_id``, ``global_steps`` | numbers |
+| the sample's own columns, ``multi_modal_inputs``, ``reward_extra_info``, ``extra_fields`` | plain data |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nemo_gym.framework.batch import CARRIED, PromptSample
+from nemo_gym.framework.scoring import Score
+from nemo_gym.gateway.tokens.trajectories import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryRow:
+    """One trajectory as it is written."""
+
+    key: str
+    """``<uid>_<session>_<trajectory>``."""
+    fields: dict[str, Any]
+    tag: dict[str, Any]
+
+
+def trajectory_row(
+    sample: PromptSample,
+    session_index: int,
+    index: int,
+    trajectory: Trajectory,
+    score: Score,
+    *,
+    global_steps: int | None,
+    masked: bool,
+    positions: Any = None,
+    multi_modal_inputs: Mapping[str, Any] | None = None,
+) -> TrajectoryRow:
+    """``masked`` leaves the trajectory out of the loss and keeps its reward. ``positions``: of a conversation with
+    images, which the model's processor computes."""
+    prompts = np.asarray(trajectory.prompt_ids, dtype=np.int64)
+    responses = np.asarray(trajectory.response_ids, dtype=np.int64)
+    mask = np.frombuffer(trajectory.response_mask, dtype=np.uint8).astype(np.int64)
+    if masked:
+        mask = np.zeros_like(mask)
+    total = len(prompts) + len(responses)
+    scores = np.zeros(len(responses), dtype=np.float32)
+    if len(responses):
+        scores[-1] = score.reward
+    first, last = _steps(trajectory, global_steps)
+    fields: dict[str, Any] = {
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": np.concatenate([prompts, responses]),
+        "attention_mask": np.ones(total, dtype=np.int64),
+        "position_ids": np.arange(total, dtype=np.int64) if positions is None else positions,
+        "response_mask": mask,
+        "loss_mask": mask.copy(),
+        "rm_scores": scores,
+        "multi_modal_inputs": dict(multi_modal_inputs or {}),
+        "num_turns": len(trajectory.turns) * 2 if not trajectory.message_count else trajectory.message_count + 1,
+        "reward_extra_info": dict(score.extra),
+        "extra_fields": {
+            "reward_extra_info": dict(score.extra),
+            "min_global_steps": first,
+            "max_global_steps": last,
+        },
+        "session_id": session_index,
+        "global_steps": global_steps,
+        **{name: sample.fields[name] for name in CARRIED if name in sample.fields},
+    }
+    if trajectory.logprobs is not None:
+        fields["rollout_log_probs"] = np.asarray(trajectory.logprobs, dtype=np.float32)
+    tag: dict[str, Any] = {
+        "status": "success",
+        "uid": sample.uid,
+        "prompt_len": len(prompts),
+        "response_len": len(responses),
+        "seq_len": total,
+        "global_steps": global_steps,
+        "min_global_steps": first,
+        "max_global_steps": last,
+        "reward_source": score.source,
+    }
+    if masked:
+        tag["masked"] = True
+    if trajectory.finish_reason == "length":
+        tag["materialization_reason"] = "max_trajectory_length"
+    return TrajectoryRow(f"{sample.uid}_{session_index}_{index}", fields, tag)
+
+
+def shared_columns(rows: list[TrajectoryRow]) -> list[str]:
+    """The columns that every row has, in order: what can be written together. A session whose engine gave logprobs for
+    one conversation and not for another is written without them."""
+    first, *others = (row.fields for row in rows)
+    return [name for name in first if all(name in other for other in others)]
+
+
+def _steps(trajectory: Trajectory, global_steps: int | None) -> tuple[int | None, int | None]:
+    """The first and the last weights version that sampled this, where versions are steps of the trainer; else its
+    step."""
+    versions = [int(version) for version in trajectory.weights_versions if version.lstrip("-").isdecimal()]
+    return (min(versions), max(versions)) if versions else (global_steps, global_steps)

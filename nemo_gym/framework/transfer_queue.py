@@ -1,0 +1,277 @@
+"""Trajectories in TransferQueue, as verl's trainers read them, in bounded time.
+
+The package waits for 200 s, three times, for a storage unit that has died, and cannot replace one. Here each call has
+a deadline. When it passes, dead units are replaced by new ones at their place, what they held is written again from
+the archive under the same keys, and the call is made once more. Readers in other processes then call `reconnect`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import structlog
+
+from nemo_gym._util.tasks import BackgroundTasks
+from nemo_gym.contract.errors import ConfigError, NemoGymError
+from nemo_gym.framework.archive import TrajectoryArchive
+from nemo_gym.framework.samples import TrajectoryRow, shared_columns
+
+CALL_TIMEOUT_S = 4.0
+RECOVERY_TIMEOUT_S = 20.0
+"""How long a call waits for dead units to be replaced. Both of its tries and this end within 30 s."""
+_PROBE_TIMEOUT_S = 1.0
+_REWRITTEN_AT_ONCE = 128
+log = structlog.get_logger(__name__)
+
+
+class TransferQueueError(NemoGymError):
+    """TransferQueue did not take or give data in time."""
+
+    code = "transfer_queue"
+
+
+def _package() -> Any:
+    try:
+        import transfer_queue
+    except ImportError:
+        raise ConfigError(
+            "TransferQueue is not installed: pip install 'nemo-gym-suite[transfer-queue]'", key="transfer_queue"
+        ) from None
+    return transfer_queue
+
+
+class TransferQueueSink:
+    """A `TrajectorySink` for TransferQueue.
+
+    Args:
+        archive: where rows are kept first; without one, what a dead storage unit held is lost.
+        conf: TransferQueue's own configuration, for the process that starts it. A running one is joined.
+    """
+
+    def __init__(
+        self, archive: TrajectoryArchive | None = None, *, conf: Any = None, call_timeout_s: float = CALL_TIMEOUT_S
+    ) -> None:
+        self._tq = _package()
+        self._archive = archive
+        self._call_timeout_s = call_timeout_s
+        self._background = BackgroundTasks()
+        self._recovery: asyncio.Task[None] | None = None
+        self._epoch = 0
+        """Recoveries so far: a call that failed before the last one needs no further."""
+        self._lost: dict[str, list[str]] = {}
+        """By partition, keys of rows that are still to be written again."""
+        self.rewritten = 0
+        """Rows that were written again."""
+        self._tq.init(conf)
+
+    async def put(self, partition: str, rows: Sequence[TrajectoryRow]) -> None:
+        """Write one session's rows. Raises `TransferQueueError` within 30 s."""
+        if self._archive is not None:
+            await self._archive.add(partition, rows)
+        await self._bounded("put", lambda: self._put(partition, rows))
+
+    async def tag(self, partition: str, uid: str, tag: Mapping[str, Any]) -> None:
+        """Set a prompt's state; what else its tag says stays. Raises `TransferQueueError`."""
+        if self._archive is not None:
+            await self._archive.add_state(partition, uid, dict(tag))
+        await self._bounded("tag", lambda: self._tq.async_kv_put(key=uid, partition_id=partition, tag=dict(tag)))
+
+    async def get(self, partition: str, keys: Sequence[str], columns: Sequence[str] | None = None) -> Any:
+        """A TensorDict of rows; of dead units, after they have been written again."""
+        select = list(columns) if columns is not None else None
+        return await self._bounded(
+            "get",
+            lambda: self._tq.async_kv_batch_get(keys=list(keys), partition_id=partition, select_fields=select),
+        )
+
+    async def forget_consumed(self) -> None:
+        """Take rows that a trainer has cleared out of the archive."""
+        if self._archive is None:
+            return
+        for partition in self._archive.partitions():
+            known = await self._bounded("list", partial(self._tq.async_kv_list, partition_id=partition))
+            kept = known.get(partition) or {}
+            await self._archive.remove(partition, [key for key in self._archive.keys(partition) if key not in kept])
+
+    async def aclose(self) -> None:
+        await self._background.cancel()
+        if self._archive is not None:
+            await self._archive.aclose()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    async def _put(self, partition: str, rows: Sequence[TrajectoryRow]) -> None:
+        await self._tq.async_kv_batch_put(
+            keys=[row.key for row in rows],
+            partition_id=partition,
+            fields=as_tensordict(list(rows)),
+            tags=[row.tag for row in rows],
+        )
+
+    async def _bounded(self, what: str, call: Callable[[], Awaitable[Any]]) -> Any:
+        """The call, and once more after dead units were replaced."""
+        epoch = self._epoch
+        try:
+            return await self._in_time(call)
+        except ValueError:
+            raise  # what was asked is wrong, whoever answers
+        except Exception as error:  # noqa: BLE001 - of the package, which has no errors of its own
+            first = error
+        try:
+            async with asyncio.timeout(RECOVERY_TIMEOUT_S):
+                if epoch == self._epoch or self._lost:
+                    await asyncio.shield(self._recovered())
+        except Exception as error:
+            why = f"not within {RECOVERY_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else repr(error)
+            raise TransferQueueError(
+                f"TransferQueue: {what} ended with {first!r}, and dead storage units were not replaced: {why}",
+                retryable=True,
+            ) from error
+        try:
+            return await self._in_time(call)
+        except Exception as error:
+            raise TransferQueueError(
+                f"TransferQueue: {what} failed twice: {type(error).__name__}: {error}", retryable=True
+            ) from error
+
+    async def _in_time(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        async with asyncio.timeout(self._call_timeout_s):
+            return await call()
+
+    def _recovered(self) -> asyncio.Task[None]:
+        """The recovery that is under way, or a new one. It goes on when those who wait for it give up."""
+        if self._recovery is None or self._recovery.done():
+            self._recovery = self._background.start(self._recover(), name="transfer-queue-recovery")
+        return self._recovery
+
+    async def _recover(self) -> None:
+        """Put a new storage unit in the place of each dead one, and write again what they held."""
+        client = self._tq.get_client()
+        manager: Any = getattr(client, "storage_manager", None)
+        infos = getattr(manager, "storage_unit_infos", None)
+        if infos is None:
+            return  # of another storage backend, whose units are not Ray actors
+        names = list(infos)
+        alive = await asyncio.gather(*(asyncio.to_thread(_listens, infos[name]) for name in names))
+        dead = [place for place, is_alive in enumerate(alive) if not is_alive]
+        if dead:
+            log.warning("storage units have died", places=dead, units=len(names))
+            if self._archive is not None:
+                for partition in self._archive.partitions():
+                    await self._note_lost(client, partition, {*dead}, len(names))
+            manager.storage_unit_infos = await asyncio.to_thread(self._replaced, manager, infos, names, dead)
+        # A recovery that failed on the way is gone on with by the next one.
+        for partition in [*self._lost]:
+            await self._rewrite(partition)
+        self._epoch += 1
+
+    def _replaced(self, manager: Any, infos: Mapping[str, Any], names: list[str], dead: list[int]) -> dict[str, Any]:
+        """The units in their order, with new ones at the places of the dead."""
+        import ray
+        from transfer_queue.storage.simple_storage import SimpleStorageUnit
+        from transfer_queue.utils.zmq_utils import process_zmq_server_info
+
+        config = {name: value for name, value in dict(manager.config).items() if name != "zmq_info"}
+        fresh: dict[str, Any] = {}
+        for place, name in enumerate(names):
+            if place not in dead:
+                fresh[name] = infos[name]
+                continue
+            # Detached: it outlives this worker as the one that it replaces would have.
+            unit = SimpleStorageUnit.options(lifetime="detached", num_cpus=0).remote(config=config)
+            info = process_zmq_server_info(unit)
+            fresh[info.id] = info
+        controller = ray.get_actor("TransferQueueController", namespace="transfer_queue")
+        conf = ray.get(controller.get_config.remote())
+        conf.backend[conf.backend.storage_backend].zmq_info = fresh
+        ray.get(controller.store_config.remote(conf))
+        return fresh
+
+    async def _note_lost(self, client: Any, partition: str, dead: set[int], units: int) -> None:
+        assert self._archive is not None
+        known = (await self._tq.async_kv_list(partition_id=partition)).get(partition) or {}
+        keys = [key for key in self._archive.keys(partition) if key in known]
+        if not keys:
+            return
+        meta = await client.async_kv_retrieve_meta(keys=keys, partition_id=partition, create=False)
+        lost = [key for key, index in zip(keys, meta.global_indexes, strict=True) if index % units in dead]
+        self._lost[partition] = list(dict.fromkeys([*self._lost.get(partition, []), *lost]))
+
+    async def _rewrite(self, partition: str) -> None:
+        assert self._archive is not None
+        lost, count = self._lost[partition], 0
+        while lost:
+            keys = lost[-_REWRITTEN_AT_ONCE:]
+            for together in _alike(list(self._archive.rows(partition, keys))):
+                await self._put(partition, together)
+            del lost[-len(keys) :]
+            count += len(keys)
+            self.rewritten += len(keys)
+        del self._lost[partition]
+        log.info("trajectories written again", partition=partition, rows=count)
+
+
+def reconnect() -> None:
+    """For a reader in another process: use the storage units as they are now."""
+    import transfer_queue.interface as interface
+
+    client, interface._TQ_CLIENT = interface._TQ_CLIENT, None
+    if client is not None:
+        client.close()
+    interface._init_from_existing()
+
+
+def as_tensordict(rows: list[TrajectoryRow]) -> Any:
+    """The rows as one TensorDict: sequences as jagged tensors, numbers dense, everything else as it is."""
+    import torch
+    from tensordict import TensorDict
+    from tensordict.tensorclass import NonTensorStack
+
+    columns: dict[str, Any] = {}
+    for name in shared_columns(rows):
+        values = [row.fields[name] for row in rows]
+        if name == "num_turns":
+            columns[name] = torch.tensor(values, dtype=torch.long)
+        elif all(isinstance(value, np.ndarray | torch.Tensor) for value in values):
+            columns[name] = _jagged([torch.as_tensor(value) for value in values])
+        else:
+            columns[name] = NonTensorStack(*values)
+    return TensorDict(columns, batch_size=[len(rows)])
+
+
+def _jagged(tensors: list[Any]) -> Any:
+    """[L] each as [rows, L]; position ids of conversations with images, [4, L] each, as [rows, 4, L]."""
+    import torch
+
+    most = max(tensor.dim() for tensor in tensors)
+    if most == 1:
+        return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
+    wide = next(tensor.shape[0] for tensor in tensors if tensor.dim() == 2)
+    alike = [tensor if tensor.dim() == 2 else tensor[None].expand(wide, -1) for tensor in tensors]
+    lengths = torch.tensor([0, *(tensor.shape[1] for tensor in alike)])
+    values = torch.cat(alike, dim=1)
+    made = torch.nested.nested_tensor_from_jagged(values=values, offsets=lengths.cumsum(0))
+    made._ragged_idx = 2  # as verl's own tensors have it: the sequence is the last dimension
+    return made
+
+
+def _alike(rows: Sequence[TrajectoryRow]) -> list[list[TrajectoryRow]]:
+    """Rows that have the same columns, together."""
+    found: dict[tuple[str, ...], list[TrajectoryRow]] = {}
+    for row in rows:
+        found.setdefault(tuple(sorted(row.fields)), []).append(row)
+    return list(found.values())
+
+
+def _listens(info: Any) -> bool:
+    """Whether a storage unit accepts connections."""
+    with contextlib.suppress(OSError):
+        with socket.create_connection((info.ip, info.ports["put_get_socket"]), timeout=_PROBE_TIMEOUT_S):
+            return True
+    return False

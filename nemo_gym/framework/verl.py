@@ -1,0 +1,223 @@
+"""verl: the framework as its ``agent_loop_manager_class``.
+
+    actor_rollout_ref:
+      rollout:
+        agent:
+          agent_loop_manager_class: nemo_gym.framework.verl.AgentFrameworkRolloutAdapter
+
+The adapter, in the trainer's process, owns the gateways and the bridge to verl's inference servers. The framework
+works in a Ray actor of the same node and writes to TransferQueue, from which the trainer reads.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from nemo_gym.contract.errors import ConfigError, VerifierError
+from nemo_gym.framework.archive import TrajectoryArchive
+from nemo_gym.framework.batch import PromptSample
+from nemo_gym.framework.config import framework_block, plain
+from nemo_gym.framework.engine_bridge import EngineBridge
+from nemo_gym.framework.framework import AgentFramework, AllSessionsFailedError, OpenAICompatibleAgentFramework
+from nemo_gym.framework.gateways import GatewayPool
+from nemo_gym.framework.launch import GatewaysConfig, OwnGateways
+from nemo_gym.framework.runners import imported
+from nemo_gym.framework.scoring import RewardScorer
+from nemo_gym.framework.transfer_queue import TransferQueueSink
+from nemo_gym.gateway.tokens.trajectories import Trajectory
+from nemo_gym.stack.endpoints import StackEntry
+from nemo_gym.stack.stack import pipeline_client
+
+_SCORED = ("raw_prompt", "data_source", "reward_model", "extra_info", "tools_kwargs", "agent_name")
+log = structlog.get_logger(__name__)
+
+
+def build_agent_framework(
+    *,
+    config: Any,
+    gateways: GatewayPool,
+    sink: Any = None,
+    processor: Any = None,
+    reward_loop_worker_handles: Sequence[Any] | None = None,
+) -> AgentFramework:
+    """The framework of a trainer's configuration, over gateways that run. ``framework_class_fqn`` may name another."""
+    block, _ = framework_block(config)
+    kind: Any = OpenAICompatibleAgentFramework
+    if block.framework_class_fqn is not None:
+        kind = imported(block.framework_class_fqn, "framework_class_fqn")
+    scorer = RewardLoopScorer(reward_loop_worker_handles) if reward_loop_worker_handles else None
+    made: AgentFramework = kind.from_config(
+        config=config, gateways=gateways, sink=sink or TransferQueueSink(), processor=processor, scorer=scorer
+    )
+    return made
+
+
+class RewardLoopScorer(RewardScorer):
+    """verl's reward workers: Ray actors with ``compute_score``."""
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self._handles = list(handles)
+
+    async def __call__(
+        self, trajectory: Trajectory, sample: PromptSample, reward_info: Mapping[str, Any]
+    ) -> tuple[float, Mapping[str, Any]]:
+        """What the runner posted goes over the sample's ``extra_info``. Raises `VerifierError`."""
+        worker = random.choice(self._handles)
+        result = await worker.compute_score.remote(_scored(trajectory, sample, reward_info))
+        if not isinstance(result, Mapping) or "reward_score" not in result:
+            raise VerifierError(f"the reward worker answered without 'reward_score' for uid {sample.uid!r}")
+        return float(result["reward_score"]), result.get("reward_extra_info") or {}
+
+
+def _scored(trajectory: Trajectory, sample: PromptSample, reward_info: Mapping[str, Any]) -> Any:
+    """One trajectory as verl's reward managers take it."""
+    import numpy as np
+    import torch
+    from tensordict import TensorDict
+    from verl.protocol import DataProto
+
+    prompts = torch.tensor([list(trajectory.prompt_ids)], dtype=torch.long)
+    responses = torch.tensor([list(trajectory.response_ids)], dtype=torch.long)
+    ids = torch.cat([prompts, responses], dim=1)
+    tensors = {"prompts": prompts, "responses": responses, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    fields = {name: sample.fields[name] for name in _SCORED if name in sample.fields}
+    if reward_info:
+        fields["extra_info"] = {**dict(fields.get("extra_info") or {}), **reward_info}
+    others: dict[str, Any] = {}
+    for name, value in fields.items():
+        others[name] = np.empty(1, dtype=object)
+        others[name][0] = value
+    others["__num_turns__"] = np.array([trajectory.message_count + 1])
+    return DataProto(batch=TensorDict(tensors, batch_size=1), non_tensor_batch=others)
+
+
+class AgentFrameworkWorker:
+    """The framework in a Ray actor."""
+
+    def __init__(
+        self,
+        config: Any,
+        entry: StackEntry,
+        names: Sequence[str],
+        reward_loop_worker_handles: Sequence[Any] | None = None,
+    ) -> None:
+        self._config = config
+        self._entry = entry
+        self._names = list(names)
+        self._handles = reward_loop_worker_handles
+        self._framework: AgentFramework | None = None
+        self._sink: TransferQueueSink | None = None
+
+    async def generate_sequences(self, prompts: Any) -> None:
+        if self._framework is None:
+            # Here and not before: connections and locks belong to the loop that uses them.
+            block, _ = framework_block(self._config)
+            archive = TrajectoryArchive(Path(self._entry.run_dir) / "trajectories.sqlite")
+            self._sink = TransferQueueSink(archive)
+            self._framework = build_agent_framework(
+                config=self._config,
+                gateways=GatewayPool(pipeline_client(self._entry), self._names, patience_s=block.gateway_patience_s),
+                sink=self._sink,
+                processor=_model_config(self._config).processor,
+                reward_loop_worker_handles=self._handles,
+            )
+        assert self._sink is not None
+        await self._sink.forget_consumed()
+        await self._framework.generate_sequences(prompts)
+
+
+class AgentFrameworkRolloutAdapter:
+    """What verl calls."""
+
+    def __init__(self, worker: Any, gateways: OwnGateways, bridge: EngineBridge) -> None:
+        self._worker = worker
+        self._gateways = gateways
+        self._bridge = bridge
+        self._running: list[Any] = []
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        config: Any,
+        llm_client: Any,
+        teacher_client: Any = None,
+        reward_loop_worker_handles: Sequence[Any] | None = None,
+        **_: Any,
+    ) -> AgentFrameworkRolloutAdapter:
+        """Start the gateways and the worker. Raises `ConfigError` for what is wrong with the configuration, before
+        anything is started."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        if teacher_client is not None:
+            raise ConfigError("teacher_client: distillation is not supported; disable the teacher policy")
+        block, _rollout = framework_block(config)
+        started = gateways_of(config, block.gateway_count, [])
+        started.blocks()
+        bridge = EngineBridge(llm_client)
+        engine = {"type": "sglang", "base_url": bridge.start(), "name": "verl"}
+        try:
+            gateways = OwnGateways(gateways_of(config, block.gateway_count, [engine]))
+        except BaseException:
+            bridge.stop()
+            raise
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        actor = ray.remote(num_cpus=0, scheduling_strategy=here)(AgentFrameworkWorker)
+        worker = actor.remote(config, gateways.entry, gateways.config.names, reward_loop_worker_handles)
+        return cls(worker, gateways, bridge)
+
+    def generate_sequences(self, prompts: Any) -> None:
+        """Run a batch, and return at once: the trainer sees it in TransferQueue. Raises what an earlier batch raised,
+        but for one in which every session failed, which its prompts' states say."""
+        import ray
+
+        done, self._running = (
+            ray.wait(self._running, num_returns=len(self._running), timeout=0) if (self._running) else ([], [])
+        )
+        for reference in done:
+            try:
+                ray.get(reference)
+            except AllSessionsFailedError as error:
+                log.warning("every session of a batch failed", error=str(error))
+        self._running.append(self._worker.generate_sequences.remote(prompts))
+
+    def generate_sequences_and_wait(self, prompts: Any) -> None:
+        """The same, to the batch's end, with its error."""
+        import ray
+
+        ray.get(self._worker.generate_sequences.remote(prompts))
+
+    def shutdown(self) -> None:
+        """Stop the worker, the gateways and the bridge; idempotent."""
+        import ray
+
+        ray.kill(self._worker)
+        self._gateways.stop()
+        self._bridge.stop()
+
+
+def gateways_of(config: Any, count: int, engines: Sequence[Mapping[str, Any]]) -> GatewaysConfig:
+    """The gateways that a trainer's configuration describes."""
+    rollout = config.actor_rollout_ref.rollout
+    lengths = [rollout.get("prompt_length"), rollout.get("response_length")]
+    variables = plain((config.get("data") or {}).get("apply_chat_template_kwargs")) or {}
+    return GatewaysConfig(
+        count,
+        engines,
+        _model_config(config).local_path,
+        max_context_tokens=sum(map(int, lengths)) if all(lengths) else None,
+        policy={"template_variables": dict(variables)} if variables else {},
+    )
+
+
+def _model_config(config: Any) -> Any:
+    """verl's own reading of the model: its directory on this host, tokenizer and processor."""
+    from verl.utils.config import omega_conf_to_dataclass
+
+    return omega_conf_to_dataclass(config.actor_rollout_ref.model)

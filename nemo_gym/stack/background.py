@@ -1,0 +1,119 @@
+"""A stack beside a program: ``ng_run`` in a process of its own, for trainers that start their servers themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from nemo_gym.contract.errors import ConfigError, ServerError
+from nemo_gym.stack.endpoints import StackEntry, read_stack
+
+STOP_TIMEOUT_S = 60.0
+_READY = "servers ready!"
+_PROGRAM = (
+    "import sys\n"
+    "from nemo_gym.config.launch import die_with_parent\n"
+    "die_with_parent(int(sys.argv.pop(1)))\n"
+    "from nemo_gym.cli.run import main\n"
+    "main()\n"
+)
+_TAIL_CHARS = 3000
+_started: list[Path] = []
+
+
+def started_here() -> Path | None:
+    """The run directory of the stack that this process started last and that still runs."""
+    return _started[-1] if _started else None
+
+
+class BackgroundStack:
+    """Servers that run until ``stop``, or until this process ends.
+
+    Args:
+        words: settings as on ng_run's command line.
+        config_paths: files of configuration.
+        values: a configuration, over those.
+        run_dir: where the stack keeps its state; a temporary directory by default.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str] = (),
+        values: Mapping[str, Any] | None = None,
+        *,
+        config_paths: Sequence[str] = (),
+        run_dir: Path | None = None,
+    ) -> None:
+        self._words = list(words)
+        self._config_paths = list(config_paths)
+        self._values = dict(values or {})
+        self.run_dir = run_dir or Path(tempfile.mkdtemp(prefix="nemo-gym-stack-"))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def log(self) -> Path:
+        return self.run_dir / "ng_run.log"
+
+    def start(self, *, timeout_s: float = 300.0) -> StackEntry:
+        """Start the servers and wait until all are ready. Raises `ConfigError` for a configuration that ng_run
+        refuses, and `ServerError` for servers that do not come up; both say what it said."""
+        import yaml
+
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        paths = [*self._config_paths]
+        if self._values:
+            file = self.run_dir / "given.yaml"
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it may hold keys
+            with os.fdopen(descriptor, "w") as stream:
+                yaml.safe_dump(self._values, stream, sort_keys=False, allow_unicode=True)
+            paths.append(str(file))
+        words = [*self._words, *([f"+config_paths=[{','.join(paths)}]"] if paths else [])]
+        command = [sys.executable, "-c", _PROGRAM, str(os.getpid()), *words, f"run_dir={self.run_dir}"]
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        give_up = time.monotonic() + timeout_s
+        while _READY not in self._said():
+            if (code := self._process.poll()) is not None:
+                self._process = None
+                refused = ConfigError if code == 2 else ServerError
+                raise refused(f"ng_run ended with {code} before its servers were ready; it said: {self._said()}")
+            if time.monotonic() >= give_up:
+                self.stop()
+                raise ServerError(f"the servers were not ready within {timeout_s:g} s; ng_run said: {self._said()}")
+            time.sleep(0.1)
+        _started.append(self.run_dir)
+        return read_stack(self.run_dir)
+
+    def stop(self) -> None:
+        """Stop the servers; idempotent."""
+        with contextlib.suppress(ValueError):
+            _started.remove(self.run_dir)
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _said(self) -> str:
+        return self.log.read_text(errors="replace")[-_TAIL_CHARS:]

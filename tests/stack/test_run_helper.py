@@ -1,0 +1,103 @@
+"""A program that starts its servers as NeMo RL does, runs rows, and stops them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_gym.cli import GlobalConfigDictParserConfig, RunHelper
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.rollout_collection import RolloutCollectionHelper
+from nemo_gym.server_utils import close_global_aiohttp_client
+from nemo_gym.stack.background import started_here
+from nemo_gym_testing.gateway import FakeVllmEngine
+from responses_api_models.gateway.tests.conftest import FAMILY, Teller
+from tests.framework.conftest import EngineThread
+from tests.gateway.tokens.policies import write
+from tests.rollouts.test_training_fields import read_as_nemo_rl
+
+ROWS = Path("resources_servers/mcqa/data/example.jsonl")
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeVllmEngine]:
+    teller = Teller()
+    thread = EngineThread(FakeVllmEngine(teller))
+    teller.texts = ["\\boxed{B}"] * 2 + ["no idea"] * 8
+    yield thread.engine
+    thread.stop()
+
+
+def given(tmp_path: Path, engine: FakeVllmEngine) -> dict[str, Any]:
+    """What NeMo RL passes, and a policy."""
+    agent = {
+        "entrypoint": "app.py",
+        "resources_server": {"type": "resources_servers", "name": "mcqa"},
+        "model_server": {"type": "responses_api_models", "name": "policy_model"},
+    }
+    policy = {
+        "entrypoint": "app.py",
+        "model": "${policy_model_name}",
+        "policy": {"path": str(write(tmp_path / "policy", FAMILY)), "max_context_tokens": 100_000},
+        "engines": [{"type": "vllm", "base_url": "${policy_base_url}"}],
+    }
+    return {
+        "config_paths": ["resources_servers/mcqa/configs/mcqa.yaml"],
+        "mcqa_agent": {"responses_api_agents": {"simple_agent": agent}},
+        "policy_model": {"responses_api_models": {"gateway": policy}},
+        "policy_base_url": [engine.url],
+        "policy_api_key": "dummy_key",
+        "policy_model_name": "policy",
+        "head_server": {"host": "0.0.0.0", "port": 1},
+        "ray_head_node_address": "127.0.0.1:6379",
+        "global_aiohttp_connector_limit": 65536,
+        "global_aiohttp_connector_limit_per_host": 16384,
+        "port_range_low": 20_001,
+        "port_range_high": 29_000,
+        "default_host": "127.0.0.1",
+    }
+
+
+async def test_run_helper_starts_what_rollouts_of_a_trainer_need(tmp_path: Path, engine: FakeVllmEngine) -> None:
+    helper = RunHelper()
+    helper.start(
+        global_config_dict_parser_config=GlobalConfigDictParserConfig(
+            dotenv_path=tmp_path / "none.yaml",
+            initial_global_config_dict=given(tmp_path, engine),
+            skip_load_from_cli=True,
+        )
+    )
+    try:
+        rows = [{**json.loads(line), "_ng_task_index": 0} for line in [ROWS.read_text().splitlines()[0]] * 3]
+        rows.append({"question": "no options", "_ng_task_index": 1})
+        for number, row in enumerate(rows):
+            row["_rowidx"] = number
+        rollouts = RolloutCollectionHelper()
+        examples = rollouts.run_examples(examples=[*rows], max_attempts=1, concurrency=1)
+        results = sorted([await done for done in examples], key=lambda pair: pair[0]["_rowidx"])
+        assert [(result["reward"], result["mask_sample"]) for _, result in results] == [
+            (1.0, False),
+            (1.0, False),
+            (0.0, False),
+            (0.0, True),
+        ]
+        for _, result in results:
+            assert isinstance(result["reward"], float)
+            assert read_as_nemo_rl(result["response"])[0]
+        await rollouts.aclose()
+    finally:
+        await close_global_aiohttp_client()
+        helper.shutdown()
+    assert started_here() is None
+    helper.shutdown()
+
+
+def test_run_helper_says_what_is_wrong_with_a_configuration(tmp_path: Path, engine: FakeVllmEngine) -> None:
+    wrong = given(tmp_path, engine)
+    wrong["policy_model"]["responses_api_models"]["gateway"]["modle"] = "x"
+    with pytest.raises(ConfigError, match="did you mean 'model'"):
+        RunHelper().start(GlobalConfigDictParserConfig(initial_global_config_dict=wrong))

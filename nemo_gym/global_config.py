@@ -79,6 +79,16 @@ def get_global_config_dict() -> DictConfig:
     return _GLOBAL_CONFIG_DICT
 
 
+def maybe_get_global_config_dict() -> DictConfig | None:
+    """`get_global_config_dict` where there is one, else ``None``: for code that also runs outside of a server."""
+    if _GLOBAL_CONFIG_DICT is None and not os.environ.get(NEMO_GYM_CONFIG_DICT_ENV_VAR_NAME):
+        from nemo_gym.config.launch import current_launch
+
+        if current_launch() is None:
+            return None
+    return get_global_config_dict()
+
+
 def _load() -> DictConfig:
     from nemo_gym.config.launch import current_launch
 

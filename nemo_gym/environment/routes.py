@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 
 ATTEMPT_SESSION_KEY = "_ng_attempt"
 ROW_REF_SESSION_KEY = "_ng_row_ref"
+RESOURCES_SESSION_KEY = "resources_session_id"
+"""In bodies of NeMo Gym's session protocol."""
 CONTROL_SUBJECT = "environment"
 BASE_ROUTES = frozenset(
     {
@@ -69,6 +71,7 @@ BASE_ROUTES = frozenset(
         "/harvest",
         "/verify",
         "/close",
+        "/close_session",
         "/rows",
         "/row_prompts",
         "/verdict",
@@ -103,6 +106,8 @@ class EnvironmentRoutes:
         self.rows = RowStore(attempts)
         self._control_key = server.derive_key("control-token")
         self._seed_hook = PluginCall(server.seed_session) if server.overrides("seed_session") else None
+        overridden = server.overrides("close_resources_session")
+        self._close_session_hook = PluginCall(server.close_resources_session) if overridden else None
         self._grader = Grader(server)
         self._lending = Lending(server.owned_boxes, attempts, self._box_attempt)
         self._running: dict[tuple[str, str, str, int], asyncio.Task[Any]] = {}
@@ -115,6 +120,7 @@ class EnvironmentRoutes:
             "/harvest": self._lending.harvest,
             "/verify": self.verify,
             "/close": self.close,
+            "/close_session": self.close_session,
             "/rows": self.add_row,
             "/row_prompts": self.row_prompts,
             "/verdict": self.verdict,
@@ -275,7 +281,19 @@ class EnvironmentRoutes:
         return seed
 
     async def _nemo_seed(self, request: Request, row: dict[str, Any]) -> dict[str, Any]:
-        return plain(await self._seed_hook(request, row)) if self._seed_hook is not None else {}
+        if self._seed_hook is None:
+            return {key: row[key] for key in (RESOURCES_SESSION_KEY,) if key in row}
+        return plain(await self._seed_hook(request, row))
+
+    async def close_session(self, request: Request) -> Response:
+        """The end of a session that a caller of NeMo Gym's session protocol seeded under an id of its own."""
+        require_role(request, Role.PIPELINE, Role.OPERATOR)
+        body = await parse_json_object(request)
+        if self._close_session_hook is not None:
+            return JsonResponse(plain(await self._close_session_hook(request, body)))
+        if not isinstance(body.get(RESOURCES_SESSION_KEY), str):
+            raise InvalidBodyError(f"/close_session needs '{RESOURCES_SESSION_KEY}': the id that the seed named")
+        return JsonResponse({RESOURCES_SESSION_KEY: body[RESOURCES_SESSION_KEY]})
 
     async def _solution(self, row: dict[str, Any], validation: str) -> dict[str, Any]:
         if validation == "nothing":

@@ -43,6 +43,11 @@ if TYPE_CHECKING:
         MCPServerMetadata,
         NeMoGymResponse,
         NeMoGymResponseCreateParamsNonStreaming,
+        ResourcesCloseSessionRequest,
+        ResourcesCloseSessionResponse,
+        ResourcesSeedSessionRequest,
+        ResourcesSeedSessionResponse,
+        ResourcesVerifyRequest,
     )
     from nemo_gym.sandbox.base import SandboxProvider
     from nemo_gym.sandbox.facade import AsyncSandbox
@@ -63,6 +68,11 @@ __all__ = [
     "MCPServerMetadata",
     "NeMoGymResponse",
     "NeMoGymResponseCreateParamsNonStreaming",
+    "ResourcesCloseSessionRequest",
+    "ResourcesCloseSessionResponse",
+    "ResourcesSeedSessionRequest",
+    "ResourcesSeedSessionResponse",
+    "ResourcesVerifyRequest",
     "ReverifyMode",
     "SimpleResourcesServer",
 ]
@@ -209,11 +219,25 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
 
     # -- hooks of NeMo Gym plugins -------------------------------------------------------------------------------
 
-    async def seed_session(self, body: BaseSeedSessionRequest) -> BaseSeedSessionResponse:
+    async def seed_session(
+        self, body: ResourcesSeedSessionRequest | BaseSeedSessionRequest
+    ) -> ResourcesSeedSessionResponse | BaseSeedSessionResponse:
         """Prepare a session; may also take the ``Request``. Its reply goes to the agent."""
-        from nemo_gym.http.environment_bodies import BaseSeedSessionResponse
+        from nemo_gym.http.environment_bodies import (
+            BaseSeedSessionResponse,
+            ResourcesSeedSessionRequest,
+            ResourcesSeedSessionResponse,
+        )
 
+        if isinstance(body, ResourcesSeedSessionRequest):
+            return ResourcesSeedSessionResponse(resources_session_id=body.resources_session_id)
         return BaseSeedSessionResponse()
+
+    async def close_resources_session(self, body: ResourcesCloseSessionRequest) -> ResourcesCloseSessionResponse:
+        """Release what a `ResourcesSeedSessionRequest` opened. Default: nothing is kept."""
+        from nemo_gym.http.environment_bodies import ResourcesCloseSessionResponse
+
+        return ResourcesCloseSessionResponse(resources_session_id=body.resources_session_id)
 
     async def verify(self, body: BaseVerifyRequest) -> BaseVerifyResponse:
         """Judge a response; may also take the ``Request``."""

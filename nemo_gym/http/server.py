@@ -160,6 +160,8 @@ class SimpleServer(BaseServer):
     ROLE: ClassVar[Role] = Role.OPERATOR
     """As what this server calls others."""
     HEALTH_PATHS: ClassVar[tuple[str, ...]] = ("/", "/health")
+    ray_enabled: ClassVar[bool | None] = None
+    """NeMo Gym's: whether a server joins a Ray cluster. Its plugins state it; nothing here reads it."""
 
     _credentials: ServerCredentials | None = PrivateAttr(default=None)
     _launch: ServerLaunch | None = PrivateAttr(default=None)

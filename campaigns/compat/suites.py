@@ -29,6 +29,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from campaigns.bench.report import argument_parser, machine
+from campaigns.compat import compositions
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("resources_servers", "responses_api_agents", "responses_api_models", "environment_servers")
@@ -193,6 +194,24 @@ def run_suites(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _compositions(args: argparse.Namespace) -> int:
+    plugins = args.plugins.resolve()
+    if args.configs:
+        report = compositions.compose_all(plugins, args.only, args.expected)
+    else:
+        served = compositions.serve_all(plugins, args.only, args.python, args.core, args.jobs, args.timeout)
+        report = compositions.serve_report(served)
+    if not args.json:
+        for name, problem in report.get("refused", {}).items():
+            print(f"{name}: {problem}")
+        for one in report.get("served", ()):
+            print(f"{'ok  ' if one['ok'] else 'FAIL'} {one['name']}: {one['valid']} valid rows {one['problem']}")
+        print({key: value for key, value in report.items() if key not in ("refused", "served")})
+        return 0
+    print(json.dumps({**report, "machine": machine()}))
+    return 0
+
+
 def main() -> int:
     parser = argument_parser(__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -203,7 +222,12 @@ def main() -> int:
     parser.add_argument("--only", help="only names that match this expression")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for each suite")
+    parser.add_argument("--configs", action="store_true", help="compose every YAML instead")
+    parser.add_argument("--expected", type=Path, help="with --configs: only the files that this file names")
+    parser.add_argument("--serve", action="store_true", help="start compositions and run three rows of each instead")
     args = parser.parse_args()
+    if args.configs or args.serve:
+        return _compositions(args)
     report = {**run_suites(args), "machine": machine()}
     if not args.json:
         for found in report["causes"]:

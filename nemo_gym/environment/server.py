@@ -31,6 +31,9 @@ from nemo_gym.http.server import Application, BaseServer, SimpleServer
 from nemo_gym.reward_profile import AggregateMetricsMixin, compute_aggregate_metrics
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from starlette.types import ASGIApp
+
     from nemo_gym.environment.owned_boxes import OwnedBoxes
     from nemo_gym.environment.route_tools import CatchAll, RouteTool
     from nemo_gym.http.environment_bodies import (
@@ -286,6 +289,10 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
         app = self.base_app(session_guard=environment.guard, authenticates_itself=environment.authenticates_itself)
         environment.install(app)
         return app
+
+    def around(self, app: FastAPI) -> ASGIApp:
+        assert self._environment is not None
+        return self._environment.around(app)
 
     def facts(self) -> dict[str, Any]:
         return {

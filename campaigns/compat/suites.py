@@ -105,7 +105,7 @@ def environment(plugins: Path, shown_core: Path, folder: Path, scratch: Path) ->
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("NEMO_GYM", "PYTEST"))}
     return {
         **kept,
-        "PYTHONPATH": os.pathsep.join(map(str, (shown_core, folder, plugins, plugins / "benchmarks"))),
+        "PYTHONPATH": os.pathsep.join(map(str, (shown_core, folder, plugins))),
         "PYTHONDONTWRITEBYTECODE": "1",
         "NEMO_GYM_EXTRA_ROOTS": str(plugins),
         "NEMO_GYM_CACHE_DIR": str(scratch / "cache"),

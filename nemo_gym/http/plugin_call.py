@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 import types
-from collections.abc import Awaitable, Callable
-from typing import Any, Union, get_args, get_origin
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import anyio.to_thread
 import orjson
+from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
@@ -40,7 +41,7 @@ class PluginCall:
             self._assign(parameter)
 
     def _assign(self, parameter: inspect.Parameter) -> None:
-        kind = parameter.annotation
+        kind = _without_none(parameter.annotation)
         if inspect.isclass(kind) and issubclass(kind, Request):
             self._request = parameter.name
         elif inspect.isclass(kind) and issubclass(kind, Response):
@@ -65,6 +66,14 @@ class PluginCall:
         if self._body is not None:
             name, models = self._body
             arguments[name] = self._validated(models, body) if models else body
+        try:
+            return await self._called(arguments)
+        except RequestValidationError as error:  # a plugin that looks at its body itself
+            raise InvalidBodyError(
+                f"{self._name}: the body is not as it must be", errors=_told(error.errors())
+            ) from None
+
+    async def _called(self, arguments: dict[str, Any]) -> Any:
         if inspect.iscoroutinefunction(self._hook):
             return await self._hook(**arguments)
         result = await anyio.to_thread.run_sync(lambda: self._hook(**arguments))
@@ -80,14 +89,25 @@ class PluginCall:
             return model.model_validate(body)
         except ValidationError as error:
             # Without the input: the body may hold private fields of the row, and the caller may be an agent.
-            errors = [
-                {"loc": list(item["loc"]), "msg": item["msg"], "type": item["type"]}
-                for item in error.errors(include_input=False, include_url=False, include_context=False)
-            ]
+            errors = _told(error.errors(include_input=False, include_url=False, include_context=False))
             first = errors[0]
             where = ".".join(map(str, first["loc"]))
             more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
             raise InvalidBodyError(f"{self._name}: field '{where}': {first['msg']}{more}", errors=errors) from None
+
+
+def _told(errors: Sequence[Any]) -> list[dict[str, Any]]:
+    return [{"loc": list(item["loc"]), "msg": item["msg"], "type": item["type"]} for item in errors]
+
+
+def _without_none(annotation: Any) -> Any:
+    """What an annotation is about: without ``Annotated`` and without ``| None``."""
+    if get_origin(annotation) is Annotated:
+        return _without_none(get_args(annotation)[0])
+    if isinstance(annotation, types.UnionType) or get_origin(annotation) is Union:
+        kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
+        return kinds[0] if len(kinds) == 1 else annotation
+    return annotation
 
 
 def _models(annotation: Any) -> tuple[type[BaseModel], ...]:

@@ -8,6 +8,7 @@ routes; it works unmodified. Either way the routes of `nemo_gym.environment.rout
 from __future__ import annotations
 
 import asyncio
+import posixpath
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from enum import StrEnum
@@ -82,6 +83,8 @@ __all__ = [
 
 NEMO_GYM_MCP_METADATA_KEY = "mcp"
 NEMO_GYM_MCP_SESSION_TOKEN_HEADER = "X-NeMo-Gym-Session-Token"
+_COLLECTED = "collected"
+"""The harvest of `SimpleResourcesServer.boxed_session`."""
 GRADING_LEASE_S = 120.0
 """How long a box of `SimpleResourcesServer.grading_box` outlives a server that is killed."""
 
@@ -173,6 +176,38 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
 
     async def close_session(self, rollout: RolloutIdentity) -> None:
         """Release what belongs to an attempt. Called once, when it is closed or fenced."""
+
+    def boxed_session(
+        self, rollout: RolloutIdentity, *, collect: Sequence[str] = (), workdir: str = "/home/task", **spec: Any
+    ) -> SessionDescriptor:
+        """A descriptor for work in a box, for `open_session`: the class's ``topologies``, the first being the default.
+
+        Args:
+            rollout: the attempt.
+            collect: files that the agent leaves, for `collected`; relative ones are in ``workdir``.
+            workdir: where the agent works; relative paths of ``files`` (path → text) are there.
+            spec: further fields of `SandboxSpecModel`: ``image``, ``files``, ``env``, ``resources``, …
+        """
+        from nemo_gym.contract.session import FilesHarvest, Placement, SandboxClause, SandboxSpecModel, Topology
+
+        supported = tuple(getattr(type(self), "topologies", None) or (Topology.AGENT_IN_ENV,))
+        files = {posixpath.join(workdir, path): text for path, text in spec.pop("files", {}).items()}
+        paths = tuple(posixpath.join(workdir, path) for path in collect)
+        return SessionDescriptor(
+            environment=self.config.name,
+            task_id=rollout.task_id,
+            rollout=rollout,
+            placement=Placement(topology=supported[0], supported=supported),
+            sandbox=SandboxClause(spec=SandboxSpecModel(workdir=workdir, files=files, **spec)),
+            harvest=(FilesHarvest(name=_COLLECTED, paths=paths),) if paths else (),
+        )
+
+    def collected(self, artifacts: Sequence[Artifact], path: str, *, workdir: str = "/home/task") -> str | None:
+        """The text of a file that `boxed_session` was told to collect; ``None`` where there is none. Untrusted."""
+        from nemo_gym.sandbox.harvest.files import harvested_file
+
+        content = harvested_file(artifacts, _COLLECTED, posixpath.join(workdir, path))
+        return None if content is None else content.decode("utf-8", "replace")
 
     # -- boxes of this environment's own -------------------------------------------------------------------------
 

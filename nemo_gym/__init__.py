@@ -53,6 +53,7 @@ PARENT_DIR = ROOT_DIR.parent
 WORKING_DIR = PARENT_DIR if (PARENT_DIR / "pyproject.toml").exists() else Path.cwd()
 CACHE_DIR = WORKING_DIR / "cache"
 RESULTS_DIR = WORKING_DIR / "results"
+NEMO_GYM_EXTRA_ROOTS_ENV_VAR_NAME = "NEMO_GYM_EXTRA_ROOTS"
 
 __all__ = [
     "CACHE_DIR",
@@ -80,6 +81,25 @@ __all__ = [
     "Topology",
     "Verdict",
 ]
+
+
+def _resolve_under_cwd_or_install(path: str | Path) -> Path:
+    """NeMo Gym's name for how a relative path of a configuration is found: under ``NEMO_GYM_EXTRA_ROOTS``, the
+    working directory, the installation. One that is nowhere is taken from the working directory."""
+    from nemo_gym.config.roots import plugin_roots
+
+    wanted = Path(path).expanduser()
+    if wanted.is_absolute():
+        return wanted
+    found = (root / wanted for root in plugin_roots())
+    return next((candidate for candidate in found if candidate.exists()), Path.cwd() / wanted)
+
+
+def component_search_roots() -> list[Path]:
+    """NeMo Gym's name of `nemo_gym.config.roots.plugin_roots`."""
+    from nemo_gym.config.roots import plugin_roots
+
+    return plugin_roots()
 
 
 def __getattr__(name: str) -> Any:

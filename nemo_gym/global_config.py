@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from pydantic import BaseModel, ConfigDict
 
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.keys import AGENT_TYPE, ENVIRONMENT_TYPE, MODEL_TYPE, NEMO_GYM_KEYS, SUITE_KEYS
@@ -17,6 +19,8 @@ from nemo_gym.contract.errors import ConfigError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+    from nemo_gym.config.composition import Composition
 
 NEMO_GYM_CONFIG_DICT_ENV_VAR_NAME: Final = "NEMO_GYM_CONFIG_DICT"
 NEMO_GYM_CONFIG_PATH_ENV_VAR_NAME: Final = "NEMO_GYM_CONFIG_PATH"
@@ -40,6 +44,7 @@ POLICY_MODEL_NAME_KEY_NAME: Final = "policy_model_name"
 POLICY_MODEL_KEY_NAME: Final = "policy_model"
 OBSERVABILITY_ENABLED_KEY_NAME: Final = "observability_enabled"
 MODEL_CALL_CAPTURE_DIR_KEY_NAME: Final = "model_call_capture_dir"
+TOKEN_ID_CAPTURE_BLOCK: Final = "token_id_capture"
 SKIP_VERIFICATION_KEY_NAME: Final = "skip_verification"
 SKIP_VERIFICATION_REWARD_KEY_NAME: Final = "skip_verification_reward"
 
@@ -77,6 +82,84 @@ def get_global_config_dict() -> DictConfig:
     if _GLOBAL_CONFIG_DICT is None:
         _GLOBAL_CONFIG_DICT = _load()
     return _GLOBAL_CONFIG_DICT
+
+
+def maybe_get_global_config_dict() -> DictConfig | None:
+    """`get_global_config_dict` where there is one, else ``None``: for code that also runs outside of a server."""
+    if _GLOBAL_CONFIG_DICT is None and not os.environ.get(NEMO_GYM_CONFIG_DICT_ENV_VAR_NAME):
+        from nemo_gym.config.launch import current_launch
+
+        if current_launch() is None:
+            return None
+    return get_global_config_dict()
+
+
+class GlobalConfigDictParserConfig(BaseModel):
+    """What `GlobalConfigDictParser.parse` reads. There is nothing to be loaded from the command line or env.yaml here:
+    ``initial_global_config_dict`` says it all, with its ``config_paths``."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    NO_MODEL_GLOBAL_CONFIG_DICT: ClassVar[dict[str, Any]] = {
+        "policy_base_url": "http://127.0.0.1:9/v1",
+        "policy_api_key": "none",
+        "policy_model_name": "none",
+    }
+    """For compositions that are read and not run."""
+
+    initial_global_config_dict: Any = None
+    skip_load_from_cli: bool = False
+    skip_load_from_dotenv: bool = False
+    offline: bool = False
+
+
+class GlobalConfigDictParser:
+    """NeMo Gym's name for composing in a program."""
+
+    def parse(self, parse_config: GlobalConfigDictParserConfig | None = None) -> DictConfig:
+        """The composed configuration. A model server that no file defines is one of OpenAI's kind."""
+        import tempfile
+        from pathlib import Path
+
+        import yaml
+        from omegaconf import OmegaConf
+
+        from nemo_gym.config.compose import compose
+
+        given = parse_config.initial_global_config_dict if parse_config is not None else None
+        container = OmegaConf.to_container(OmegaConf.create(given or {}))
+        values: dict[str, Any] = {str(key): value for key, value in dict(container).items()}  # type: ignore[arg-type]
+        paths = [*(values.pop(CONFIG_PATHS_KEY_NAME, None) or ())]
+        with tempfile.TemporaryDirectory() as scratch:
+            for more in ({POLICY_MODEL_KEY_NAME: _ANY_MODEL}, {}):
+                file = Path(scratch) / "given.yaml"
+                file.write_text(yaml.safe_dump({**more, **values}), encoding="utf-8")
+                try:
+                    return _placed(compose([f"+config_paths=[{','.join(map(str, [file, *paths]))}]"]))
+                except ConfigError:
+                    if not more:
+                        raise
+        raise AssertionError
+
+
+def _placed(composition: Composition) -> DictConfig:
+    """The configuration, with an address for every server: NeMo Gym's parser gives one to each."""
+    for server in composition.servers.values():
+        block = composition.values[server.instance][server.server_type][server.implementation]
+        block.update({"host": "127.0.0.1", "port": 0} | block)
+    return composition.config
+
+
+_ANY_MODEL: Final = {
+    MODEL_TYPE: {
+        "openai_model": {
+            "entrypoint": "app.py",
+            "openai_base_url": "${policy_base_url}",
+            "openai_api_key": "${policy_api_key}",
+            "openai_model": "${policy_model_name}",
+        }
+    }
+}
 
 
 def _load() -> DictConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nemo_gym.http.client import MAX_NUM_TRIES
 from nemo_gym.http.openai_client import (
     RATE_LIMIT_ERROR_CODES,
     RETRY_ERROR_CODES,
@@ -89,16 +90,25 @@ from nemo_gym.openai_types.responses import (
     NeMoGymResponseUsage,
     accumulate_response_usage,
 )
+from nemo_gym.openai_types.tokens import REQUIRED_TOKEN_FIELDS as REQUIRED_TOKEN_METADATA_FIELDS
+from nemo_gym.openai_types.tokens import TOKEN_FIELDS as TOKEN_METADATA_FIELDS
 from nemo_gym.openai_types.tokens import (
     RoutedExperts,
     TokenIDLogProbMixin,
     TokenIDLogProbTypedDictMixin,
 )
 
+CHAT_REQUEST_PROVIDER_EXTENSION_FIELDS = frozenset({"chat_template_kwargs", "thinking", "output_config"})
+"""Fields of a chat request that some engines take and OpenAI's type does not have."""
+
 __all__ = [
+    "CHAT_REQUEST_PROVIDER_EXTENSION_FIELDS",
+    "MAX_NUM_TRIES",
     "RATE_LIMIT_ERROR_CODES",
+    "REQUIRED_TOKEN_METADATA_FIELDS",
     "RESPONSES_TO_TRAIN",
     "RETRY_ERROR_CODES",
+    "TOKEN_METADATA_FIELDS",
     "NeMoGymAsyncOpenAI",
     "NeMoGymChatCompletion",
     "NeMoGymChatCompletionAssistantMessageForTrainingParam",

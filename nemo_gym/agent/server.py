@@ -17,16 +17,27 @@ import orjson
 import structlog
 from aiohttp import ClientResponse
 from fastapi import Body
-from pydantic import PrivateAttr
+from pydantic import Field, PrivateAttr, field_validator
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from nemo_gym.agent.acts import ActRegistry, RowRefMiddleware
+from nemo_gym.agent.sessions import (
+    AgentCloseSessionRequest,
+    AgentCloseSessionResponse,
+    AgentSeedSessionRequest,
+    AgentSeedSessionResponse,
+    AgentSessions,
+    AgentSessionSetupError,
+    AgentSessionState,
+    _AgentSessionRecord,
+)
 from nemo_gym.agent.topology.transcript import response_object
 from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest, BaseRunServerInstanceConfig
 from nemo_gym.contract.credentials import Role
+from nemo_gym.contract.episodes import ToolAccess, unique_tool_names
 from nemo_gym.contract.errors import ConfigError, ContractError, InvalidBodyError, ServerError
 from nemo_gym.contract.rows import (
     ATTEMPT_INDEX_KEY,
@@ -72,6 +83,12 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "AgentCloseSessionRequest",
+    "AgentCloseSessionResponse",
+    "AgentSeedSessionRequest",
+    "AgentSeedSessionResponse",
+    "AgentSessionSetupError",
+    "AgentSessionState",
     "AggregateMetrics",
     "AggregateMetricsRequest",
     "BaseResponsesAPIAgent",
@@ -99,16 +116,25 @@ class BaseResponsesAPIAgentConfig(BaseRunServerInstanceConfig):
     skip_verification_reward: float = 0.0
     token_id_capture: bool = False
     """NeMo Gym's; accepted. Token ids come from the model server's session."""
+    session_close_retry_window_seconds: float = Field(default=300, gt=0, allow_inf_nan=False)
+    """How long the reply to a session's close can be asked for again."""
+    tool_accesses: list[ToolAccess] = Field(default_factory=list)
+    """Tools that every session of NeMo Gym's protocol is given."""
     row_access: Literal["public", "full", "validation"] = "public"
     """What of a row this agent gets. ``full`` is for agents that read private fields, and their results say so;
     ``validation`` is for oracle agents."""
+
+    @field_validator("tool_accesses")
+    @classmethod
+    def _unique_tool_names(cls, accesses: list[ToolAccess]) -> list[ToolAccess]:
+        return unique_tool_names(accesses)
 
 
 class BaseResponsesAPIAgent(BaseServer):
     config: BaseResponsesAPIAgentConfig
 
 
-class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, SimpleServer):
+class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMetricsMixin, SimpleServer):
     """An agent. Override ``act``, or NeMo Gym's ``responses`` and ``run``."""
 
     config: BaseResponsesAPIAgentConfig
@@ -121,6 +147,7 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
     gets its task elsewhere: from tools, or from an environment that it steps through."""
 
     _acts: ActRegistry = PrivateAttr(default_factory=ActRegistry)
+    _session_records: dict[str, _AgentSessionRecord] = PrivateAttr(default_factory=dict)
 
     # -- hooks ---------------------------------------------------------------------------------------------------
 
@@ -188,6 +215,8 @@ class SimpleResponsesAPIAgent(BaseResponsesAPIAgent, AggregateMetricsMixin, Simp
         app.router.routes.append(Route("/cancel", self._cancel_route, methods=["POST"]))
         if self.overrides("responses"):
             app.post("/v1/responses")(self.responses)
+        if self.overrides("_seed_agent_session_state"):
+            self._add_session_routes(app)
         if self.overrides("run"):
             # The innermost layer: it reads bodies, which the layers around let in and bound.
             inner = Middleware(RowRefMiddleware, environment=self._server_name("resources_server"))

@@ -9,6 +9,7 @@ from nemo_gym.config import compatibility
 from nemo_gym.config.composition import Composition
 from nemo_gym.config.hosts import Hosts
 from nemo_gym.config.keys import UNREAD_NEMO_GYM_KEYS
+from nemo_gym.config.nemo_gym_files import refuse
 from nemo_gym.config.plugin_keys import check_server_keys, entrypoint
 from nemo_gym.config.servers import ServerBlock
 from nemo_gym.contract.errors import ConfigError
@@ -29,8 +30,8 @@ def check_everything(composition: Composition) -> Topology | None:
     for server in composition.servers.values():
         entrypoint(server, composition.roots)
         if composition.values.get("error_on_unknown_keys", True):
-            check_server_keys(server, composition.roots)
-        _check_place(server)
+            check_server_keys(server, composition.roots, composition.warnings)
+        _check_place(server, composition.warnings)
     for key in NUMBER_KEYS:
         value = composition.values.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
@@ -70,13 +71,16 @@ def free_ports(values: Mapping[str, Any]) -> list[int] | None:
 def notices(composition: Composition) -> list[str]:
     """A sentence for each key that is accepted and does nothing, with what it would do elsewhere."""
     return [
-        f"'{key}' does nothing here; in NeMo Gym it is {meaning}"
-        for key, meaning in UNREAD_NEMO_GYM_KEYS.items()
-        if composition.values.get(key) is not None and key not in composition.servers
+        *composition.warnings,
+        *(
+            f"'{key}' does nothing here; in NeMo Gym it is {meaning}"
+            for key, meaning in UNREAD_NEMO_GYM_KEYS.items()
+            if composition.values.get(key) is not None and key not in composition.servers
+        ),
     ]
 
 
-def _check_place(server: ServerBlock) -> None:
+def _check_place(server: ServerBlock, warnings: list[str]) -> None:
     port: Any = server.values.get("port")
     if port is not None and (isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535):
         raise ConfigError(
@@ -85,11 +89,12 @@ def _check_place(server: ServerBlock) -> None:
         )
     workers = server.values.get("num_workers")
     if workers not in (None, 1):
-        raise ConfigError(
+        problem = ConfigError(
             f"{server.where}.num_workers: only 1 is served, got {workers!r}; remove the key (a server keeps its"
             " sessions in one process)",
             key=".".join((*server.path, "num_workers")),
         )
+        refuse(problem, server.source, warnings)
 
 
 def _check_run_keys(composition: Composition) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.composition import SANDBOX, Composition
 from nemo_gym.config.keys import AGENT_TYPE, COMPOSITION, DEFAULT_MODEL, MODEL_TYPE, TOPOLOGY
+from nemo_gym.config.nemo_gym_files import refuse
 from nemo_gym.config.plugin_keys import class_constant
 from nemo_gym.config.servers import ServerBlock, references
 from nemo_gym.contract.errors import ConfigError
@@ -170,9 +171,11 @@ def sandbox_provider(composition: Composition, server: ServerBlock) -> str | Non
     if named == SANDBOX and named not in composition.values:
         if server.server_type == AGENT_TYPE:
             return None  # whether that is right depends on the topology
-        raise ConfigError(
+        problem = ConfigError(
             f"environment '{server.instance}' needs a sandbox: add sandbox=local or sandbox=docker", key="sandbox"
         )
+        refuse(problem, server.source, composition.warnings)
+        return None
     try:
         (name,) = resolve_provider_config(named, composition.values)
     except ConfigError as error:
@@ -192,7 +195,7 @@ def _check_pairing(composition: Composition, agent: ServerBlock, environment: Se
     (implementations, of models that are not this suite's gateway, which serves what they do)."""
     if composition.values.get(UNSUPPORTED_PAIRING):
         return
-    models = [composition.servers[found.name] for found in references(agent.values)]
+    models = [composition.servers[found.name] for found in references(agent.values) if len(found.path) == 1]
     asked = [("allowed_agents", "agent", agent)] + [
         ("allowed_model_types", "model", model)
         for model in models
@@ -227,9 +230,9 @@ def check(composition: Composition) -> Topology | None:
         if server.server_type != AGENT_TYPE:
             continue
         for reference in references(server.values):
-            environment = composition.servers[reference.name]
             if reference.path != ("resources_server",):
                 continue
+            environment = composition.servers[reference.name]
             _check_pairing(composition, server, environment)
             offered = side_of(environment, composition.roots)
             result = check_composition(

@@ -35,6 +35,7 @@ from nemo_gym.config.keys import (
     TOPOLOGY,
 )
 from nemo_gym.config.layers import Layer, Merged, leaves
+from nemo_gym.config.nemo_gym_files import take_environment_servers
 from nemo_gym.config.overrides import COMMAND_LINE, Mode, Override, apply_overrides, parse_overrides
 from nemo_gym.config.resolve import MISSING, resolve
 from nemo_gym.config.roots import plugin_roots
@@ -81,6 +82,8 @@ def compose(words: Sequence[str], *, roots: Sequence[Path] | None = None) -> Com
         raise ConfigError(f"{source}: '{COMPOSITION}' is set by the composition itself; remove it", key=COMPOSITION)
 
     apply_directives(merged)
+    take_environment_servers(merged)
+    warnings: list[str] = []
     blocks = server_blocks.find_servers(merged)
     almost = server_blocks.almost_servers(merged, blocks)
     if almost and merged.values.get("error_on_almost_servers", True):
@@ -94,13 +97,13 @@ def compose(words: Sequence[str], *, roots: Sequence[Path] | None = None) -> Com
     _complete_references(merged, chosen, blocks)
     _hand_down(merged, blocks)
     if merged.values.get("error_on_unknown_keys", True):
-        check_top_level(merged, [*blocks, *almost], known, free)
+        check_top_level(merged, [*blocks, *almost], known, free, warnings)
     unresolved = copy.deepcopy(merged.values)
     values = resolve(merged)
     merged.values = values
     blocks = server_blocks.find_servers(merged)
-    server_blocks.check_references(blocks)
-    return Composition(values, unresolved, blocks, chosen, tuple(search), merged)
+    server_blocks.check_references(blocks, warnings)
+    return Composition(values, unresolved, blocks, chosen, tuple(search), merged, warnings)
 
 
 _BROKER: Final = {

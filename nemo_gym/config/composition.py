@@ -33,6 +33,8 @@ class Composition:
     """``agent``, ``environment``, ``model``: instance names; ``sandbox``: the block's name; ``topology``."""
     roots: tuple[Path, ...]
     sources: Merged = field(repr=False)
+    warnings: list[str] = field(default_factory=list)
+    """What files written for NeMo Gym say that would be refused in others."""
 
     @property
     def config(self) -> DictConfig:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.keys import SERVER_KEYS
+from nemo_gym.config.nemo_gym_files import refuse
 from nemo_gym.config.roots import find_plugin
 from nemo_gym.config.servers import ServerBlock
 from nemo_gym.contract.errors import ConfigError
@@ -36,7 +37,7 @@ class _UnknownSource(Exception):
     """Something the source does not tell."""
 
 
-def check_server_keys(server: ServerBlock, roots: Sequence[Path]) -> None:
+def check_server_keys(server: ServerBlock, roots: Sequence[Path], warnings: list[str]) -> None:
     """Raise `ConfigError` for keys of a server's block that its configuration class does not know."""
     known = config_keys(server, roots)
     if known is None:
@@ -45,11 +46,12 @@ def check_server_keys(server: ServerBlock, roots: Sequence[Path]) -> None:
     unknown = [key for key in server.values if key not in allowed]
     if unknown:
         listed = ", ".join(f"'{key}'{nearest(key, allowed)}" for key in unknown)
-        raise ConfigError(
+        problem = ConfigError(
             f"{server.where}: unknown key {listed}; {server.implementation} takes:"
             f" {', '.join(sorted((known | {'host', 'port'}) - {'name'}))} (or error_on_unknown_keys=false)",
             keys=[".".join((*server.path, key)) for key in unknown],
         )
+        refuse(problem, server.source, warnings)
 
 
 def entrypoint(server: ServerBlock, roots: Sequence[Path]) -> Path:

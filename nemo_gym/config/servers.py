@@ -9,6 +9,7 @@ from typing import Any
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.keys import SERVER_TYPES
 from nemo_gym.config.layers import Merged
+from nemo_gym.config.nemo_gym_files import refuse
 from nemo_gym.contract.errors import ConfigError
 
 
@@ -131,19 +132,24 @@ def references(values: Any, path: tuple[str, ...] = ()) -> Iterator[Reference]:
             yield from references(value, (*path, str(index)))
 
 
-def check_references(servers: Mapping[str, ServerBlock]) -> None:
-    """Raise `ConfigError` for the first reference to an instance that does not exist or is of another type."""
+def check_references(servers: Mapping[str, ServerBlock], warnings: list[str]) -> None:
+    """Raise `ConfigError` for the first reference to an instance that does not exist or is of another type. NeMo Gym
+    does not look below the first level of a block: there, its own files get a warning."""
     for server in servers.values():
         for reference in references(server.values):
             where = f"{server.where}.{'.'.join(reference.path)}"
             target = servers.get(reference.name)
             same_type = [name for name, other in servers.items() if other.server_type == reference.server_type]
             if target is None:
-                raise ConfigError(
+                problem = ConfigError(
                     f"{where}: no server instance '{reference.name}'{nearest(reference.name, servers)};"
                     f" instances of {reference.server_type}: {', '.join(same_type) or 'none'}",
                     key=".".join((*server.path, *reference.path)),
                 )
+                if len(reference.path) == 1:
+                    raise problem
+                refuse(problem, server.source, warnings)
+                continue
             if target.server_type != reference.server_type:
                 raise ConfigError(
                     f"{where}: '{reference.name}' is one of {target.server_type}, not of {reference.server_type};"

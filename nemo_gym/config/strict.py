@@ -8,6 +8,7 @@ from typing import Any
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.keys import COMPOSITION, GROUPS, NEMO_GYM_KEYS, SUITE_KEYS
 from nemo_gym.config.layers import Merged, leaves
+from nemo_gym.config.nemo_gym_files import is_nemo_gyms
 from nemo_gym.config.resolve import interpolated_keys
 from nemo_gym.contract.errors import ConfigError
 
@@ -19,8 +20,11 @@ def known_keys() -> frozenset[str]:
     return SUITE_KEYS | NEMO_GYM_KEYS | RUN_KEYS | frozenset(GROUPS) | {COMPOSITION}
 
 
-def check_top_level(merged: Merged, servers: Collection[str], known: Collection[str], free: Iterable[str]) -> None:
-    """Raise `ConfigError` for every top-level key that is no server, not ``known``, and that nothing uses.
+def check_top_level(
+    merged: Merged, servers: Collection[str], known: Collection[str], free: Iterable[str], warnings: list[str]
+) -> None:
+    """Raise `ConfigError` for every top-level key that is no server, not ``known``, and that nothing uses; those of
+    NeMo Gym's own files become ``warnings``.
 
     A key is used when an interpolation names it, or when a string names it as a block
     (``sandbox_provider: sandbox``). Keys from ``free`` sources (``env.yaml`` and ``+key=value``), and keys that start
@@ -36,11 +40,15 @@ def check_top_level(merged: Merged, servers: Collection[str], known: Collection[
         if source in free_sources:
             continue
         what = "block" if isinstance(value, Mapping) else "key"
-        keys.append(key)
-        problems.append(
+        problem = (
             f"{source}: unknown {what} '{key}'{nearest(key, {*known, *servers})}; nothing reads it: remove it, or use"
             f" it as ${{{key}}}"
         )
+        if is_nemo_gyms(source):
+            warnings.append(problem)
+            continue
+        keys.append(key)
+        problems.append(problem)
     if problems:
         raise ConfigError("; ".join(problems), keys=keys)
 

@@ -38,6 +38,9 @@ class EnvironmentHooks(Protocol):
     @property
     def verify(self) -> Any: ...
 
+    @property
+    def close_resources_session(self) -> Any: ...
+
     @classmethod
     def overrides(cls, hook: str) -> bool: ...
 

@@ -71,4 +71,5 @@ def judge_failure_fields(error: JudgeError) -> dict[str, Any]:
         "failure_reason": f"the judge failed: {error}",
         "findings": [],
         "_ng_failure_class": JUDGE_FAILED,
+        "_ng_failure_judge_error": str(error),
     }

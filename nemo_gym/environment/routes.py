@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Scope
+from starlette.types import ASGIApp, Scope
 
 from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest
 from nemo_gym.contract.credentials import (
@@ -48,9 +48,10 @@ from nemo_gym.contract.session import (
     Topology,
 )
 from nemo_gym.environment.attempts import AttemptKey, AttemptStore, RowStore, Seed, StoredRow, StoredVerdict
-from nemo_gym.environment.grader import Grader, work_digest
+from nemo_gym.environment.grader import Grader, reply_fields, work_digest
 from nemo_gym.environment.hooks import ALLOWED_TOOLS_SESSION_KEY, MCP_PATH
 from nemo_gym.environment.owned_boxes import Lending
+from nemo_gym.environment.steps import StepRewards, is_stepped
 from nemo_gym.http.middleware import LazySession, caller_of, require_role
 from nemo_gym.http.plugin_call import PluginCall, plain
 from nemo_gym.http.problems import JsonResponse, parse_json_object, validated
@@ -61,6 +62,8 @@ if TYPE_CHECKING:
 
 ATTEMPT_SESSION_KEY = "_ng_attempt"
 ROW_REF_SESSION_KEY = "_ng_row_ref"
+RESOURCES_SESSION_KEY = "resources_session_id"
+"""In bodies of NeMo Gym's session protocol."""
 CONTROL_SUBJECT = "environment"
 BASE_ROUTES = frozenset(
     {
@@ -69,6 +72,7 @@ BASE_ROUTES = frozenset(
         "/harvest",
         "/verify",
         "/close",
+        "/close_session",
         "/rows",
         "/row_prompts",
         "/verdict",
@@ -103,10 +107,13 @@ class EnvironmentRoutes:
         self.rows = RowStore(attempts)
         self._control_key = server.derive_key("control-token")
         self._seed_hook = PluginCall(server.seed_session) if server.overrides("seed_session") else None
+        overridden = server.overrides("close_resources_session")
+        self._close_session_hook = PluginCall(server.close_resources_session) if overridden else None
         self._grader = Grader(server)
         self._lending = Lending(server.owned_boxes, attempts, self._box_attempt)
         self._running: dict[tuple[str, str, str, int], asyncio.Task[Any]] = {}
         self._mcp: McpEndpoint | None = None
+        self._steps: StepRewards | None = None
 
     def install(self, app: FastAPI) -> None:
         handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
@@ -115,6 +122,7 @@ class EnvironmentRoutes:
             "/harvest": self._lending.harvest,
             "/verify": self.verify,
             "/close": self.close,
+            "/close_session": self.close_session,
             "/rows": self.add_row,
             "/row_prompts": self.row_prompts,
             "/verdict": self.verdict,
@@ -127,6 +135,13 @@ class EnvironmentRoutes:
             from nemo_gym.environment.mcp.endpoint import McpEndpoint
 
             self._mcp = McpEndpoint(self._server, self.attempts, app)
+
+    def around(self, app: FastAPI) -> ASGIApp:
+        """An application that a plugin built itself, with what its attempts need around it."""
+        if not is_stepped(app.routes):
+            return app
+        self._steps = StepRewards(app, self.rows)
+        return self._steps
 
     def authenticates_itself(self, scope: Scope) -> bool:
         """Whether the route of a request checks tokens of another kind than callers' credentials."""
@@ -275,7 +290,19 @@ class EnvironmentRoutes:
         return seed
 
     async def _nemo_seed(self, request: Request, row: dict[str, Any]) -> dict[str, Any]:
-        return plain(await self._seed_hook(request, row)) if self._seed_hook is not None else {}
+        if self._seed_hook is None:
+            return {key: row[key] for key in (RESOURCES_SESSION_KEY,) if key in row}
+        return plain(await self._seed_hook(request, row))
+
+    async def close_session(self, request: Request) -> Response:
+        """The end of a session that a caller of NeMo Gym's session protocol seeded under an id of its own."""
+        require_role(request, Role.PIPELINE, Role.OPERATOR)
+        body = await parse_json_object(request)
+        if self._close_session_hook is not None:
+            return JsonResponse(plain(await self._close_session_hook(request, body)))
+        if not isinstance(body.get(RESOURCES_SESSION_KEY), str):
+            raise InvalidBodyError(f"/close_session needs '{RESOURCES_SESSION_KEY}': the id that the seed named")
+        return JsonResponse({RESOURCES_SESSION_KEY: body[RESOURCES_SESSION_KEY]})
 
     async def _solution(self, row: dict[str, Any], validation: str) -> dict[str, Any]:
         if validation == "nothing":
@@ -368,6 +395,8 @@ class EnvironmentRoutes:
         return JsonResponse({"closed": True, "already_closed": not closed})
 
     async def _close_hook(self, rollout: RolloutIdentity) -> None:
+        if self._steps is not None:
+            self._steps.forget(rollout)
         await self._lending.release(rollout)
         await self._server.close_session(rollout)
 
@@ -405,6 +434,8 @@ class EnvironmentRoutes:
         """The stored verdict of an attempt whose agent asked for it by itself."""
         rollout = await self._ask_rollout(request, Role.PIPELINE, Role.OPERATOR)
         stored = await self.attempts.verdict_of(rollout)
+        if stored is None and self._steps is not None and (episode := self._steps.episode_of(rollout)) is not None:
+            return JsonResponse(reply_fields(episode.as_fields()))
         if stored is None:
             raise ContractError(
                 f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' has no verdict", code_hint="no_verdict"

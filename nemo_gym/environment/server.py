@@ -8,6 +8,7 @@ routes; it works unmodified. Either way the routes of `nemo_gym.environment.rout
 from __future__ import annotations
 
 import asyncio
+import posixpath
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from enum import StrEnum
@@ -31,6 +32,9 @@ from nemo_gym.http.server import Application, BaseServer, SimpleServer
 from nemo_gym.reward_profile import AggregateMetricsMixin, compute_aggregate_metrics
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from starlette.types import ASGIApp
+
     from nemo_gym.environment.owned_boxes import OwnedBoxes
     from nemo_gym.environment.route_tools import CatchAll, RouteTool
     from nemo_gym.http.environment_bodies import (
@@ -43,6 +47,11 @@ if TYPE_CHECKING:
         MCPServerMetadata,
         NeMoGymResponse,
         NeMoGymResponseCreateParamsNonStreaming,
+        ResourcesCloseSessionRequest,
+        ResourcesCloseSessionResponse,
+        ResourcesSeedSessionRequest,
+        ResourcesSeedSessionResponse,
+        ResourcesVerifyRequest,
     )
     from nemo_gym.sandbox.base import SandboxProvider
     from nemo_gym.sandbox.facade import AsyncSandbox
@@ -63,12 +72,19 @@ __all__ = [
     "MCPServerMetadata",
     "NeMoGymResponse",
     "NeMoGymResponseCreateParamsNonStreaming",
+    "ResourcesCloseSessionRequest",
+    "ResourcesCloseSessionResponse",
+    "ResourcesSeedSessionRequest",
+    "ResourcesSeedSessionResponse",
+    "ResourcesVerifyRequest",
     "ReverifyMode",
     "SimpleResourcesServer",
 ]
 
 NEMO_GYM_MCP_METADATA_KEY = "mcp"
 NEMO_GYM_MCP_SESSION_TOKEN_HEADER = "X-NeMo-Gym-Session-Token"
+_COLLECTED = "collected"
+"""The harvest of `SimpleResourcesServer.boxed_session`."""
 GRADING_LEASE_S = 120.0
 """How long a box of `SimpleResourcesServer.grading_box` outlives a server that is killed."""
 
@@ -161,6 +177,38 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
     async def close_session(self, rollout: RolloutIdentity) -> None:
         """Release what belongs to an attempt. Called once, when it is closed or fenced."""
 
+    def boxed_session(
+        self, rollout: RolloutIdentity, *, collect: Sequence[str] = (), workdir: str = "/home/task", **spec: Any
+    ) -> SessionDescriptor:
+        """A descriptor for work in a box, for `open_session`: the class's ``topologies``, the first being the default.
+
+        Args:
+            rollout: the attempt.
+            collect: files that the agent leaves, for `collected`; relative ones are in ``workdir``.
+            workdir: where the agent works; relative paths of ``files`` (path → text) are there.
+            spec: further fields of `SandboxSpecModel`: ``image``, ``files``, ``env``, ``resources``, …
+        """
+        from nemo_gym.contract.session import FilesHarvest, Placement, SandboxClause, SandboxSpecModel, Topology
+
+        supported = tuple(getattr(type(self), "topologies", None) or (Topology.AGENT_IN_ENV,))
+        files = {posixpath.join(workdir, path): text for path, text in spec.pop("files", {}).items()}
+        paths = tuple(posixpath.join(workdir, path) for path in collect)
+        return SessionDescriptor(
+            environment=self.config.name,
+            task_id=rollout.task_id,
+            rollout=rollout,
+            placement=Placement(topology=supported[0], supported=supported),
+            sandbox=SandboxClause(spec=SandboxSpecModel(workdir=workdir, files=files, **spec)),
+            harvest=(FilesHarvest(name=_COLLECTED, paths=paths),) if paths else (),
+        )
+
+    def collected(self, artifacts: Sequence[Artifact], path: str, *, workdir: str = "/home/task") -> str | None:
+        """The text of a file that `boxed_session` was told to collect; ``None`` where there is none. Untrusted."""
+        from nemo_gym.sandbox.harvest.files import harvested_file
+
+        content = harvested_file(artifacts, _COLLECTED, posixpath.join(workdir, path))
+        return None if content is None else content.decode("utf-8", "replace")
+
     # -- boxes of this environment's own -------------------------------------------------------------------------
 
     def box_provider(self) -> SandboxProvider:
@@ -209,11 +257,25 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
 
     # -- hooks of NeMo Gym plugins -------------------------------------------------------------------------------
 
-    async def seed_session(self, body: BaseSeedSessionRequest) -> BaseSeedSessionResponse:
+    async def seed_session(
+        self, body: ResourcesSeedSessionRequest | BaseSeedSessionRequest
+    ) -> ResourcesSeedSessionResponse | BaseSeedSessionResponse:
         """Prepare a session; may also take the ``Request``. Its reply goes to the agent."""
-        from nemo_gym.http.environment_bodies import BaseSeedSessionResponse
+        from nemo_gym.http.environment_bodies import (
+            BaseSeedSessionResponse,
+            ResourcesSeedSessionRequest,
+            ResourcesSeedSessionResponse,
+        )
 
+        if isinstance(body, ResourcesSeedSessionRequest):
+            return ResourcesSeedSessionResponse(resources_session_id=body.resources_session_id)
         return BaseSeedSessionResponse()
+
+    async def close_resources_session(self, body: ResourcesCloseSessionRequest) -> ResourcesCloseSessionResponse:
+        """Release what a `ResourcesSeedSessionRequest` opened. Default: nothing is kept."""
+        from nemo_gym.http.environment_bodies import ResourcesCloseSessionResponse
+
+        return ResourcesCloseSessionResponse(resources_session_id=body.resources_session_id)
 
     async def verify(self, body: BaseVerifyRequest) -> BaseVerifyResponse:
         """Judge a response; may also take the ``Request``."""
@@ -262,6 +324,10 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
         app = self.base_app(session_guard=environment.guard, authenticates_itself=environment.authenticates_itself)
         environment.install(app)
         return app
+
+    def around(self, app: FastAPI) -> ASGIApp:
+        assert self._environment is not None
+        return self._environment.around(app)
 
     def facts(self) -> dict[str, Any]:
         return {

@@ -6,8 +6,11 @@ takes longer than everything else an environment server loads.
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from typing import Generic, TypeVar
 
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+
+from nemo_gym.contract.episodes import EpisodeId, SandboxAccess, TaskId, validate_failure_kind
 from nemo_gym.openai_types.responses import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
 
 __all__ = [
@@ -20,7 +23,14 @@ __all__ = [
     "MCPServerMetadata",
     "NeMoGymResponse",
     "NeMoGymResponseCreateParamsNonStreaming",
+    "ResourcesCloseSessionRequest",
+    "ResourcesCloseSessionResponse",
+    "ResourcesSeedSessionRequest",
+    "ResourcesSeedSessionResponse",
+    "ResourcesVerifyRequest",
 ]
+
+InputT = TypeVar("InputT")
 
 
 class BaseRunRequest(BaseModel):
@@ -39,6 +49,15 @@ class BaseVerifyResponse(BaseVerifyRequest):
     """What ``verify`` returns: the request and its reward."""
 
     reward: float
+    mask_sample: bool = False
+    """The sample counts for no score."""
+    failure_kind: str | None = None
+    failure_reason: str | None = None
+
+    @field_validator("failure_kind")
+    @classmethod
+    def _known_kind(cls, value: str | None) -> str | None:
+        return validate_failure_kind(value)
 
 
 class BaseMultiRewardVerifyResponse(BaseVerifyResponse):
@@ -57,6 +76,42 @@ class BaseSeedSessionResponse(BaseModel):
     pass
 
 
+class ResourcesSeedSessionRequest(BaseModel):
+    """Opens a session under the caller's id; the same request again answers the same."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    resources_session_id: str = Field(min_length=1)
+    episode_id: EpisodeId
+    task_id: TaskId
+    task_data: dict[str, JsonValue]
+
+
+class ResourcesCloseSessionRequest(BaseModel):
+    """Ends a session. Of an id that nobody seeded, it keeps a late seed out."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    resources_session_id: str
+    episode_id: EpisodeId
+
+
+class ResourcesCloseSessionResponse(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    resources_session_id: str
+
+
+class ResourcesVerifyRequest(BaseModel, Generic[InputT]):
+    """What an episode made, in its environment's own type."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    episode_id: EpisodeId
+    task_id: TaskId
+    verification_input: InputT
+
+
 class MCPServerMetadata(BaseModel):
     """Where an environment's MCP server is, in a seed's reply under `NEMO_GYM_MCP_METADATA_KEY`."""
 
@@ -70,3 +125,13 @@ class MCPServerMetadata(BaseModel):
         if not self.url_path.startswith("/"):
             raise ValueError(f"url_path must start with '/', got '{self.url_path}'")
         return self
+
+
+class ResourcesSeedSessionResponse(BaseModel):
+    """Confirms a session, and what its agent may use."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    resources_session_id: str
+    resources_tools: MCPServerMetadata | None = None
+    sandbox_access: SandboxAccess | None = None

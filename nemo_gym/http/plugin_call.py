@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Awaitable, Callable
-from typing import Any
+import types
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import anyio.to_thread
 import orjson
+from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
@@ -26,7 +29,7 @@ class PluginCall:
         self._name = getattr(hook, "__qualname__", repr(hook))
         self._request: str | None = None
         self._response: str | None = None
-        self._body: tuple[str, type[BaseModel] | None] | None = None
+        self._body: tuple[str, tuple[type[BaseModel], ...]] | None = None
         try:
             parameters = inspect.signature(hook, eval_str=True).parameters.values()
         except NameError as error:
@@ -38,15 +41,15 @@ class PluginCall:
             self._assign(parameter)
 
     def _assign(self, parameter: inspect.Parameter) -> None:
-        kind = parameter.annotation
+        kind = _without_none(parameter.annotation)
         if inspect.isclass(kind) and issubclass(kind, Request):
             self._request = parameter.name
         elif inspect.isclass(kind) and issubclass(kind, Response):
             self._response = parameter.name
-        elif self._body is None and inspect.isclass(kind) and issubclass(kind, BaseModel):
-            self._body = (parameter.name, kind)
+        elif self._body is None and (models := _models(kind)):
+            self._body = (parameter.name, models)
         elif self._body is None and (kind in (dict, Any, inspect.Parameter.empty) or str(kind).startswith("dict[")):
-            self._body = (parameter.name, None)
+            self._body = (parameter.name, ())
         elif parameter.default is inspect.Parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
             raise ConfigError(
                 f"{self._name}: parameter '{parameter.name}' is annotated {kind!r}; a hook takes a Request and one"
@@ -61,26 +64,60 @@ class PluginCall:
         if self._response is not None:
             arguments[self._response] = response or Response()
         if self._body is not None:
-            name, model = self._body
-            arguments[name] = body if model is None else self._validated(model, body)
+            name, models = self._body
+            arguments[name] = self._validated(models, body) if models else body
+        try:
+            return await self._called(arguments)
+        except RequestValidationError as error:  # a plugin that looks at its body itself
+            raise InvalidBodyError(
+                f"{self._name}: the body is not as it must be", errors=_told(error.errors())
+            ) from None
+
+    async def _called(self, arguments: dict[str, Any]) -> Any:
         if inspect.iscoroutinefunction(self._hook):
             return await self._hook(**arguments)
         result = await anyio.to_thread.run_sync(lambda: self._hook(**arguments))
         return await result if isinstance(result, Awaitable) else result
 
-    def _validated(self, model: type[BaseModel], body: dict[str, Any]) -> BaseModel:
+    def _validated(self, models: tuple[type[BaseModel], ...], body: dict[str, Any]) -> BaseModel:
+        """The body as the first of ``models`` that takes it; what the last finds wrong is told."""
+        *others, model = models
+        for other in others:
+            with contextlib.suppress(ValidationError):
+                return other.model_validate(body)
         try:
             return model.model_validate(body)
         except ValidationError as error:
             # Without the input: the body may hold private fields of the row, and the caller may be an agent.
-            errors = [
-                {"loc": list(item["loc"]), "msg": item["msg"], "type": item["type"]}
-                for item in error.errors(include_input=False, include_url=False, include_context=False)
-            ]
+            errors = _told(error.errors(include_input=False, include_url=False, include_context=False))
             first = errors[0]
             where = ".".join(map(str, first["loc"]))
             more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
             raise InvalidBodyError(f"{self._name}: field '{where}': {first['msg']}{more}", errors=errors) from None
+
+
+def _told(errors: Sequence[Any]) -> list[dict[str, Any]]:
+    return [{"loc": list(item["loc"]), "msg": item["msg"], "type": item["type"]} for item in errors]
+
+
+def _without_none(annotation: Any) -> Any:
+    """What an annotation is about: without ``Annotated`` and without ``| None``."""
+    if get_origin(annotation) is Annotated:
+        return _without_none(get_args(annotation)[0])
+    if isinstance(annotation, types.UnionType) or get_origin(annotation) is Union:
+        kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
+        return kinds[0] if len(kinds) == 1 else annotation
+    return annotation
+
+
+def _models(annotation: Any) -> tuple[type[BaseModel], ...]:
+    """The models of an annotation, of a union those first that forbid unknown keys; empty for anything else."""
+    is_union = isinstance(annotation, types.UnionType) or get_origin(annotation) is Union
+    kinds = get_args(annotation) if is_union else (annotation,)
+    models = tuple(kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, BaseModel))
+    if len(models) != len(kinds):
+        return ()
+    return tuple(sorted(models, key=lambda model: model.model_config.get("extra") != "forbid"))
 
 
 def plain(result: Any, *, exclude: set[str] | None = None) -> dict[str, Any]:

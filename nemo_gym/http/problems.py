@@ -17,7 +17,7 @@ from fastapi.exception_handlers import http_exception_handler
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from nemo_gym._util.suggest import validation_problems
@@ -33,10 +33,8 @@ log = structlog.get_logger(__name__)
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
-class JsonResponse(Response):
+class JsonResponse(JSONResponse):
     """Plain data as JSON, encoded once."""
-
-    media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
         try:

@@ -160,6 +160,8 @@ class SimpleServer(BaseServer):
     ROLE: ClassVar[Role] = Role.OPERATOR
     """As what this server calls others."""
     HEALTH_PATHS: ClassVar[tuple[str, ...]] = ("/", "/health")
+    ray_enabled: ClassVar[bool | None] = None
+    """NeMo Gym's: whether a server joins a Ray cluster. Its plugins state it; nothing here reads it."""
 
     _credentials: ServerCredentials | None = PrivateAttr(default=None)
     _launch: ServerLaunch | None = PrivateAttr(default=None)
@@ -186,9 +188,13 @@ class SimpleServer(BaseServer):
         if app is self._contract:
             return app
         contract = self._contract or self.contract_app()
-        contract.answer_the_rest_with(app)
+        contract.answer_the_rest_with(self.around(app))
         self._plugin_app = app
         return contract
+
+    def around(self, app: FastAPI) -> ASGIApp:
+        """What stands between the contract's layers and an application that a plugin built itself."""
+        return app
 
     def secure(self, credentials: ServerCredentials, launch: ServerLaunch | None = None) -> None:
         """Demand credentials from now on. Called before ``setup_webserver``."""

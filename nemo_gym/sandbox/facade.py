@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -88,12 +89,27 @@ class AsyncSandbox:
         # A task of its own: a provider may finish although it is cancelled, and its box must not lose its owner.
         creating = asyncio.ensure_future(self._provider.create(spec))
         try:
-            return await asyncio.shield(creating)
+            handle = await asyncio.shield(creating)
         except asyncio.CancelledError:
             creating.cancel()
             await asyncio.wait({creating})
             if not creating.cancelled() and creating.exception() is None:
                 await self._provider.close(creating.result())
+            raise
+        if spec.files and not hasattr(self._provider, "start_exec"):
+            await self._upload_files(handle, spec)
+        return handle
+
+    async def _upload_files(self, handle: SandboxHandle, spec: SandboxSpec) -> None:
+        """Put ``spec.files`` into a box whose provider leaves that to this class, as those written for NeMo Gym do."""
+        try:
+            with tempfile.TemporaryDirectory(prefix="nemo-gym-files-") as folder:
+                for number, (path, text) in enumerate(spec.files.items()):
+                    local = Path(folder) / str(number)
+                    local.write_text(text, encoding="utf-8")
+                    await self._provider.upload_file(handle, local, path)
+        except BaseException:
+            await finish(self._provider.close(handle))
             raise
 
     async def exec(

@@ -5,17 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-_THREAD_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
+CPU_CAP_ENV_VARS = (
+    # Pools of numeric libraries.
+    "BLIS_NUM_THREADS",
     "MKL_NUM_THREADS",
+    "NUMBA_NUM_THREADS",
     "NUMEXPR_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "OMP_THREAD_LIMIT",
+    "OPENBLAS_NUM_THREADS",
+    "POLARS_MAX_THREADS",
     "VECLIB_MAXIMUM_THREADS",
-    "RAYON_NUM_THREADS",
-    "GOMAXPROCS",
+    # Language runtimes and builds.
+    "CARGO_BUILD_JOBS",
     "CMAKE_BUILD_PARALLEL_LEVEL",
+    "GOMAXPROCS",
+    "LOKY_MAX_CPU_COUNT",
+    "PYTHON_CPU_COUNT",
+    "RAYON_NUM_THREADS",
+    "UV_THREADPOOL_SIZE",
+    # Runners of tests.
+    "DJANGO_TEST_PROCESSES",
     "PYTEST_XDIST_AUTO_NUM_WORKERS",
+    "RUST_TEST_THREADS",
 )
+"""Each says to some runtime how many threads or processes to start."""
 
 
 def cpu_cap_env(cpu: float | None) -> dict[str, str]:
@@ -27,7 +41,7 @@ def cpu_cap_env(cpu: float | None) -> dict[str, str]:
     if cpu is None:
         return {}
     count = str(max(1, math.ceil(cpu)))
-    return dict.fromkeys(_THREAD_VARIABLES, count)
+    return dict.fromkeys(CPU_CAP_ENV_VARS, count)
 
 
 def rewrite_image(image: str | None, rewrites: Sequence[Mapping[str, str]]) -> str | None:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from nemo_gym.base_resources_server import BaseResourcesServerConfig, SimpleResourcesServer
 from nemo_gym.base_responses_api_agent import SimpleResponsesAPIAgent
 from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig, SimpleResponsesAPIModel
-from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Role
+from nemo_gym.contract.credentials import CREDENTIAL_HEADER, ROW_REF_HEADER, Role
 from nemo_gym.contract.errors import ContractError
 from nemo_gym.http.server import SimpleServer
 from nemo_gym.openai_utils import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
@@ -257,3 +257,53 @@ async def test_route_that_a_plugin_adds_is_behind_the_credential_check_whatever_
             async with session.post(stack.url("model") + path, json={}) as reply:
                 assert (path, reply.status) == (path, 401)
     assert (await post(stack, "model", "/v1/embeddings", {}))[0] == 200
+
+
+class Countdown(SimpleResourcesServer):
+    """Three steps of which each earns what the row privately says."""
+
+    config: BaseResourcesServerConfig
+    left: int = 0
+
+    def setup_webserver(self) -> FastAPI:
+        app = FastAPI()
+        self.setup_session_middleware(app)
+        app.post("/reset")(self.reset)
+        app.post("/step")(self.step)
+        return app
+
+    async def reset(self, body: Anything) -> dict[str, Any]:
+        self.left = int((body.model_extra or {})["steps"])
+        return {"observation": None, "info": {}}
+
+    async def step(self, body: Anything) -> dict[str, Any]:
+        self.left -= 1
+        worth = (body.model_extra or {})["worth"]
+        return {"observation": None, "reward": worth, "terminated": self.left <= 0, "truncated": False}
+
+    async def verify(self, body: Anything) -> None:
+        raise NotImplementedError
+
+
+async def test_an_attempt_is_worth_what_the_environments_own_steps_answered(stack: Stack) -> None:
+    stack.add("env", Countdown, Role.ENVIRONMENT)
+    row = {"responses_create_params": {"input": "go"}, "steps": 2, "worth": 0.25}
+    who = rollout().model_dump()
+    status, stored = await post(stack, "env", "/rows", {"row": row, "rollout": who})
+    assert status == 200 and "worth" not in stored["public_row"]
+    agent, of_attempt = stack.client(Role.AGENT, "agent"), {ROW_REF_HEADER: stored["row_ref"]}
+
+    async def step(path: str) -> dict[str, Any]:
+        reply = await agent.post("env", path, json={**stored["public_row"], "worth": 100}, headers=of_attempt)
+        assert reply.status == 200
+        answer: dict[str, Any] = await reply.json()
+        return answer
+
+    assert (await post(stack, "env", "/verdict", {"rollout": who}))[0] == 409
+    await step("/reset")
+    assert (await step("/step"))["reward"] == 0.25
+    await step("/step")
+    await step("/reset")  # another episode is no second try
+    await step("/step")
+    status, verdict = await post(stack, "env", "/verdict", {"rollout": who})
+    assert (status, verdict["reward"], verdict["terminated"], verdict["valid"]) == (200, 0.5, True, True)

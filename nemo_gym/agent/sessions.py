@@ -1,0 +1,178 @@
+"""Agent sessions of NeMo Gym's protocol: seeded and closed under an id that the caller chose.
+
+An agent overrides `AgentSessions._seed_agent_session_state` and `_close_agent_session_state`. Seeding again with the
+same request gives the same session; a close of an id that nobody seeded keeps a late seed out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from starlette.requests import Request
+
+from nemo_gym.contract.episodes import EpisodeId, SandboxAccess, TaskId, ToolAccess, unique_tool_names
+from nemo_gym.rollout_observability import AgentObservationBundle
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+AGENT_SESSION_COOKIE_KEY = "agent_session_id"
+
+
+class AgentSeedSessionRequest(BaseModel):
+    """Opens a session under the caller's id."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    agent_session_id: str = Field(min_length=1)
+    episode_id: EpisodeId
+    task_id: TaskId
+    tool_accesses: list[ToolAccess] = Field(default_factory=list)
+    sandbox_access: SandboxAccess | None = None
+
+    @field_validator("tool_accesses")
+    @classmethod
+    def _unique(cls, accesses: list[ToolAccess]) -> list[ToolAccess]:
+        return unique_tool_names(accesses)
+
+
+class AgentSeedSessionResponse(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    agent_session_id: str
+
+
+class AgentCloseSessionRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    agent_session_id: str
+    episode_id: EpisodeId
+
+
+class AgentCloseSessionResponse(BaseModel):
+    """What the session left: what was observed, and the environment's cookies as the agent last had them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    agent_session_id: str
+    agent_observations: AgentObservationBundle | None = None
+    resources_cookies: dict[str, str] | None = None
+
+
+@dataclass
+class AgentSessionState:
+    """What an agent keeps of a session; subclasses add their own."""
+
+    request: AgentSeedSessionRequest
+
+
+class AgentSessionSetupError(Exception):
+    """A seed failed half-way and its cleanup did too. ``state`` is kept, so that a close can try again."""
+
+    def __init__(self, state: AgentSessionState, *, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.state = state
+        self.error = error
+
+
+@dataclass
+class _AgentSessionRecord:
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    state: AgentSessionState | None = None
+    closing: bool = False
+    """A close began, or a seed failed half-way: it takes no work any more."""
+    episode_id: EpisodeId | None = None
+    close_response: AgentCloseSessionResponse | None = None
+    expires_at: float = float("inf")
+
+
+class AgentSessions:
+    """The part of `nemo_gym.agent.server.SimpleResponsesAPIAgent` that keeps sessions."""
+
+    config: Any
+    _session_records: dict[str, _AgentSessionRecord]
+
+    def effective_tool_accesses(self, request: AgentSeedSessionRequest) -> list[ToolAccess]:
+        """The configured tools, each replaced by the session's of the same name, and the session's others."""
+        granted = {access.name: access for access in request.tool_accesses}
+        configured = [granted.pop(access.name, access) for access in self.config.tool_accesses]
+        return [*configured, *granted.values()]
+
+    async def seed_agent_session(self, request: Request, body: AgentSeedSessionRequest) -> AgentSeedSessionResponse:
+        """Open the session; the same request again answers the same."""
+        async with self._locked_agent_session(body.agent_session_id) as record:
+            if record.closing or record.close_response is not None:
+                raise ValueError(f"agent session '{body.agent_session_id}' is closed")
+            if record.state is None:
+                try:
+                    record.state = await self._seed_agent_session_state(body)
+                except AgentSessionSetupError as error:
+                    record.state, record.closing = error.state, True
+                    raise error.error from error
+                finally:
+                    if record.state is None:
+                        self._session_records.pop(body.agent_session_id, None)
+                record.episode_id = body.episode_id
+            elif record.state.request != body:
+                raise ValueError(f"agent session '{body.agent_session_id}' was seeded with another request")
+        request.session[AGENT_SESSION_COOKIE_KEY] = body.agent_session_id
+        return AgentSeedSessionResponse(agent_session_id=body.agent_session_id)
+
+    async def close_agent_session(self, request: Request, body: AgentCloseSessionRequest) -> AgentCloseSessionResponse:
+        """End the session. The reply is kept for ``session_close_retry_window_seconds``; a failed cleanup keeps the
+        session, to be closed again."""
+        async with self._locked_agent_session(body.agent_session_id) as record:
+            known = record.state.request.episode_id if record.state is not None else record.episode_id
+            if known is not None and known != body.episode_id:
+                raise ValueError(f"agent session '{body.agent_session_id}' belongs to another episode")
+            if record.close_response is None:
+                record.closing = True
+                if record.state is None:
+                    record.close_response = AgentCloseSessionResponse(agent_session_id=body.agent_session_id)
+                else:
+                    record.close_response = await self._close_agent_session_state(record.state)
+                record.state, record.episode_id = None, body.episode_id
+                record.expires_at = time.monotonic() + self.config.session_close_retry_window_seconds
+            return record.close_response
+
+    @asynccontextmanager
+    async def _locked_agent_session(self, session_id: str) -> AsyncIterator[_AgentSessionRecord]:
+        now = time.monotonic()
+        for known in [key for key, record in self._session_records.items() if record.expires_at <= now]:
+            del self._session_records[known]
+        record = self._session_records.setdefault(session_id, _AgentSessionRecord())
+        async with record.lock:
+            yield record
+
+    @staticmethod
+    def _agent_session_id_from_request(request: Request | None) -> str | None:
+        scope = getattr(request, "scope", None)
+        if request is None or (isinstance(scope, dict) and "session" not in scope):
+            return None
+        session = getattr(request, "session", None)
+        found = session.get(AGENT_SESSION_COOKIE_KEY) if isinstance(session, Mapping) else None
+        return found if isinstance(found, str) else None
+
+    def _require_agent_session(self, agent_session_id: str) -> AgentSessionState:
+        record = self._session_records.get(agent_session_id)
+        if record is None or record.state is None or record.closing:
+            raise ValueError(f"agent session '{agent_session_id}' is not open")
+        return record.state
+
+    async def _seed_agent_session_state(self, body: AgentSeedSessionRequest) -> AgentSessionState:
+        """Check what is granted, and prepare the harness. Raise `AgentSessionSetupError` for what is left half-way."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no agent sessions")
+
+    async def _close_agent_session_state(self, state: AgentSessionState) -> AgentCloseSessionResponse:
+        """Release what the session holds; raise without losing it when that fails."""
+        return AgentCloseSessionResponse(agent_session_id=state.request.agent_session_id)
+
+    def _add_session_routes(self, app: FastAPI) -> None:
+        app.post("/v1/agent_sessions")(self.seed_agent_session)
+        app.post("/v1/agent_sessions/close")(self.close_agent_session)

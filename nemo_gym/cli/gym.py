@@ -1,0 +1,259 @@
+"""``ng`` and ``gym``: one command over the others, with NeMo Gym's subcommands and flags.
+
+`COMMANDS` says which command of this suite a subcommand is, `FLAGS` which setting a flag is. Settings (``key=value``)
+may stand beside flags. NeMo Gym's older names (``ng_test``, ``ng_dump_config``, …) are in `OLD_NAMES`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from nemo_gym._util.suggest import nearest
+from nemo_gym.cli import command
+from nemo_gym.contract.errors import ConfigError
+
+NAME = "ng"
+Translate = Callable[[list[str]], list[str]]
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand: a function of this suite, or why there is none."""
+
+    what: str
+    runs: str = ""
+    """``module:function`` below `nemo_gym.cli`."""
+    adds: tuple[str, ...] = ()
+    """Words that always stand there."""
+    plain: bool = False
+    """Its words are handed on as they are: it reads flags of its own."""
+    instead: str = ""
+    """Of a subcommand that does not exist here: what to do."""
+
+
+COMMANDS: Final = {
+    "eval run": Command("start servers, run rows, write results", "run:run_command"),
+    "eval prepare": Command("make what an environment needs: images, data", "prepare:prepare"),
+    "eval reverify": Command("grade stored rollouts again, and compare", "reverify:reverify_command"),
+    "eval profile": Command("metrics of each task of a result file", "profile:profile", plain=True),
+    "eval aggregate": Command("metrics over several result files", "profile:aggregate", plain=True),
+    "eval export": Command("write trajectories for a trainer", "export_trajectories:export"),
+    "eval compare": Command("two runs side by side", instead="profile both with `ng eval profile`"),
+    "eval submit": Command("a job on a cluster", instead="start `ng eval run` from the cluster's own scheduler"),
+    "eval health-check": Command("check result files", instead="`ng env validate` checks a run's rows"),
+    "env init": Command("write a new environment, which runs at once", "scaffold:init_environment", plain=True),
+    "env start": Command("start servers and keep them", "run:run_command"),
+    "env test": Command("run a plugin's own tests", "plugin_tests:run_tests", plain=True),
+    "env validate": Command("compose and check, start nothing", "validate:validate"),
+    "env resolve": Command("print the whole configuration", "validate:validate", ("--dump",)),
+    "env status": Command("list what runs", "status:status"),
+    "env prefetch": Command("make what an environment needs", "prepare:prepare"),
+    "env packages": Command("packages of a server", instead="`pip list` in its environment"),
+    "env publish": Command("share an environment", instead="publish its folder as a repository"),
+    "env schema": Command("the schema of rows", instead="`task_data.py` of the environment's folder"),
+    "agent init": Command("write a new agent, which runs at once", "scaffold:init_agent", plain=True),
+    "dataset collate": Command("join data sets", instead="rows are JSON lines: `cat a.jsonl b.jsonl`"),
+    "dataset render": Command("rows with the prompts of a template", "profile:render", plain=True),
+    "dataset migrate": Command("rows of an old form", instead="old and new forms are read as they are"),
+    "dataset download": Command("fetch rows", instead="fetch with `huggingface-cli download`, then input=<file>"),
+    "dataset upload": Command("share rows", instead="`huggingface-cli upload`"),
+    "dataset rm": Command("remove rows from a registry", instead="`huggingface-cli repo` or the registry's own page"),
+    "list": Command("what exists: agents, environments, sandboxes, models", "listing:list_parts", plain=True),
+    "search": Command("what exists and has a word", "listing:search", plain=True),
+    "dev test": Command("the suite's own tests", instead="`make test` in a checkout"),
+}
+
+OLD_NAMES: Final = {
+    "ng_test": "env test",
+    "ng_test_all": "env test",
+    "ng_dump_config": "env resolve",
+    "ng_init_resources_server": "env init",
+    "ng_materialize_prompts": "dataset render",
+    "ng_reward_profile": "eval profile",
+    "ng_aggregate_rollouts": "eval aggregate",
+    "ng_e2e_collect_rollouts": "eval run",
+    "ng_prepare_benchmark": "eval prepare",
+    "ng_list_benchmarks": "list",
+    "ng_help": "",
+    "ng_version": "--version",
+}
+
+
+@dataclass(frozen=True)
+class Flag:
+    """``--flag value`` (or ``--flag`` alone) as a setting."""
+
+    names: tuple[str, ...]
+    key: str
+    what: str
+    value: str | None = None
+    """Of a flag that takes none."""
+
+
+FLAGS: Final = (
+    Flag(("--agent", "-a"), "agent", "the agent"),
+    Flag(("--environment",), "environment", "the environment"),
+    Flag(("--resources-server",), "environment", "the same, NeMo Gym's word"),
+    Flag(("--benchmark",), "benchmark", "benchmarks/NAME/config.yaml of NeMo Gym"),
+    Flag(("--sandbox",), "sandbox", "where boxes are made"),
+    Flag(("--config", "-c"), "config_paths", "a configuration file; may be repeated"),
+    Flag(("--model-type",), "model", "the model server's kind: gateway, openai, vllm, …"),
+    Flag(("--model", "-m"), "policy_model_name", "the model's name at its endpoint"),
+    Flag(("--model-url",), "policy_base_url", "the endpoint, ending in /v1"),
+    Flag(("--model-api-key",), "policy_api_key", "its key; better in env.yaml"),
+    Flag(("--input", "-i"), "input", "rows, a .jsonl file"),
+    Flag(("--output", "-o"), "output", "results, a .jsonl file"),
+    Flag(("--limit",), "limit", "only so many tasks"),
+    Flag(("--num-repeats",), "num_repeats", "samples for each task"),
+    Flag(("--concurrency",), "concurrency", "rollouts at once"),
+    Flag(("--temperature",), "temperature", "of sampling"),
+    Flag(("--top-p",), "top_p", "of sampling"),
+    Flag(("--max-output-tokens",), "max_output_tokens", "of one reply"),
+    Flag(("--resume",), "resume", "continue the run of --output (the default)", "true"),
+    Flag(("--disable-aggregation",), "disable_aggregation", "no metrics file", "true"),
+    Flag(("--dry-run",), "dry_run", "check and start nothing", "true"),
+)
+NO_SERVE = "--no-serve"
+SEARCH_DIR = "--search-dir"
+_BY_NAME: Final = {name: flag for flag in FLAGS for name in flag.names}
+_MEANINGLESS: Final = {
+    "--split": "rows are what --input names; each split is a file of its own",
+    "--prompt-config": "word the rows first: ng dataset render --prompt-config FILE -i ROWS -o ROWS",
+}
+
+
+def main() -> None:
+    """``ng``, ``gym``, and each of `OLD_NAMES`."""
+    called = Path(sys.argv[0]).name
+    command.run(called if called in OLD_NAMES else NAME, dispatch)
+
+
+def dispatch(argv: Sequence[str]) -> int:
+    words = [*OLD_NAMES.get(Path(sys.argv[0]).name, "").split(), *argv]
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return command.EXIT_OK
+    if words[0] == "--version":
+        from importlib.metadata import version
+
+        print(version("nemo-gym-suite"))
+        return command.EXIT_OK
+    name, rest = _named(words)
+    chosen = COMMANDS[name]
+    if not chosen.runs:
+        raise ConfigError(f"'{name}' ({chosen.what}) does not exist here: {chosen.instead}", key=name)
+    if not chosen.plain and not {"-h", "--help"} & set(rest):
+        runs, rest = translated(name, rest)
+    else:
+        runs = chosen.runs
+    module, function = runs.split(":")
+    body: Callable[[Sequence[str]], int] = getattr(importlib.import_module(f"nemo_gym.cli.{module}"), function)
+    return body([*chosen.adds, *rest])
+
+
+def _named(words: list[str]) -> tuple[str, list[str]]:
+    for count in (2, 1):
+        name = " ".join(words[:count])
+        if name in COMMANDS:
+            return name, words[count:]
+    group = [name for name in COMMANDS if name.split()[0] == words[0]]
+    if group and (len(words) == 1 or words[1].startswith("-")):
+        raise ConfigError(f"which of them? {', '.join(group)}", key=words[0])
+    wrong = " ".join(words[:2])
+    raise ConfigError(f"there is no command '{wrong}'{nearest(wrong, COMMANDS)}; see `{NAME} --help`", key=words[0])
+
+
+def translated(name: str, words: Sequence[str]) -> tuple[str, list[str]]:
+    """The function that serves ``name`` with these words, and its settings."""
+    runs = COMMANDS[name].runs
+    settings: list[str] = []
+    files: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=") if word.startswith("-") else (word, "", "")
+        if flag == NO_SERVE:
+            runs = "collect_rollouts:collect_command"
+        elif flag in _MEANINGLESS:
+            raise ConfigError(f"{flag} means nothing here: {_MEANINGLESS[flag]}", key=flag)
+        elif flag == SEARCH_DIR or flag in _BY_NAME:
+            known = _BY_NAME.get(flag)
+            if known is not None and known.value is not None:
+                settings.append(f"{known.key}={known.value}")
+                continue
+            if not equals:
+                if not rest or (rest[0].startswith("-") and not rest[0][1:].isdigit()):
+                    raise ConfigError(f"{flag} needs a value", key=flag)
+                value = rest.pop(0)
+            if known is None:
+                add_root(value)
+            elif known.key == "config_paths":
+                files.append(value)
+            else:
+                settings.append(f"{known.key}={value}")
+        elif flag.startswith("--") and name not in ("env validate", "eval reverify", "env status"):
+            raise ConfigError(f"'{name}' knows no flag {flag}{nearest(flag, _BY_NAME)}", key=flag)
+        else:
+            settings.append(word)
+    return runs, _composed(settings, files, serving=runs.startswith("run:") or name.startswith("env "))
+
+
+def add_root(folder: str) -> None:
+    """Look for plugins below ``folder`` first."""
+    from nemo_gym.config.roots import EXTRA_ROOTS_VARIABLE
+
+    known = os.environ.get(EXTRA_ROOTS_VARIABLE)
+    os.environ[EXTRA_ROOTS_VARIABLE] = os.pathsep.join(part for part in (folder, known) if part)
+
+
+def _composed(settings: list[str], files: list[str], *, serving: bool) -> list[str]:
+    """Settings for a command that composes: names of NeMo Gym's plugins become their files."""
+    if not serving:
+        return [f"agent_name={word[6:]}" if word.startswith("agent=") else word for word in settings]
+    from nemo_gym.config.roots import find_file, plugin_roots
+
+    roots = plugin_roots()
+    kept: list[str] = []
+    for word in settings:
+        key, _, value = word.partition("=")
+        if key == "benchmark":
+            files.append(f"benchmarks/{value}/config.yaml")
+        elif key == "environment" and not find_file(f"configs/environment/{value}.yaml", roots):
+            theirs = (f"environments/{value}/config.yaml", f"resources_servers/{value}/configs/{value}.yaml")
+            found = next((path for path in theirs if find_file(path, roots)), None)
+            if found is None or any(other.startswith("agent=") for other in settings):
+                kept.append(word)
+            else:
+                # With the agent that its file brings.
+                files.append(found)
+        elif key == "model" and not find_file(f"configs/model/{value}.yaml", roots):
+            files.append(f"responses_api_models/{value}/configs/{value}.yaml")
+        else:
+            kept.append(word)
+    if files:
+        kept.append(f"+config_paths=[{','.join(files)}]")
+        is_policy_named = any(word.startswith(("policy_base_url=", "policy_model_name=")) for word in kept)
+        has_model = any(word.startswith("model=") for word in kept) or any("responses_api_models/" in f for f in files)
+        if is_policy_named and not has_model:
+            kept.append("model=gateway")
+    return kept
+
+
+def usage() -> str:
+    """The help of ``ng``."""
+    lines = ["ng <command> [flags] [key=value …]", "", "commands (each has --help):"]
+    lines += [f"  {name:18} {one.what}" for name, one in COMMANDS.items() if one.runs]
+    lines += ["", "flags of eval run, env start, env validate and env resolve, and the settings that they are:"]
+    for flag in FLAGS:
+        shown = ", ".join(flag.names) + ("" if flag.value else " X")
+        lines.append(f"  {shown:24} {flag.key:20} {flag.what}")
+    lines.append(f"  {NO_SERVE:24} {'':20} run against servers that run already")
+    lines.append(f"  {SEARCH_DIR + ' X':24} {'':20} look for plugins below X first")
+    missing = ", ".join(name for name, one in COMMANDS.items() if not one.runs)
+    return "\n".join([*lines, "", f"Of NeMo Gym and not here (each says what to do instead): {missing}"])

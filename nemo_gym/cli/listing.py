@@ -1,0 +1,82 @@
+"""``ng list`` and ``ng search``: what exists, a line for each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_gym.cli import command
+from nemo_gym.contract.errors import ConfigError
+
+KINDS = {"agents": "agent", "environments": "environment", "sandboxes": "sandbox", "models": "model"}
+"""Word of the command → the setting that takes the names."""
+_SAME = {"benchmarks": "environments"}
+
+
+def list_parts(argv: Sequence[str]) -> int:
+    """Print names with a line each: of all kinds, or of those that are named."""
+    parser = command.parser("ng list", f"What exists: {', '.join(KINDS)}.", words="kind")
+    parser.add_argument("--search-dir", action="append", default=[], help="look here as well")
+    arguments = parser.parse_intermixed_args(argv)
+    return _show(arguments.settings, arguments.search_dir, None)
+
+
+def search(argv: Sequence[str]) -> int:
+    """Print names and lines that hold a word."""
+    parser = command.parser("ng search", "What exists and holds WORD in its name or its line.", words="WORD")
+    words = parser.parse_intermixed_args(argv).settings
+    if len(words) != 1:
+        raise ConfigError("search for one word: ng search math", key="query")
+    return _show([], [], words[0])
+
+
+def _show(kinds: Sequence[str], folders: Sequence[str], query: str | None) -> int:
+    from nemo_gym._util.suggest import nearest
+    from nemo_gym.cli.gym import add_root
+    from nemo_gym.config.groups import available
+    from nemo_gym.config.roots import plugin_roots
+
+    for folder in folders:
+        add_root(folder)
+    chosen = [_SAME.get(kind, kind) for kind in kinds] or [*KINDS]
+    for kind in chosen:
+        if kind not in KINDS:
+            raise ConfigError(f"there are {', '.join(KINDS)}, no '{kind}'{nearest(kind, KINDS)}", key="component_name")
+    roots = plugin_roots()
+    for kind in chosen:
+        group = KINDS[kind]
+        lines = {name: line_of(group, name, roots) for name in available(group, roots)}
+        if query is not None:
+            lines = {name: line for name, line in lines.items() if query.lower() in f"{name} {line}".lower()}
+        if lines:
+            print(f"{kind} ({group}=…)")
+        for name, line in lines.items():
+            print(f"  {name:24} {line}")
+    return command.EXIT_OK
+
+
+def line_of(group: str, name: str, roots: Sequence[Path]) -> str:
+    """The first sentence of a part's file, else of its README."""
+    from nemo_gym.config.groups import Choice, find_group_file
+
+    path = find_group_file(Choice(group, name, "ng list"), roots)
+    if path is None:
+        return ""
+    text = path.read_text(encoding="utf-8")
+    if comment := re.match(r"((?:#.*\n)+)", text):
+        said = " ".join(line.lstrip("# ").strip() for line in comment[1].splitlines())
+        if not said.startswith("SPDX"):
+            return _sentence(said)
+    if described := re.search(r"^\s+description:\s*(.+)$", text, re.MULTILINE):
+        return _sentence(described[1].strip("'\""))
+    readme = path.parent.parent / "README.md"
+    if readme.is_file():
+        paragraphs = [part for part in readme.read_text(encoding="utf-8").split("\n\n") if not part.startswith("#")]
+        return _sentence(" ".join(paragraphs[0].split())) if paragraphs else ""
+    return ""
+
+
+def _sentence(text: str) -> str:
+    first = re.split(r"(?<=[.:])\s", text, maxsplit=1)[0]
+    return first if len(first) <= 100 else f"{first[:97]}…"

@@ -1,0 +1,55 @@
+"""``ng env test``: a plugin's own tests, in its folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_gym.cli import command
+from nemo_gym.contract.errors import ConfigError
+
+
+def run_tests(argv: Sequence[str]) -> int:
+    """Run pytest in the plugin's folder, as NeMo Gym does: its folder and its root can be imported from."""
+    parser = command.parser("ng env test", "Run a plugin's own tests.", words="NAME | FOLDER")
+    for flag in ("--resources-server", "--environment", "--agent"):
+        parser.add_argument(flag, dest="name", help="the plugin")
+    arguments, more = parser.parse_known_intermixed_args(argv)
+    words = [word for word in arguments.settings if "=" not in word]
+    pairs = (word.lstrip("+").partition("=") for word in arguments.settings)
+    given = {key: value for key, equals, value in pairs if equals}
+    name = arguments.name or (words[0] if words else None) or given.get("entrypoint")
+    if not name:
+        raise ConfigError("say whose tests: ng env test mcqa, or a plugin's folder", key="entrypoint")
+    folder = plugin_folder(name)
+    if next(folder.rglob("test_*.py"), None) is None:
+        raise ConfigError(f"{folder} has no tests (test_*.py)", key="entrypoint")
+    from nemo_gym.config.roots import EXTRA_ROOTS_VARIABLE
+
+    root = folder.parents[1]
+    roots = os.pathsep.join(part for part in (str(root), os.environ.get(EXTRA_ROOTS_VARIABLE)) if part)
+    path = os.pathsep.join(part for part in (str(folder), str(root), os.environ.get("PYTHONPATH")) if part)
+    words = [sys.executable, "-m", "pytest", "-o", "asyncio_mode=auto", "-o", "addopts=", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*words, *more, "."],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, EXTRA_ROOTS_VARIABLE: roots},
+        check=False,
+    )
+    return command.EXIT_OK if done.returncode == 0 else command.EXIT_FAILED
+
+
+def plugin_folder(name: str) -> Path:
+    """The folder of a plugin, by path or by name. Raises `ConfigError` with the nearest name."""
+    given = Path(name).expanduser()
+    if given.is_dir() and (given / "app.py").is_file():
+        return given.resolve()
+    from nemo_gym.config.keys import ENVIRONMENT_TYPE, SERVER_TYPES
+    from nemo_gym.config.roots import find_plugin, plugin_roots
+
+    roots = plugin_roots()
+    found = [root / kind / name for kind in SERVER_TYPES for root in roots if (root / kind / name).is_dir()]
+    return found[0].resolve() if found else find_plugin(ENVIRONMENT_TYPE, name, roots)

@@ -1,0 +1,120 @@
+"""``ng eval profile``, ``ng eval aggregate`` and ``ng dataset render``: files to files, without servers."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_gym.cli import command
+from nemo_gym.contract.errors import ConfigError
+
+
+def profile(argv: Sequence[str]) -> int:
+    """Write ``<stem>_reward_profiling.jsonl`` (a line for each task) and ``<stem>_agent_metrics.json``."""
+    parser = command.parser("ng eval profile", "Metrics of each task and of each agent of a result file.")
+    parser.add_argument("--inputs", help="accepted: the results hold what is needed of their rows")
+    parser.add_argument("--rollouts", "-i", help="the result file")
+    arguments = parser.parse_intermixed_args(argv)
+    given = _settings(arguments.settings)
+    source = arguments.rollouts or given.get("rollouts_jsonl_fpath") or given.get("input")
+    if not source:
+        raise ConfigError("say which results: ng eval profile --rollouts results/rollouts.jsonl", key="rollouts")
+    path = Path(source).expanduser()
+    reports = _metrics(_rows(path))
+    tasks = path.with_name(f"{path.stem}_reward_profiling.jsonl")
+    agents = path.with_name(f"{path.stem}_agent_metrics.json")
+    lines = [{"agent_ref": one["agent_ref"], **group} for one in reports for group in one["group_level_metrics"]]
+    tasks.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    shown = [{key: one[key] for key in ("agent_ref", "agent_metrics", "key_metrics")} for one in reports]
+    agents.write_text(json.dumps(shown, indent=2), encoding="utf-8")
+    _print(reports)
+    print(f"tasks: {tasks}\nagents: {agents}")
+    return command.EXIT_OK
+
+
+def aggregate(argv: Sequence[str]) -> int:
+    """Write the metrics of all rows of several result files."""
+    parser = command.parser("ng eval aggregate", "Metrics over several result files.", words="FILE.jsonl")
+    parser.add_argument("--output", "-o", help="default: aggregate_metrics.json beside the first file")
+    arguments = parser.parse_intermixed_args(argv)
+    if not arguments.settings:
+        raise ConfigError("say which results: ng eval aggregate a.jsonl b.jsonl", key="input")
+    paths = [Path(word).expanduser() for word in arguments.settings]
+    reports = _metrics([row for path in paths for row in _rows(path)])
+    output = Path(arguments.output) if arguments.output else paths[0].with_name("aggregate_metrics.json")
+    output.write_text(json.dumps(reports, indent=2), encoding="utf-8")
+    _print(reports)
+    print(f"metrics: {output}")
+    return command.EXIT_OK
+
+
+def render(argv: Sequence[str]) -> int:
+    """Write rows whose prompts are made from a template."""
+    parser = command.parser("ng dataset render", "Word the prompts of rows by a template (YAML: user, system).")
+    parser.add_argument("--input", "-i", help="rows without prompts")
+    parser.add_argument("--prompt-config", help="the template")
+    parser.add_argument("--output", "-o", help="the rows with prompts")
+    arguments = parser.parse_intermixed_args(argv)
+    given = _settings(arguments.settings)
+    source = arguments.input or given.get("input_jsonl_fpath")
+    template = arguments.prompt_config or given.get("prompt_config")
+    target = arguments.output or given.get("output_jsonl_fpath")
+    if not source or not template or not target:
+        raise ConfigError("say all of --input, --prompt-config and --output", key="prompt_config")
+    from nemo_gym.prompt import materialize_prompts
+
+    try:
+        count = materialize_prompts(Path(source).expanduser(), template, Path(target).expanduser())
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be read or written: {error.strerror}", key="input") from error
+    except KeyError as error:
+        raise ConfigError(str(error.args[0]), key="prompt_config") from error
+    print(f"{count} rows: {target}")
+    return command.EXIT_OK
+
+
+def _settings(words: Sequence[str]) -> dict[str, str]:
+    pairs = (word.lstrip("+").partition("=") for word in words)
+    return {key: value for key, _, value in pairs}
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", key="rollouts") from error
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line) if line.strip() else None
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}, line {number} is no JSON: {error.msg}", key="rollouts") from error
+        if row is not None and not isinstance(row, dict):
+            raise ConfigError(f"{path}, line {number} is no JSON object", key="rollouts")
+        rows += [row] if row is not None else []
+    if not rows:
+        raise ConfigError(f"{path} holds no results", key="rollouts")
+    return rows
+
+
+def _metrics(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    from nemo_gym.reward_profile import compute_aggregate_metrics
+
+    by_agent: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        ref = row.get("agent_ref")
+        by_agent[str(ref.get("name")) if isinstance(ref, dict) else ""].append(row)
+    return [
+        {"agent_ref": {"name": name}, **compute_aggregate_metrics(results).model_dump(mode="json")}
+        for name, results in by_agent.items()
+    ]
+
+
+def _print(reports: Sequence[dict[str, Any]]) -> None:
+    for one in reports:
+        print(f"Key metrics for {one['agent_ref']['name'] or 'all rows'}:")
+        for key, value in one["key_metrics"].items():
+            print(f"  {key}: {value:.4g}" if isinstance(value, float) else f"  {key}: {value}")

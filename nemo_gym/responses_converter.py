@@ -1,0 +1,175 @@
+"""Responses to Chat Completions and back, under the names that NeMo Gym's plugins import.
+
+The conversion itself is the gateway's (`nemo_gym.gateway.dialects`). What a model thought stands in ``<think>`` tags
+in the content of chat messages, on both ways, as NeMo Gym's model servers expect it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+from pydantic import BaseModel, TypeAdapter
+
+from nemo_gym.gateway.dialects.responses import chat_request, response_of_completion, responses_request
+from nemo_gym.openai_types.chat import (
+    NeMoGymChatCompletion,
+    NeMoGymChatCompletionCreateParamsNonStreaming,
+    NeMoGymChoice,
+)
+from nemo_gym.openai_types.items import NeMoGymResponseInputItem, NeMoGymResponseOutputItem
+from nemo_gym.openai_types.responses import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
+from nemo_gym.openai_types.tokens import REQUIRED_TOKEN_FIELDS, TOKEN_FIELDS
+
+__all__ = ["ResponsesConverter", "VLLMConverter", "split_responses_input_output_items"]
+
+_THINK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+_OF_A_TURN = ("function_call", "custom_tool_call", "reasoning")
+_INPUT_ITEM: TypeAdapter[Any] = TypeAdapter(NeMoGymResponseInputItem)
+_OUTPUT_ITEM: TypeAdapter[Any] = TypeAdapter(NeMoGymResponseOutputItem)
+
+
+class ResponsesConverter(BaseModel):
+    """Converts requests and replies. Keeps nothing between calls."""
+
+    return_token_id_information: bool = False
+    """Carry token ids and log probabilities of sampled turns, and ask for those of the reply."""
+    uses_reasoning_parser: bool = True
+    """The endpoint separates reasoning from the answer. Read by model servers, not here."""
+
+    @staticmethod
+    def _wrap_reasoning_in_think_tags(texts: Sequence[str]) -> str:
+        return "".join(f"<think>{text}</think>" for text in texts if text)
+
+    @staticmethod
+    def _extract_reasoning_from_content(content: str) -> tuple[list[str], str]:
+        """What stands in ``<think>`` tags, and the rest."""
+        return _THINK.findall(content), _THINK.sub("", content)
+
+    def responses_to_chat_completion_create_params(
+        self, responses_create_params: NeMoGymResponseCreateParamsNonStreaming
+    ) -> NeMoGymChatCompletionCreateParamsNonStreaming:
+        """A Responses request as a Chat Completions request. Raises `InvalidBodyError`, which names the field."""
+        params = responses_create_params.model_dump(mode="json", exclude_unset=True)
+        request = chat_request(params)
+        for message in request["messages"]:
+            if thought := message.pop("reasoning_content", None):
+                message["content"] = self._wrap_reasoning_in_think_tags([thought]) + (message.get("content") or "")
+        if self.return_token_id_information:
+            _put_tokens(params.get("input"), request["messages"])
+            request["logprobs"] = True
+        return NeMoGymChatCompletionCreateParamsNonStreaming.model_validate(request)
+
+    def chat_completion_to_responses_create_params(
+        self, chat_completion_create_params: NeMoGymChatCompletionCreateParamsNonStreaming | Mapping[str, Any]
+    ) -> NeMoGymResponseCreateParamsNonStreaming:
+        """A Chat Completions request as a Responses request."""
+        given = chat_completion_create_params
+        body = given.model_dump(mode="json", exclude_unset=True) if isinstance(given, BaseModel) else dict(given)
+        return NeMoGymResponseCreateParamsNonStreaming.model_validate(responses_request(body))
+
+    def chat_completion_to_response(
+        self,
+        responses_create_params: NeMoGymResponseCreateParamsNonStreaming,
+        chat_completion: NeMoGymChatCompletion | Mapping[str, Any],
+        *,
+        preserve_envelope_id: bool = False,
+    ) -> NeMoGymResponse:
+        """A chat completion as a Responses object; ``preserve_envelope_id`` keeps the completion's id."""
+        given = chat_completion
+        completion = given.model_dump(mode="json") if isinstance(given, BaseModel) else dict(given)
+        params = responses_create_params.model_dump(mode="json", exclude_unset=True)
+        choice = completion["choices"][0]
+        reply = response_of_completion(completion, params)
+        reply["id"] = completion["id"] if preserve_envelope_id and completion.get("id") else f"resp_{uuid4().hex}"
+        reply["created_at"] = int(completion.get("created") or time.time())
+        reply["output"] = [
+            item.model_dump(mode="json") for item in self.postprocess_assistant_message_dict(choice["message"])
+        ]
+        return NeMoGymResponse.model_validate(reply)
+
+    def postprocess_chat_response(self, choice: NeMoGymChoice) -> list[Any]:
+        """The output items of a completion's choice."""
+        return self.postprocess_assistant_message_dict(choice.message.model_dump(mode="json"))
+
+    def postprocess_assistant_message_dict(self, message_dict: Mapping[str, Any]) -> list[Any]:
+        """The output items of an assistant's message: its thoughts, its text, its calls; tokens go to the last."""
+        content = message_dict.get("content") or ""
+        text = content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
+        thoughts, text = self._extract_reasoning_from_content(text)
+        if separate := message_dict.get("reasoning_content"):
+            thoughts = [separate, *thoughts]
+        items: list[dict[str, Any]] = []
+        if thoughts:
+            summary = [{"type": "summary_text", "text": thought} for thought in thoughts]
+            items.append({"type": "reasoning", "id": f"rs_{uuid4().hex}", "summary": summary})
+        calls = message_dict.get("tool_calls") or []
+        if text or not (calls or thoughts):
+            part = {"type": "output_text", "text": text, "annotations": []}
+            answer = {"type": "message", "role": "assistant", "status": "completed", "content": [part]}
+            items.append({**answer, "id": f"msg_{uuid4().hex}"})
+        items += [
+            {
+                "type": "function_call",
+                "id": call["id"],
+                "call_id": call["id"],
+                "name": call["function"]["name"],
+                "arguments": call["function"]["arguments"],
+                "status": "completed",
+            }
+            for call in calls
+        ]
+        tokens = {key: message_dict[key] for key in TOKEN_FIELDS if message_dict.get(key) is not None}
+        if self.return_token_id_information and tokens.keys() >= REQUIRED_TOKEN_FIELDS:
+            items[-1] |= tokens
+        return [_OUTPUT_ITEM.validate_python(item) for item in items]
+
+    def chat_completions_messages_to_responses_items(self, messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """A chat's messages as Responses items."""
+        items: list[Any] = []
+        for message in messages:
+            if message.get("role") == "assistant":
+                items += self.postprocess_assistant_message_dict(message)
+            elif message.get("role") == "tool":
+                output = {"call_id": message["tool_call_id"], "output": message.get("content") or ""}
+                items.append(_INPUT_ITEM.validate_python({"type": "function_call_output", **output}))
+            else:
+                said = {"role": message.get("role"), "content": message.get("content") or ""}
+                items.append(_INPUT_ITEM.validate_python({"type": "message", **said}))
+        return items
+
+
+VLLMConverter = ResponsesConverter
+
+
+def _put_tokens(items: Any, messages: Sequence[dict[str, Any]]) -> None:
+    """Put the tokens of sampled items on the assistant messages that they became."""
+    turns: list[dict[str, Any]] = []
+    inside = False
+    for item in items if isinstance(items, list) else ():
+        is_turn = item.get("type") in _OF_A_TURN or item.get("role") == "assistant"
+        if is_turn and not inside:
+            turns.append({})
+        if is_turn:
+            turns[-1] |= {key: item[key] for key in TOKEN_FIELDS if item.get(key) is not None}
+        inside = is_turn
+    answers = [message for message in messages if message.get("role") == "assistant"]
+    if len(answers) == len(turns):
+        for message, tokens in zip(answers, turns, strict=True):
+            message.update(tokens)
+
+
+def split_responses_input_output_items(items: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The items before the first that an assistant made, and the rest."""
+
+    def is_made(item: Any) -> bool:
+        role, kind = (
+            item.get(key) if isinstance(item, Mapping) else getattr(item, key, None) for key in ("role", "type")
+        )
+        return role == "assistant" or kind in _OF_A_TURN
+
+    first = next((number for number, item in enumerate(items) if is_made(item)), len(items))
+    return list(items[:first]), list(items[first:])

@@ -1,0 +1,11 @@
+"""NeMo Gym's module name for lent boxes; see `nemo_gym.contract.episodes`."""
+
+from nemo_gym.contract.episodes import (
+    DirectSandboxConnection,
+    SandboxAccess,
+)
+
+__all__ = [
+    "DirectSandboxConnection",
+    "SandboxAccess",
+]

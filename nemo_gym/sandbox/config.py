@@ -1,0 +1,11 @@
+"""NeMo Gym's module name for blocks that choose a provider; see `nemo_gym.config.sandbox_blocks`."""
+
+from nemo_gym.config.sandbox_blocks import (
+    resolve_provider_config,
+    resolve_provider_metadata,
+)
+
+__all__ = [
+    "resolve_provider_config",
+    "resolve_provider_metadata",
+]

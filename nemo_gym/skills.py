@@ -1,0 +1,79 @@
+"""Skills for agents: folders with a ``SKILL.md``, staged where a harness looks for them."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+SKILL_MD_FILENAME = "SKILL.md"
+_HASH_CHARS = 12
+
+
+class SkillMetadata(BaseModel):
+    """The head of a ``SKILL.md``."""
+
+    name: str
+    description: str | None = None
+    version: str | None = None
+
+
+class SkillsRef(BaseModel):
+    """Which skills a run had: result rows carry it."""
+
+    path: str
+    hash: str
+    """Of all files, so that two versions at one path differ."""
+    skills: list[SkillMetadata]
+
+
+class SkillsConfig(BaseModel):
+    path: str
+    """A directory with one folder per skill."""
+
+
+def hash_skill_dir(root: Path) -> str:
+    """A short digest of every file's path and content."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in root.rglob("*") if path.is_file()):
+        digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:_HASH_CHARS]
+
+
+def parse_skill_md(skill_md_path: Path) -> SkillMetadata:
+    """The YAML between the two ``---`` lines at the file's start. Raises ``ValueError`` naming the file."""
+    lines = skill_md_path.read_text(encoding="utf-8").splitlines()
+    if not lines or lines[0].strip() != "---" or "---" not in [line.strip() for line in lines[1:]]:
+        raise ValueError(f"{skill_md_path} does not begin with a head between two lines '---'")
+    end = [line.strip() for line in lines[1:]].index("---") + 1
+    try:
+        return SkillMetadata.model_validate(yaml.safe_load("\n".join(lines[1:end])) or {})
+    except (yaml.YAMLError, ValidationError) as error:
+        raise ValueError(f"{skill_md_path}: its head needs 'name': {error}") from error
+
+
+def load_skill_directory(path: str) -> SkillsRef:
+    """The skills below ``path``. Raises ``ValueError`` for a directory that is missing or has none."""
+    root = _existing(path)
+    files = sorted(folder / SKILL_MD_FILENAME for folder in root.iterdir() if folder.is_dir())
+    if missing := [file for file in files if not file.is_file()]:
+        raise ValueError(f"{missing[0].parent} has no {SKILL_MD_FILENAME}")
+    if not files:
+        raise ValueError(f"{root} holds no skills: one folder each, with a {SKILL_MD_FILENAME}")
+    return SkillsRef(path=path, hash=hash_skill_dir(root), skills=[parse_skill_md(file) for file in files])
+
+
+def stage_skills(path: str, dest_skills_dir: Path) -> None:
+    """Copy the skills to ``dest_skills_dir``, which must not exist yet."""
+    shutil.copytree(_existing(path), dest_skills_dir)
+
+
+def _existing(path: str) -> Path:
+    root = Path(path)
+    if not root.is_dir():
+        raise ValueError(f"skills path '{path}' is no directory")
+    return root

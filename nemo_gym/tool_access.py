@@ -1,0 +1,15 @@
+"""NeMo Gym's module name for what an agent is given; see `nemo_gym.contract.episodes`."""
+
+from nemo_gym.contract.episodes import (
+    DirectHTTPToolAccess,
+    MCPStreamableHTTPConnection,
+    MCPToolAccess,
+    ToolAccess,
+)
+
+__all__ = [
+    "DirectHTTPToolAccess",
+    "MCPStreamableHTTPConnection",
+    "MCPToolAccess",
+    "ToolAccess",
+]

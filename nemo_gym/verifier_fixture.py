@@ -1,0 +1,166 @@
+"""Cases of a verifier, as NeMo Gym's plugins write them: a JSONL file, tried without a server.
+
+A case's ``kind`` says what is expected: ``full_reward`` and ``zero_reward`` name ``expected_reward``, ``malformed``
+names a part of the error, ``determinism`` is graded twice.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+CaseKind = Literal["full_reward", "zero_reward", "malformed", "determinism"]
+Invocation = Callable[[Any, BaseModel], object | Awaitable[object]]
+FiniteReward = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+_TOLERANCE = 1e-9
+
+
+class VerifierFixtureError(ValueError):
+    """A fixture is wrong, or its verifier does not do what a case says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifierFixture:
+    """How an environment's cases are tried."""
+
+    server_factory: Callable[[], Any]
+    request_model: type[BaseModel]
+    cases_path: str | Path
+    invoke: Invocation | None = None
+    """Instead of the server's ``verify(body)``."""
+    reseed: Invocation | None = None
+    """Before the second grading of a ``determinism`` case."""
+
+
+class VerifierFixtureCase(BaseModel):
+    model_config = ConfigDict(extra="forbid", str_strip_whitespace=True)
+
+    name: str = Field(min_length=1)
+    kind: CaseKind
+    request: dict[str, Any]
+    expected_reward: FiniteReward | None = None
+    expected_error: str | None = None
+
+    @model_validator(mode="after")
+    def _expects_one_thing(self) -> VerifierFixtureCase:
+        if self.kind == "malformed":
+            if not self.expected_error or self.expected_reward is not None:
+                raise ValueError("a malformed case names 'expected_error' and no 'expected_reward'")
+        elif self.expected_error is not None:
+            raise ValueError(f"a {self.kind} case names no 'expected_error'")
+        return self
+
+
+@dataclass(frozen=True)
+class VerifierFixtureResult:
+    name: str
+    kind: CaseKind
+    observed_rewards: tuple[float, ...] = ()
+
+
+def load_verifier_fixture(path: str | Path) -> list[VerifierFixtureCase]:
+    """The cases of a JSONL file; raises `VerifierFixtureError` naming the line."""
+    cases: list[VerifierFixtureCase] = []
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise VerifierFixtureError(f"{path} cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                cases.append(VerifierFixtureCase.model_validate_json(line))
+            except ValidationError as error:
+                raise VerifierFixtureError(f"{path}, line {number}: {error}") from error
+    names = [case.name for case in cases]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise VerifierFixtureError(f"{path}: names of cases must be unique; twice: {', '.join(sorted(twice))}")
+    if missing := {"full_reward", "zero_reward", "malformed"} - {case.kind for case in cases}:
+        raise VerifierFixtureError(f"{path} has no case of kind {', '.join(sorted(missing))}")
+    return cases
+
+
+async def exercise_verifier_fixture(
+    fixture: VerifierFixture,
+    *,
+    reward_range: Sequence[float],
+    higher_is_better: bool = True,
+    determinism: str | Enum,
+    update_expected: bool = False,
+) -> tuple[VerifierFixtureResult, ...]:
+    """Try every case; raises `VerifierFixtureError` for the first that does not hold.
+
+    Args:
+        reward_range: the lowest and the highest reward that the verifier gives.
+        determinism: ``deterministic`` verifiers are asked twice and must say the same.
+        update_expected: write what was observed into the file instead of comparing it.
+    """
+    low, high = reward_range
+    best, worst = (high, low) if higher_is_better else (low, high)
+    twice = str(determinism.value if isinstance(determinism, Enum) else determinism) in ("deterministic", "seeded")
+    cases = load_verifier_fixture(fixture.cases_path)
+    results = []
+    for case in cases:
+        if case.kind == "malformed":
+            await _expect_error(fixture, case)
+            results.append(VerifierFixtureResult(case.name, case.kind))
+            continue
+        rewards = [await _reward(fixture, case, reseed=False)]
+        if case.kind == "determinism" or twice:
+            rewards.append(await _reward(fixture, case, reseed=True))
+            if not math.isclose(*rewards, abs_tol=_TOLERANCE):
+                raise VerifierFixtureError(f"case '{case.name}' was graded {rewards[0]:g}, then {rewards[1]:g}")
+        if not low - _TOLERANCE <= rewards[0] <= high + _TOLERANCE:
+            raise VerifierFixtureError(f"case '{case.name}': reward {rewards[0]:g} is outside of {low:g} to {high:g}")
+        bound = {"full_reward": best, "zero_reward": worst if low <= 0 <= high and worst != 0 else 0.0}.get(case.kind)
+        expected = (
+            rewards[0] if update_expected else (case.expected_reward if case.expected_reward is not None else bound)
+        )
+        if expected is not None and not math.isclose(rewards[0], expected, abs_tol=_TOLERANCE):
+            raise VerifierFixtureError(f"case '{case.name}': expected reward {expected:g}, got {rewards[0]:g}")
+        if update_expected:
+            case.expected_reward = rewards[0]
+        results.append(VerifierFixtureResult(case.name, case.kind, (rewards[0],)))
+    if update_expected:
+        text = "".join(json.dumps(case.model_dump(exclude_none=True)) + "\n" for case in cases)
+        Path(fixture.cases_path).write_text(text, encoding="utf-8")
+    return tuple(results)
+
+
+async def _reward(fixture: VerifierFixture, case: VerifierFixtureCase, *, reseed: bool) -> float:
+    try:
+        body = fixture.request_model.model_validate(case.request)
+    except ValidationError as error:
+        raise VerifierFixtureError(f"case '{case.name}': {error}") from error
+    server = fixture.server_factory()
+    if reseed and fixture.reseed is not None:
+        await _awaited(fixture.reseed(server, body))
+    result = await _awaited(fixture.invoke(server, body) if fixture.invoke is not None else server.verify(body))
+    reward = result.get("reward") if isinstance(result, dict) else getattr(result, "reward", None)
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise VerifierFixtureError(f"case '{case.name}': the verifier gave no finite reward, but {reward!r}")
+    return float(reward)
+
+
+async def _expect_error(fixture: VerifierFixture, case: VerifierFixtureCase) -> None:
+    try:
+        await _reward(fixture, case, reseed=False)
+    except Exception as error:
+        # The boundary of a plugin's verifier: whatever it raises is what the case is about.
+        if case.expected_error is None or case.expected_error not in str(error):
+            raise VerifierFixtureError(
+                f"case '{case.name}': expected an error with '{case.expected_error}', got {error}"
+            ) from error
+        return
+    raise VerifierFixtureError(f"case '{case.name}' is malformed, and the verifier took it")
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value

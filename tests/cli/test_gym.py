@@ -1,0 +1,173 @@
+"""``ng`` and ``gym``: NeMo Gym's subcommands and flags, scaffolds, lists, metrics of files."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from nemo_gym.cli import gym
+from nemo_gym.cli.listing import list_parts, search
+from nemo_gym.cli.plugin_tests import plugin_folder, run_tests
+from nemo_gym.cli.profile import aggregate, profile, render
+from nemo_gym.cli.scaffold import init_agent, init_environment
+from nemo_gym.config.check import check_everything
+from nemo_gym.config.compose import compose
+from nemo_gym.contract.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_flags_of_nemo_gym_are_settings() -> None:
+    words = "--agent simple_agent --environment mcqa --model m --model-url http://h/v1 -i a.jsonl -o b.jsonl --limit 2"
+    words += " --num-repeats=3 --concurrency 4 --resume --temperature 0.5 ++x=1"
+    runs, settings = gym.translated("eval run", words.split())
+    assert runs == "run:run_command"
+    assert settings == [
+        *("agent=simple_agent", "environment=mcqa", "policy_model_name=m", "policy_base_url=http://h/v1"),
+        *("input=a.jsonl", "output=b.jsonl", "limit=2", "num_repeats=3", "concurrency=4", "resume=true"),
+        *("temperature=0.5", "++x=1"),
+    ]
+
+
+def test_no_serve_collects_with_servers_that_run() -> None:
+    runs, settings = gym.translated("eval run", ["--no-serve", "-a", "solver", "-i", "a.jsonl", "-o", "b.jsonl"])
+    assert runs == "collect_rollouts:collect_command"
+    assert settings == ["agent_name=solver", "input=a.jsonl", "output=b.jsonl"]
+
+
+def test_names_of_nemo_gyms_plugins_become_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in ("resources_servers/quiz/configs/quiz.yaml", "responses_api_models/odd/configs/odd.yaml"):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text("a: 1")
+    monkeypatch.setenv("NEMO_GYM_EXTRA_ROOTS", str(tmp_path))
+    _, settings = gym.translated("env start", ["--resources-server", "quiz", "--model-type", "odd", "-c", "more.yaml"])
+    files = "more.yaml,resources_servers/quiz/configs/quiz.yaml,responses_api_models/odd/configs/odd.yaml"
+    assert settings == [f"+config_paths=[{files}]"]
+    _, settings = gym.translated("env start", ["--resources-server", "quiz", "--model-url", "http://h/v1"])
+    assert settings[-1] == "model=gateway"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("eval", "which of them? eval run, eval prepare"),
+        ("eval runn", "did you mean 'eval run'"),
+        ("eval run --limitt 3", "did you mean '--limit'"),
+        ("eval run --limit", "--limit needs a value"),
+        ("eval run --split test", "means nothing here"),
+        ("dataset upload", "does not exist here: `huggingface-cli upload`"),
+    ],
+)
+def test_a_word_that_is_none_is_named_with_what_is_meant(words: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        gym.dispatch(words.split())
+
+
+def test_help_names_every_command_and_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gym.dispatch(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in gym.COMMANDS)
+    assert all(name in said for flag in gym.FLAGS for name in flag.names)
+
+
+def test_every_old_name_is_installed_and_leads_somewhere() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    for name in ("ng", "gym", *gym.OLD_NAMES):
+        assert scripts[name] == "nemo_gym.cli.gym:main"
+    assert {name for name in gym.OLD_NAMES.values() if name and name[0] != "-"} <= set(gym.COMMANDS)
+
+
+LINES = {"qa": 15, "mcp": 30, "box": 30}
+
+
+@pytest.fixture(params=LINES)
+def environment(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]:
+    monkeypatch.setenv("NEMO_GYM_EXTRA_ROOTS", str(tmp_path))
+    assert init_environment(["my_world", f"--{request.param}", "--search-dir", str(tmp_path)]) == 0
+    return request.param, tmp_path / "resources_servers" / "my_world"
+
+
+def test_a_new_environment_is_short_composes_and_passes_its_tests(environment: tuple[str, Path]) -> None:
+    kind, folder = environment
+    written = [line for line in (folder / "app.py").read_text().splitlines() if line.strip()]
+    assert len(written) <= LINES[kind]
+    sandbox = ["sandbox=local"] if kind == "box" else []
+    agent = "mini_swe_agent" if kind == "box" else "simple_agent"
+    composition = compose([f"agent={agent}", "environment=my_world", "model=scripted", *sandbox])
+    check_everything(composition)
+    assert composition.chosen["environment"] == "my_world"
+    assert run_tests([str(folder), "-q"]) == 0
+
+
+def test_a_new_agent_composes_and_passes_its_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEMO_GYM_EXTRA_ROOTS", str(tmp_path))
+    assert init_agent(["asks_once", "--search-dir", str(tmp_path)]) == 0
+    assert init_agent(["runs_it", "--command", "--search-dir", str(tmp_path)]) == 0
+    for agent in ("asks_once", "runs_it"):
+        check_everything(compose([f"agent={agent}", "environment=mcqa", "model=scripted", "sandbox=local"]))
+    assert run_tests(["asks_once", "-q"]) == 0
+
+
+@pytest.mark.parametrize("init", [init_environment, init_agent])
+def test_a_scaffold_replaces_nothing(init: object, tmp_path: Path) -> None:
+    assert callable(init)
+    words = ["twice", "--search-dir", str(tmp_path)]
+    assert init(words) == 0
+    with pytest.raises(ConfigError, match="exists already"):
+        init(words)
+    with pytest.raises(ConfigError, match="small letters"):
+        init(["Not-A-Name", "--search-dir", str(tmp_path)])
+
+
+def test_a_plugin_that_is_nowhere_is_named() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'mcqa'"):
+        plugin_folder("mcqaa")
+
+
+def test_lists_say_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list_parts([]) == 0
+    said = capsys.readouterr().out
+    for name in ("simple_agent", "mcqa", "docker", "gateway"):
+        assert re.search(rf"^  {name} +\S", said, re.MULTILINE), name
+    assert search(["weather"]) == 0
+    assert "example_mcp_weather" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="did you mean 'agents'"):
+        list_parts(["agentz"])
+
+
+def results(path: Path, *rewards: float) -> Path:
+    rows = [
+        {"_ng_task_index": 0, "_ng_rollout_index": index, "agent_ref": {"name": "a"}, "reward": reward}
+        for index, reward in enumerate(rewards)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_metrics_of_files_need_no_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = results(tmp_path / "one.jsonl", 1.0, 0.0), results(tmp_path / "other.jsonl", 1.0, 1.0)
+    assert profile(["--rollouts", str(one)]) == 0
+    task = json.loads((tmp_path / "one_reward_profiling.jsonl").read_text())
+    assert task["mean/reward"] == 0.5 and task["agent_ref"] == {"name": "a"}
+    assert aggregate([str(one), str(other)]) == 0
+    assert json.loads((tmp_path / "aggregate_metrics.json").read_text())[0]["agent_metrics"]["mean/reward"] == 0.75
+    assert "mean/reward: 0.75" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="cannot be read"):
+        profile(["--rollouts", str(tmp_path / "none.jsonl")])
+
+
+def test_rows_get_the_prompts_of_a_template(tmp_path: Path) -> None:
+    rows, template, out = tmp_path / "rows.jsonl", tmp_path / "prompt.yaml", tmp_path / "worded.jsonl"
+    rows.write_text('{"a": 1, "b": 2}\n')
+    template.write_text("user: 'What is {a} + {b}?'\n")
+    assert render(["-i", str(rows), "--prompt-config", str(template), "-o", str(out)]) == 0
+    worded = json.loads(out.read_text())
+    assert worded["responses_create_params"]["input"] == [{"role": "user", "content": "What is 1 + 2?"}]
+    template = tmp_path / "other.yaml"
+    template.write_text("user: '{c}'\n")
+    with pytest.raises(ConfigError, match="'c'"):
+        render(["-i", str(rows), "--prompt-config", str(template), "-o", str(out)])

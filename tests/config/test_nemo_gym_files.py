@@ -1,0 +1,118 @@
+"""Configurations written for NeMo Gym: environment servers, and what its own files may say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nemo_gym.config.check import check_everything, notices
+from nemo_gym.config.compose import compose
+from nemo_gym.config.composition import Composition
+from nemo_gym.contract.errors import ConfigError
+
+APP = """
+from nemo_gym.base_resources_server import BaseResourcesServerConfig, SimpleResourcesServer
+class Config(BaseResourcesServerConfig):
+    sandbox_provider: str | None = None
+    more: dict | None = None
+    resources_server: dict | None = None
+class Server(SimpleResourcesServer):
+    config: Config
+if __name__ == "__main__":
+    Server.run_webserver()
+"""
+AGENT = (
+    APP.replace("base_resources_server", "base_responses_api_agent")
+    .replace("BaseResourcesServerConfig", "BaseResponsesAPIAgentConfig")
+    .replace("SimpleResourcesServer", "SimpleResponsesAPIAgent")
+)
+ENVIRONMENT = "env: {resources_servers: {quiz: {entrypoint: app.py, domain: other}}}\n"
+SOLVER = """
+solver:
+  responses_api_agents:
+    solver:
+      entrypoint: app.py
+      resources_server: {type: resources_servers, name: env}
+"""
+RELAY = """
+relay:
+  environment_servers:
+    legacy_agent:
+      entrypoint: app.py
+      agent_server: {type: responses_api_agents, name: solver}
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for folder, app in (("resources_servers/quiz", APP), ("responses_api_agents/solver", AGENT)):
+        place = tmp_path / folder
+        place.mkdir(parents=True)
+        (place / "app.py").write_text(app)
+    monkeypatch.setenv("NEMO_GYM_EXTRA_ROOTS", str(tmp_path))
+    return tmp_path
+
+
+def composed(root: Path, text: str) -> Composition:
+    file = root / "resources_servers" / "quiz" / "config.yaml"
+    file.write_text(text)
+    composition = compose([f"+config_paths=[{file}]"])
+    check_everything(composition)
+    return composition
+
+
+def written_for_nemo_gym(root: Path) -> None:
+    (root / "resources_servers" / "quiz" / "requirements.txt").write_text("-e nemo-gym[dev] @ ../../\n")
+
+
+def test_the_agent_of_an_environment_server_is_run_itself(root: Path) -> None:
+    composition = composed(root, ENVIRONMENT + SOLVER + RELAY)
+    assert sorted(composition.servers) == ["env", "solver"]
+
+
+def test_an_agent_gets_the_environment_that_its_environment_server_names(root: Path) -> None:
+    alone = SOLVER.replace("      resources_server: {type: resources_servers, name: env}\n", "")
+    relay = RELAY + "      resources_server: {type: resources_servers, name: env}\n"
+    composition = composed(root, ENVIRONMENT + alone + relay)
+    assert composition.servers["solver"].values["resources_server"]["name"] == "env"
+
+
+def test_an_environment_server_that_drives_by_itself_is_refused(root: Path) -> None:
+    own = "own: {environment_servers: {user_sim: {entrypoint: app.py}}}\n"
+    with pytest.raises(ConfigError, match="names no 'agent_server'"):
+        composed(root, ENVIRONMENT + SOLVER + own)
+
+
+STRAY = "stray: {a: 1}\n"
+UNKNOWN = ENVIRONMENT.replace("domain: other", "domain: other, max_steps: 4, num_workers: 3")
+BOXED = ENVIRONMENT.replace("domain: other", "domain: other, sandbox_provider: sandbox")
+DEEP = ENVIRONMENT.replace("domain: other", "domain: other, more: {a: {type: resources_servers, name: nobody}}")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (ENVIRONMENT + STRAY, "unknown block 'stray'"),
+        (UNKNOWN, "unknown key 'max_steps'"),
+        (UNKNOWN.replace("max_steps: 4, ", ""), "only 1 is served"),
+        (BOXED, "needs a sandbox"),
+        (DEEP, "no server instance 'nobody'"),
+    ],
+)
+def test_what_nemo_gym_lets_pass_is_a_warning_in_its_files_and_a_mistake_in_others(
+    root: Path, text: str, told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        composed(root, text + SOLVER)
+    from nemo_gym.config.nemo_gym_files import _belongs
+
+    written_for_nemo_gym(root)
+    _belongs.cache_clear()
+    assert told in "\n".join(notices(composed(root, text + SOLVER)))
+
+
+def test_a_reference_of_a_servers_own_keys_is_checked_in_every_file(root: Path) -> None:
+    written_for_nemo_gym(root)
+    with pytest.raises(ConfigError, match="no server instance 'envv'"):
+        composed(root, ENVIRONMENT + SOLVER.replace("name: env", "name: envv"))

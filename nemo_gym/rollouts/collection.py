@@ -48,7 +48,7 @@ from nemo_gym.rollouts.routing import (
 from nemo_gym.rollouts.rows import MAX_LISTED, MaterializedInputs, job_specs, materialize, without_rows
 from nemo_gym.rollouts.stages import http_stages
 from nemo_gym.rollouts.store import SqliteJobStore
-from nemo_gym.rollouts.store.sqlite import store_error
+from nemo_gym.rollouts.store.sqlite import LOGS_KEY, store_error
 from nemo_gym.rollouts.tally import RolloutSummary, RunProgress, Tally
 
 log = structlog.get_logger(__name__)
@@ -106,6 +106,10 @@ class Collection:
         self._peers = Peers(client)
         self._servers: dict[str, Servers] = {}
 
+    @property
+    def _server_logs(self) -> Path | None:
+        return None if self._configuration is None else (self._configuration.parent / "logs").resolve()
+
     async def run(self) -> CollectionResult:
         lock = OutputLock(self._files)
         lock.acquire()
@@ -113,8 +117,7 @@ class Collection:
         gc.set_threshold(*GC_THRESHOLDS)  # with the interpreter's own, a sixth of the pipeline's time
         try:
             result = await self._run_locked()
-            if self._configuration is not None:
-                result.server_logs = self._configuration.parent / "logs"
+            result.server_logs = self._server_logs
         finally:
             gc.set_threshold(*collector)
             lock.release()
@@ -173,6 +176,7 @@ class Collection:
             "inputs_sha256": inputs.digest,
             "input": str(config.input),
             "validation": config.validation,
+            LOGS_KEY: [] if self._server_logs is None else [str(self._server_logs)],
         }
         run_id = str((await store.open_run(info))["run_id"])
         self._keep_configuration()
@@ -213,7 +217,9 @@ class Collection:
         stages = http_stages(self._peers, config, chosen_topology(self._client), logs=self._files.logs)
         with RunProgress(total, tally, self._console) as progress:
             listener: JobListener = progress
-            dispatcher = AsyncDispatcher(store, stages, config, self._servers.__getitem__, listener=listener)
+            dispatcher = AsyncDispatcher(
+                store, stages, config, self._servers.__getitem__, listener=listener, server_logs=self._server_logs
+            )
             await dispatcher.start()
             try:
                 await dispatcher.drain()
@@ -359,6 +365,8 @@ def show(console: Console, result: CollectionResult, config: RolloutRunConfig) -
     ):
         if path is not None and path.exists():
             console.print(Text(f"{name}: {path}"), soft_wrap=True)
+    if result.invalid or any(item.findings for item in result.summaries):
+        console.print(Text(f"Explained: ng_why {files.output}"), soft_wrap=True)
     if result.seconds is None:
         again = " (rollouts without a verdict: retry_failed=true)" if result.invalid else ""
         done = f"This run is finished, and nothing was run again{again}. overwrite=true discards it and starts anew."

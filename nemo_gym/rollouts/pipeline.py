@@ -17,6 +17,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -215,11 +216,13 @@ class AsyncDispatcher:
         servers: Callable[[str], Servers],
         *,
         listener: JobListener | None = None,
+        server_logs: Path | None = None,
     ) -> None:
         self._store = store
         self._config = config
         self._servers = servers
         self._listener = listener
+        self._server_logs = server_logs
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         init, run, eval_ = stages
         buffer = config.ready_buffer or max(1, run.workers // 4)
@@ -415,7 +418,9 @@ class AsyncDispatcher:
             self._changed.set()
 
     def _failure_row(self, job: Job, failure: StageFailure, kept: Mapping[str, Any] | None = None) -> bytes:
-        return failure_row(job, failure, validation=self._config.validation, kept=kept)
+        return failure_row(
+            job, failure, validation=self._config.validation, kept=kept, server_logs=self._server_logs
+        )
 
     def _tell(self, event: JobEvent) -> None:
         if self._listener is not None:

@@ -36,7 +36,9 @@ CREATE TABLE IF NOT EXISTS jobs (
     lease_owner TEXT,
     lease_epoch INTEGER NOT NULL DEFAULT 0,
     lease_until REAL NOT NULL DEFAULT 0,
-    result BLOB
+    result BLOB,
+    claimed_at REAL,
+    finished_at REAL
 );
 CREATE INDEX IF NOT EXISTS jobs_queued ON jobs (priority DESC, seq) WHERE state = 'queued';
 CREATE INDEX IF NOT EXISTS jobs_claimed ON jobs (lease_until) WHERE state = 'claimed';
@@ -107,5 +109,10 @@ def open_database(path: str) -> sqlite3.Connection:
     if version not in (0, SCHEMA_VERSION):
         raise sqlite3.DatabaseError(f"schema version {version}, this release reads {SCHEMA_VERSION}")
     connection.executescript(SCHEMA)
+    # Of a run that began with an earlier release, whose tables are the same but for these.
+    known = {column[1] for column in connection.execute("PRAGMA table_info(jobs)")}
+    for column in ("claimed_at", "finished_at"):
+        if column not in known:
+            connection.execute(f"ALTER TABLE jobs ADD COLUMN {column} REAL")
     connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
     return connection

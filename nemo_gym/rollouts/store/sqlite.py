@@ -37,6 +37,8 @@ from nemo_gym.storage.group_commit import SqliteWriter
 ResultSink = Callable[[list[tuple[str, bytes]]], None]
 """Gets ``(state, row)`` of every committed result, on the writer's thread, before its caller is told."""
 PAGE_ROWS = 256
+LOGS_KEY = "server_logs"
+"""Of a run's description: the folders with the logs of the servers that it used, one for each start."""
 
 
 class SqliteJobStore:
@@ -53,10 +55,14 @@ class SqliteJobStore:
 
     async def open_run(self, info: Mapping[str, Any]) -> dict[str, Any]:
         blob = orjson.dumps(dict(info), default=str)
+        logs = [str(each) for each in info.get(LOGS_KEY) or ()]
 
         def operation(connection: sqlite3.Connection) -> dict[str, Any]:
             connection.execute("INSERT INTO run (id, info) VALUES (1, ?) ON CONFLICT DO NOTHING", (blob,))
             recorded: dict[str, Any] = orjson.loads(connection.execute("SELECT info FROM run").fetchone()[0])
+            if new := [each for each in logs if each not in recorded.setdefault(LOGS_KEY, [])]:
+                recorded[LOGS_KEY] += new  # a resumed run may have other servers
+                connection.execute("UPDATE run SET info = ?", (orjson.dumps(recorded, default=str),))
             return recorded
 
         return await self._writer.call(operation)
@@ -118,8 +124,8 @@ class SqliteJobStore:
             ).fetchall()
             connection.executemany(
                 "UPDATE jobs SET state = 'claimed', attempt = attempt + (run_result IS NULL), lease_owner = ?,"
-                " lease_epoch = lease_epoch + 1, lease_until = ? WHERE seq = ?",
-                ((owner, now + lease_s, seq) for (seq,) in ids),
+                " lease_epoch = lease_epoch + 1, lease_until = ?, claimed_at = ? WHERE seq = ?",
+                ((owner, now + lease_s, now, seq) for (seq,) in ids),
             )
             query = f"SELECT {JOB_COLUMNS} FROM {JOB_SOURCE} WHERE seq = ?"
             return [job_of(connection.execute(query, seq).fetchone()) for seq in ids]
@@ -149,8 +155,8 @@ class SqliteJobStore:
 
     async def _finish(self, job: Job, state: JobState, failures: tuple[StageFailure, ...], result: bytes) -> None:
         changes = (
-            "state = ?, failures = ?, result = ?, run_result = NULL, lease_owner = NULL",
-            (state.value, failures_blob(failures), result),
+            "state = ?, failures = ?, result = ?, run_result = NULL, lease_owner = NULL, finished_at = ?",
+            (state.value, failures_blob(failures), result, time.time()),
         )
         await self._writer.call(lambda connection: _update(connection, job, *changes), row=(state.value, result))
 

@@ -1,0 +1,92 @@
+"""The structured log lines of all servers that speak of one rollout, in the order of their time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+MAX_LINES = 2000
+_LEVELS = {"debug": 0, "info": 1, "warning": 2, "error": 3, "critical": 4, "exception": 3}
+_KNOWN = frozenset({"event", "rollout_id", "level", "timestamp", "server", "run_id"})
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One line of a server's log."""
+
+    timestamp: str
+    server: str
+    level: str
+    event: str
+    rollout_id: str
+    file: Path
+    number: int
+    more: dict[str, Any] = field(default_factory=dict)
+    """What else it says; a traceback is ``exception``."""
+
+    @property
+    def is_trouble(self) -> bool:
+        return _LEVELS.get(self.level, 1) >= 2
+
+
+def lines_of(folders: Iterable[Path], rollout_id: str) -> list[LogLine]:
+    """All servers' lines of one rollout and its attempts, in order; the last `MAX_LINES` of them."""
+    wanted = rollout_id.encode()
+    of_rollout = re.compile(rf"{re.escape(rollout_id)}(-a\d+)?")
+    found = [
+        line
+        for path in log_files(folders)
+        for line in _parsed(path, wanted)
+        if of_rollout.fullmatch(line.rollout_id) or rollout_id in str(line.more.get("path", ""))
+    ]
+    found.sort(key=lambda line: line.timestamp)
+    return found[-MAX_LINES:]
+
+
+def trouble_of(folders: Iterable[Path], words: Sequence[str] = ()) -> list[LogLine]:
+    """Warnings and errors that name no rollout, with any of ``words`` where there are any: what befell a server."""
+    lowered = [word.lower() for word in words]
+    found = []
+    for path in log_files(folders):
+        for line in _parsed(path, b""):
+            if line.is_trouble and not line.rollout_id:
+                text = f"{line.event} {line.more}".lower()
+                if not lowered or any(word in text for word in lowered):
+                    found.append(line)
+    found.sort(key=lambda line: line.timestamp)
+    return found[-MAX_LINES:]
+
+
+def log_files(folders: Iterable[Path]) -> list[Path]:
+    return [path for folder in folders for path in sorted(folder.glob("*.log"))]
+
+
+def _parsed(path: Path, wanted: bytes) -> Iterator[LogLine]:
+    try:
+        file = path.open("rb")
+    except OSError:
+        return
+    with file:
+        for number, raw in enumerate(file, 1):
+            if wanted not in raw:
+                continue
+            try:
+                held = orjson.loads(raw)
+            except orjson.JSONDecodeError:
+                continue
+            if isinstance(held, dict):
+                yield LogLine(
+                    timestamp=str(held.get("timestamp", "")),
+                    server=str(held.get("server", path.stem)),
+                    level=str(held.get("level", "info")),
+                    event=str(held.get("event", "")),
+                    rollout_id=str(held.get("rollout_id") or ""),
+                    file=path,
+                    number=number,
+                    more={key: value for key, value in held.items() if key not in _KNOWN},
+                )

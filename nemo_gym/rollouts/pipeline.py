@@ -418,9 +418,7 @@ class AsyncDispatcher:
             self._changed.set()
 
     def _failure_row(self, job: Job, failure: StageFailure, kept: Mapping[str, Any] | None = None) -> bytes:
-        return failure_row(
-            job, failure, validation=self._config.validation, kept=kept, server_logs=self._server_logs
-        )
+        return failure_row(job, failure, validation=self._config.validation, kept=kept, server_logs=self._server_logs)
 
     def _tell(self, event: JobEvent) -> None:
         if self._listener is not None:

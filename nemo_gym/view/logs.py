@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
+
+from nemo_gym.rollouts.results import RunFiles
+from nemo_gym.view import live
 
 MAX_LINES = 2000
 _LEVELS = {"debug": 0, "info": 1, "warning": 2, "error": 3, "critical": 4, "exception": 3}
@@ -60,6 +63,15 @@ def trouble_of(folders: Iterable[Path], words: Sequence[str] = ()) -> list[LogLi
                     found.append(line)
     found.sort(key=lambda line: line.timestamp)
     return found[-MAX_LINES:]
+
+
+def log_folders(files: RunFiles, row: Mapping[str, Any]) -> list[Path]:
+    """Where the servers of a rollout logged: the folder that its row names, where it is there, and the run's."""
+    folders = live.server_logs(files)
+    named = row.get("server_logs")
+    if isinstance(named, str) and named and Path(named).is_dir() and Path(named) in folders:
+        return [Path(named)]
+    return folders
 
 
 def log_files(folders: Iterable[Path]) -> list[Path]:

@@ -5,6 +5,7 @@ Whatever stands in a row is text of a model, a box or a dataset. It is never tru
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -439,7 +440,10 @@ def _length(value: Any) -> int:
 
 
 def _json(value: Any) -> str:
-    return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS, default=str).decode()
+    try:
+        return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS, default=str).decode()
+    except TypeError:  # nested more deeply than it writes
+        return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _cut_json(value: Any) -> dict[str, Any] | None:

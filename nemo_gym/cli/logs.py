@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from nemo_gym.cli import command
 from nemo_gym.contract.errors import ConfigError
@@ -35,8 +36,8 @@ def logs(argv: Sequence[str]) -> int:
     reject_unknown_keys(given, KEYS, where="the command line")
     if not given.get("rollout"):
         raise ConfigError("rollout=: is missing; ng_show and the result rows name it (_ng_rollout_id)", key="rollout")
-    rollout, folders = _where(given)
-    lines = lines_of(folders, rollout)
+    rollout, folders, row = _where(given)
+    lines = lines_of(folders, rollout, row)
     for line in lines:
         if arguments.json:
             print(json.dumps({"server": line.server, "timestamp": line.timestamp, "level": line.level,
@@ -53,8 +54,8 @@ def logs(argv: Sequence[str]) -> int:
     return command.EXIT_OK if lines else command.EXIT_FAILED
 
 
-def _where(given: dict[str, str]) -> tuple[str, list[Path]]:
-    """The rollout's id, and the folders to search."""
+def _where(given: dict[str, str]) -> tuple[str, list[Path], dict[str, Any]]:
+    """The rollout's id, the folders to search, and its row where there is one."""
     rollout = given["rollout"]
     if "output" in given:
         from nemo_gym.cli.show import open_shown
@@ -66,14 +67,14 @@ def _where(given: dict[str, str]) -> tuple[str, list[Path]]:
         try:
             found = find_row(index, rollout)
         except ViewError:
-            return rollout, log_folders(index.files, {})  # it may be under way still
-        return str(found.columns["rollout_id"]), log_folders(index.files, found.row)
+            return rollout, log_folders(index.files, {}), {}  # it may be under way still
+        return str(found.columns["rollout_id"]), log_folders(index.files, found.row), found.row
     if "run_dir" in given:
         folder = Path(given["run_dir"], "logs")
         if not folder.is_dir():
             raise ConfigError(f"run_dir=: '{given['run_dir']}' has no folder 'logs'", key="run_dir")
-        return rollout, [folder]
+        return rollout, [folder], {}
     from nemo_gym.config.compose import run_directory_root
 
     root = run_directory_root()
-    return rollout, sorted(path for path in root.glob("*/logs") if path.is_dir()) if root.is_dir() else []
+    return rollout, sorted(path for path in root.glob("*/logs") if path.is_dir()) if root.is_dir() else [], {}

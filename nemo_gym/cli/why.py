@@ -70,7 +70,7 @@ def _of_rollout(index: ResultIndex, rollout: str) -> dict[str, Any] | None:
     if explained is None:
         return None
     folders = log_folders(index.files, found.row)
-    lines = lines_of(folders, str(found.columns["rollout_id"]))
+    lines = lines_of(folders, str(found.columns["rollout_id"]), found.row)
     lines = [line for line in lines if line.is_trouble] or lines
     if not lines and (words := CAUSES[explained["cause"]].log_words):
         lines = trouble_of(folders, words)

@@ -37,16 +37,18 @@ class LogLine:
         return _LEVELS.get(self.level, 1) >= 2
 
 
-def lines_of(folders: Iterable[Path], rollout_id: str) -> list[LogLine]:
-    """All servers' lines of one rollout and its attempts, in order; the last `MAX_LINES` of them."""
-    wanted = rollout_id.encode()
+def lines_of(folders: Iterable[Path], rollout_id: str, row: Mapping[str, Any] | None = None) -> list[LogLine]:
+    """All servers' lines of one rollout and its attempts, in order; the last `MAX_LINES` of them. A model server's
+    lines name the session that ``row`` names."""
+    session = (row or {}).get("ng_model_session")
+    session_id = session.get("session_id") if isinstance(session, Mapping) else None
     of_rollout = re.compile(rf"{re.escape(rollout_id)}(-a\d+)?")
-    found = [
-        line
-        for path in log_files(folders)
-        for line in _parsed(path, wanted)
-        if of_rollout.fullmatch(line.rollout_id) or rollout_id in str(line.more.get("path", ""))
-    ]
+    found = []
+    for path in log_files(folders):
+        found += [line for line in _parsed(path, rollout_id.encode()) if of_rollout.fullmatch(line.rollout_id)]
+        if isinstance(session_id, str) and len(session_id) > 8:
+            others = _parsed(path, session_id.encode())
+            found += [line for line in others if not of_rollout.fullmatch(line.rollout_id)]
     found.sort(key=lambda line: line.timestamp)
     return found[-MAX_LINES:]
 

@@ -147,7 +147,7 @@ class Pages:
         run = self._run(request)
         found = find_row(run.ready(), _given(request, "id"))
         folders = logs.log_folders(RunFiles(run.output), found.row)
-        lines = logs.lines_of(folders, str(found.columns["rollout_id"]))
+        lines = logs.lines_of(folders, str(found.columns["rollout_id"]), found.row)
         return {
             "folders": [str(folder) for folder in folders],
             "lines": [

@@ -80,6 +80,10 @@ PLACES: Mapping[str, str] = {
     "tests/servers/test_owned_boxes.py": "box stack",
     "tests/stack": "stack",
     "tests/topology": "box",
+    "tests/view/test_chromium.py": "stack",
+    "tests/view/test_commands.py": "stack",
+    "tests/view/test_runs_walked.py": "box stack",
+    "tests/view/test_why_causes.py": "box stack",
     "tests/topology/test_lent_world.py": "box stack",
 }
 """Marks of the tests whose id begins so. The longest entry that fits counts."""

@@ -56,7 +56,7 @@ from nemo_gym.contract.session import (
     RolloutIdentity,
     Topology,
 )
-from nemo_gym.contract.verdict import StageError, Verdict
+from nemo_gym.contract.verdict import StageError, Verdict, failure_of_outcome
 from nemo_gym.http.client import expect_json, inference_context
 from nemo_gym.http.correlation import (
     apply_rollout_prefix,
@@ -259,6 +259,15 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
             answer = await self._acts.run(asked.descriptor.rollout, work, request)
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
+        if (failure := failure_of_outcome(answer.outcome, answer.outcome_detail)) is not None:
+            rollout = asked.descriptor.rollout
+            log.warning(
+                "the act left nothing to grade",
+                rollout_id=rollout.rollout_id,
+                attempt=rollout.attempt,
+                outcome=str(answer.outcome),
+                reason=failure.reason,
+            )
         return Response(answer.model_dump_json().encode(), media_type="application/json")
 
     async def _act_by_responses(self, asked: ActRequest, cookies: Mapping[str, str]) -> ActResponse:

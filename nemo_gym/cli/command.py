@@ -40,6 +40,11 @@ def parser(name: str, description: str, *, words: str = "key=value") -> argparse
     return result
 
 
+def plain_parser(name: str, description: str) -> argparse.ArgumentParser:
+    """A parser of a command that takes files and flags, and no settings of a composition."""
+    return argparse.ArgumentParser(prog=name, description=description)
+
+
 def run(name: str, body: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command's body and exit with its code. Expected errors are one line on stderr."""
     words = list(sys.argv[1:] if argv is None else argv)

@@ -155,7 +155,8 @@ def install_problem_handlers(app: FastAPI) -> None:
 
 def refused(request: Request, error: NemoGymError) -> Response:
     """The answer to a request that ended with one of this suite's errors; logged."""
-    log.info("request refused", route=request.scope["path"], code=error.code, status=error.status)
+    said = log.warning if error.status >= 500 else log.info
+    said("request refused", route=request.scope["path"], code=error.code, status=error.status, error=error.message)
     return problem_response(error, request.scope)
 
 

@@ -38,6 +38,7 @@ from nemo_gym.rollouts.results import OutputLock, RecordedRun, ResultFiles, RunF
 from nemo_gym.rollouts.routing import agent_instances, rows_without_prompt
 from nemo_gym.rollouts.rows import MAX_LISTED, MaterializedInputs, job_specs, materialize, without_rows
 from nemo_gym.rollouts.store import SqliteJobStore
+from nemo_gym.rollouts.store.sql import LOGS_KEY
 from nemo_gym.rollouts.store.sqlite import store_error
 from nemo_gym.rollouts.tally import RolloutSummary, RunProgress, Tally
 
@@ -95,6 +96,10 @@ class Collection:
         self._files = RunFiles(config.output, config.store)
         self._core = RolloutCore(client, config, say=self._say)
 
+    @property
+    def _server_logs(self) -> Path | None:
+        return None if self._configuration is None else (self._configuration.parent / "logs").resolve()
+
     async def run(self) -> CollectionResult:
         lock = OutputLock(self._files)
         lock.acquire()
@@ -102,8 +107,7 @@ class Collection:
         gc.set_threshold(*GC_THRESHOLDS)  # with the interpreter's own, a sixth of the pipeline's time
         try:
             result = await self._run_locked()
-            if self._configuration is not None:
-                result.server_logs = self._configuration.parent / "logs"
+            result.server_logs = self._server_logs
         finally:
             gc.set_threshold(*collector)
             lock.release()
@@ -162,6 +166,7 @@ class Collection:
             "inputs_sha256": inputs.digest,
             "input": str(config.input),
             "validation": config.validation,
+            LOGS_KEY: [] if self._server_logs is None else [str(self._server_logs)],
         }
         run_id = str((await store.open_run(info))["run_id"])
         self._keep_configuration()
@@ -200,7 +205,9 @@ class Collection:
     async def _drive(self, store: JobStore, tally: Tally, total: int) -> None:
         with RunProgress(total, tally, self._console) as progress:
             listener: JobListener = progress
-            dispatcher = self._core.dispatcher(store, listener=listener, logs=self._files.logs)
+            dispatcher = self._core.dispatcher(
+                store, listener=listener, logs=self._files.logs, server_logs=self._server_logs
+            )
             await dispatcher.start()
             try:
                 await dispatcher.drain()
@@ -347,6 +354,8 @@ def show(console: Console, result: CollectionResult, config: RolloutRunConfig) -
     ):
         if path is not None and path.exists():
             console.print(Text(f"{name}: {path}"), soft_wrap=True)
+    if result.invalid or any(item.findings for item in result.summaries):
+        console.print(Text(f"Explained: ng_why {files.output}"), soft_wrap=True)
     if result.seconds is None:
         again = " (rollouts without a verdict: retry_failed=true)" if result.invalid else ""
         done = f"This run is finished, and nothing was run again{again}. overwrite=true discards it and starts anew."

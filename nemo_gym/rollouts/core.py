@@ -79,11 +79,13 @@ class RolloutCore:
         pooled: bool | None = None,
         owner: str | None = None,
         sweeps: bool = False,
+        server_logs: Path | None = None,
     ) -> AsyncDispatcher:
         """A dispatcher over ``store``, which is the caller's to start and stop.
 
         Args:
             logs: where the logs of evaluations go.
+            server_logs: the folder of the servers' logs, which rows of failures name.
             observed: wraps the RUN stage.
             pooled: take only jobs that find a place at their servers; by default where the configuration has bounds.
         """
@@ -100,6 +102,7 @@ class RolloutCore:
             pool=self.pool,
             owner=owner,
             sweeps=sweeps,
+            server_logs=server_logs,
         )
         return self._dispatcher
 

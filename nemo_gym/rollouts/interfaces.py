@@ -312,7 +312,8 @@ class JobStore(Protocol):
         ...
 
     async def open_run(self, info: Mapping[str, Any]) -> dict[str, Any]:
-        """Describe the run once; returns what is on record, which on a resume is the first description."""
+        """Describe the run once; returns what is on record, which on a resume is the first description, with the
+        ``server_logs`` of both."""
         ...
 
     async def submit(self, specs: Sequence[JobSpec]) -> int:

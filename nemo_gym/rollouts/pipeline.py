@@ -16,6 +16,7 @@ import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -117,9 +118,11 @@ class AsyncDispatcher:
         pool: ServerPool | None = None,
         owner: str | None = None,
         sweeps: bool = False,
+        server_logs: Path | None = None,
     ) -> None:
         """
         Args:
+            server_logs: the folder of the servers' logs, which rows of failures name.
             pool: the servers' places; without one every queued job may be taken.
             owner: names this dispatcher in the store's leases.
             sweeps: look every second for queued jobs that are overdue, and for jobs that others cancelled.
@@ -131,6 +134,7 @@ class AsyncDispatcher:
         self._pool = pool
         self._owner = owner or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
         self._sweeps = sweeps
+        self._server_logs = server_logs
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._open = asyncio.Event()
         self._open.set()
@@ -438,7 +442,7 @@ class AsyncDispatcher:
             self._changed.set()
 
     def _failure_row(self, job: Job, failure: StageFailure, kept: Mapping[str, Any] | None = None) -> bytes:
-        return failure_row(job, failure, validation=self._config.validation, kept=kept)
+        return failure_row(job, failure, validation=self._config.validation, kept=kept, server_logs=self._server_logs)
 
     def _tell(self, event: JobEvent) -> None:
         if self._listener is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -44,10 +45,15 @@ def same_way(kind: str, reason: str | None, names: Iterable[str] = ()) -> str:
 
 
 def failure_row(
-    job: Job, failure: StageFailure, *, validation: str | None = None, kept: Mapping[str, Any] | None = None
+    job: Job,
+    failure: StageFailure,
+    *,
+    validation: str | None = None,
+    kept: Mapping[str, Any] | None = None,
+    server_logs: Path | None = None,
 ) -> bytes:
-    """The line of the failures file: NeMo Gym's keys, the verdict's, every earlier failure, and what is ``kept`` of
-    the attempt. No private field. Its response is complete and masked, so that a trainer reads it as any other."""
+    """The line of the failures file: NeMo Gym's keys, the verdict's, every earlier failure, what is ``kept`` of the
+    attempt, and the folder of the servers' logs. No private field. Its response is complete and masked, so that a trainer reads it as any other."""
     row: dict[str, Any] = {
         **(kept or {}),
         PARAMS_KEY: public_params(orjson.loads(job.spec.row).get(PARAMS_KEY) or {"input": []}),
@@ -75,6 +81,8 @@ def failure_row(
     }
     if validation is not None:
         row["validation"] = validation
+    if server_logs is not None:
+        row["server_logs"] = str(server_logs)
     return orjson.dumps(with_tokens(row), default=str)
 
 

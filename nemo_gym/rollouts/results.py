@@ -58,6 +58,11 @@ class RunFiles:
         return self._beside("_reverified.jsonl")
 
     @property
+    def index(self) -> Path:
+        """Of the result files, for those who look at them; a cache."""
+        return self._beside("_index.sqlite")
+
+    @property
     def logs(self) -> Path:
         """What grading printed: a directory with one file per rollout."""
         return self._beside("_logs")
@@ -86,7 +91,7 @@ class RunFiles:
             self.reverified,
             *(
                 path.with_name(path.name + suffix)
-                for path in (self.store, self.sampler)
+                for path in (self.store, self.sampler, self.index)
                 for suffix in ("", "-wal", "-shm")
             ),
         ):

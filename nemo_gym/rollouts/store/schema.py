@@ -75,8 +75,11 @@ NEW_COLUMNS = (
     "deadline_at DOUBLE PRECISION",
     "cancel_reason TEXT",
     "result_seq INTEGER",
+    "claimed_at DOUBLE PRECISION",
+    "finished_at DOUBLE PRECISION",
 )
-"""Of the second version. ``result_seq`` numbers results in the order of their commits."""
+"""Of the second version. ``result_seq`` numbers results in the order of their commits; the last two are for those who
+look at a run."""
 
 UPGRADE = [
     *(f"ALTER TABLE jobs ADD COLUMN {column}" for column in NEW_COLUMNS),

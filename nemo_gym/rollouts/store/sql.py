@@ -39,6 +39,8 @@ from nemo_gym.rollouts.store.schema import (
 ResultSink = Callable[[list[tuple[str, bytes]]], None]
 """Gets ``(state, row)`` of every committed result, on the writer's thread, before its caller is told."""
 PAGE_ROWS = 256
+LOGS_KEY = "server_logs"
+"""Of a run's description: the folders with the logs of the servers that it used, one for each start."""
 CANCELLED_AT_ONCE = 256
 """Queued jobs that one transaction takes to cancel them."""
 CANCEL_LEASE_S = 60.0
@@ -84,10 +86,14 @@ class SqlJobStore:
 
     async def open_run(self, info: Mapping[str, Any]) -> dict[str, Any]:
         blob = orjson.dumps(dict(info), default=str)
+        logs = [str(each) for each in info.get(LOGS_KEY) or ()]
 
         def operation(connection: Connection) -> dict[str, Any]:
             connection.execute("INSERT INTO run (id, info) VALUES (1, ?) ON CONFLICT DO NOTHING", (blob,))
             recorded: dict[str, Any] = orjson.loads(connection.execute("SELECT info FROM run").fetchone()[0])
+            if new := [each for each in logs if each not in recorded.setdefault(LOGS_KEY, [])]:
+                recorded[LOGS_KEY] += new  # a resumed run may have other servers
+                connection.execute("UPDATE run SET info = ?", (orjson.dumps(recorded, default=str),))
             return recorded
 
         return await self._writer.call(operation)
@@ -221,8 +227,8 @@ class SqlJobStore:
     ) -> list[Job]:
         connection.executemany(
             "UPDATE jobs SET state = 'claimed', attempt = attempt + CASE WHEN run_result IS NULL THEN 1 ELSE 0 END,"
-            " lease_owner = ?, lease_epoch = lease_epoch + 1, lease_until = ? WHERE seq = ?",
-            [(owner, now + lease_s, seq) for seq in places],
+            " lease_owner = ?, lease_epoch = lease_epoch + 1, lease_until = ?, claimed_at = ? WHERE seq = ?",
+            [(owner, now + lease_s, now, seq) for seq in places],
         )
         query = f"SELECT {JOB_COLUMNS} FROM {JOB_SOURCE} WHERE seq = ?"
         return [job_of(connection.execute(query, (seq,)).fetchone(), now) for seq in places]
@@ -274,7 +280,7 @@ class SqlJobStore:
                 connection,
                 job,
                 "state = ?, failures = ?, result = ?, result_seq = ?, run_result = NULL, lease_owner = NULL,"
-                " cancel_reason = NULL",
+                f" cancel_reason = NULL, finished_at = {self._dialect.now}",
                 (state.value, blob, result, counted[0]),
             )
 

@@ -1,0 +1,274 @@
+"""``ng_show``: a run, one rollout of it, or two runs compared, in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_gym.cli import command
+from nemo_gym.contract.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from nemo_gym.view.index import ResultIndex
+
+NAME = "ng_show"
+KEYS = ("q", "task", "agent", "outcome", "reward", "findings", "sort", "descending", "limit", "offset", "prices")
+MAX_LINES = 12
+
+
+def main() -> None:
+    command.run(NAME, show)
+
+
+def show(argv: Sequence[str]) -> int:
+    """Print what is asked for. 1 when the rollout is not there, 2 when the file is not."""
+    parser = command.plain_parser(
+        NAME,
+        "Show a run as a table, worst first; with a rollout (its id, task#sample, or a task) that rollout turn by"
+        " turn; with a second result file both runs task by task. Filters and order:"
+        f" {', '.join(f'{key}=' for key in KEYS)}"
+        " such as q='division by zero' reward=0 sort=seconds descending=1 limit=20.",
+    )
+    parser.add_argument("output", metavar="OUTPUT", help="result file")
+    parser.add_argument("words", nargs="*", metavar="ROLLOUT|OUTPUT|key=value", help="what of it")
+    parser.add_argument("--full", action="store_true", help="whole texts, not their beginnings")
+    arguments = parser.parse_args(argv)
+    index = open_shown(arguments.output)
+    words = [word for word in arguments.words if _key_of(word) is None]
+    settings = {key: word.partition("=")[2] for word in arguments.words if (key := _key_of(word)) is not None}
+    if len(words) > 1:
+        raise ConfigError(f"'{words[1]}': name one rollout, or one other result file")
+    console = _console()
+    if not words:
+        _print_run(console, index, settings)
+    elif Path(words[0]).suffix == ".jsonl" or Path(words[0]).is_file():
+        _print_comparison(console, index, open_shown(words[0]), settings)
+    else:
+        _print_rollout(console, index, words[0], whole=arguments.full)
+    return command.EXIT_OK
+
+
+def open_shown(path: str) -> ResultIndex:
+    """The index of a result file, made with a line of progress where that takes a while."""
+    from nemo_gym.view.index import Reading, open_result
+
+    is_terminal = sys.stderr.isatty()
+
+    def listen(reading: Reading) -> None:
+        if is_terminal and reading.seconds > 1:
+            percent = 100 * reading.done_bytes // max(1, reading.total_bytes)
+            end = "\r" if reading.done_bytes < reading.total_bytes else "\n"
+            print(f"reading {reading.path.name}: {percent} %, {reading.mb_per_s:.0f} MB/s", end=end, file=sys.stderr)
+
+    return open_result(Path(path), listen)
+
+
+def _key_of(word: str) -> str | None:
+    from nemo_gym._util.suggest import nearest
+
+    key, is_setting, _ = word.partition("=")
+    if not is_setting or not key.isidentifier():
+        return None
+    if key not in KEYS:
+        raise ConfigError(f"'{key}' is no filter{nearest(key, KEYS)}; there are: {', '.join(KEYS)}")
+    return key
+
+
+def _console() -> Console:
+    from nemo_gym.cli.collect_rollouts import result_console
+
+    return result_console()
+
+
+def _print_run(console: Console, index: ResultIndex, settings: dict[str, str]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from nemo_gym.view import live
+    from nemo_gym.view.queries import Prices, TableQuery, summary, table
+    from nemo_gym.view.text import one_line, seconds_text
+
+    prices = settings.pop("prices", None)
+    query = TableQuery.of({"limit": "40", **settings})
+    of = summary(index, Prices.read(Path(prices)) if prices else None)
+    found = table(index, query)
+    for note in of["notes"]:
+        console.print(Text(note, style="yellow"), soft_wrap=True)
+    progress = live.progress(index.files)
+    if progress is not None:
+        for line in progress_lines(progress):
+            console.print(Text(line), soft_wrap=True)
+    shown = Table(title=f"{found['total']} rollouts of {index.files.output}", title_justify="left")
+    right = {"sample", "reward", "findings", "turns", "time", "attempts"}
+    for name in ("task", "sample", "agent", "reward", "outcome", "findings", "turns", "time", "attempts", "why"):
+        shown.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in found["rows"]:
+        shown.add_row(
+            Text(one_line(row["task_id"], 60)),
+            str(row["sample_index"]),
+            Text(one_line(row["agent"], 24)),
+            Text("–" if row["reward"] is None else f"{row['reward']:g}", style=_style(row)),
+            Text(one_line(row["outcome"], 24)),
+            str(row["findings"] or ""),
+            "" if row["turns"] is None else str(row["turns"]),
+            seconds_text(row["seconds"]),
+            str(row["attempts"]),
+            Text(one_line(row["kinds"] or (row["label"] and (row["reason"] or row["label"])) or "", 48)),
+        )
+    console.print(shown)
+    left = found["total"] - query.offset - len(found["rows"])
+    if left > 0:
+        console.print(f"… and {left} more: offset={query.offset + len(found['rows'])}")
+    for line in figure_lines(of):
+        console.print(Text(line), soft_wrap=True)
+    if of["rollouts"] - of["valid"] or of["with_findings"]:
+        console.print(Text(f"Explained: ng_why {index.files.output}"), soft_wrap=True)
+
+
+def progress_lines(progress: Mapping[str, Any]) -> Iterator[str]:
+    """How far a run is, where it is not at its end."""
+    from nemo_gym.view.text import one_line, seconds_text
+
+    if progress.get("note"):
+        yield progress["note"]
+        return
+    if progress["ended"] == progress["total"]:
+        return
+    state = "running" if progress["collecting"] else "stopped; the same ng_run command goes on with it"
+    line = f"{progress['ended']} of {progress['total']} rollouts have ended ({state})"
+    if progress["collecting"]:
+        line += f"; {progress['running_count']} run, {progress['queued']} wait, {progress['retried']} are tried again"
+        if progress["per_minute"] is not None:
+            line += f"; {progress['per_minute']:.1f} per minute"
+        if progress["seconds_left"] is not None:
+            line += f", about {seconds_text(progress['seconds_left'])} left"
+    yield line
+    for job in progress["running"][:10]:
+        yield (
+            f"  {one_line(job['task_id'], 60)} #{job['sample_index']}: {job['stage']}, attempt {job['attempt']},"
+            f" {seconds_text(job['seconds'])}"
+        )
+
+
+def figure_lines(of: Mapping[str, Any]) -> Iterator[str]:
+    """The figures of `queries.summary`, a line each."""
+    mean = of["reward"]
+    if mean is not None:
+        interval = (
+            "" if mean["std_err"] is None else f" ± {1.96 * mean['std_err']:.3f} (95 %, over {mean['tasks']} tasks)"
+        )
+        yield f"reward {mean['value']:.3f}{interval}"
+    rates = of["pass_rates"]
+    names = [name for name in rates if not name.endswith("/std_err")]
+    for name in dict.fromkeys([*names[:1], *names[-1:]]):
+        error = rates.get(f"{name}/std_err")
+        yield f"{name} {rates[name]:.1f} %" + ("" if error is None else f" ± {error:.1f}")
+    yield (
+        f"{of['solved']} of {of['tasks']} tasks solved; {of['rollouts'] - of['valid']} of {of['rollouts']} rollouts"
+        f" without a verdict, {of['with_findings']} with findings, {of['retried']} tried again"
+    )
+    cost = "" if of["cost"] is None else f"; cost {of['cost']:.2f}"
+    yield f"{of['tokens_in']} tokens in, {of['tokens_out']} out{cost}"
+
+
+def _style(row: Mapping[str, Any]) -> str:
+    return "yellow" if row["reward"] is None else "green" if row["reward"] > 0 else "red"
+
+
+def _print_rollout(console: Console, index: ResultIndex, rollout: str, *, whole: bool) -> None:
+    from rich.text import Text
+
+    from nemo_gym.view.queries import find_row
+    from nemo_gym.view.rollout import rollout_view
+    from nemo_gym.view.text import one_line, seconds_text, shown
+    from nemo_gym.view.why import explain
+
+    found = find_row(index, rollout)
+    of = rollout_view(index, found)
+
+    def say(text: str, style: str = "") -> None:
+        console.print(Text(text, style=style), soft_wrap=True)
+
+    def body(text: Mapping[str, Any]) -> None:
+        lines = shown(text["text"]).splitlines()
+        kept = lines if whole else lines[:MAX_LINES]
+        for line in kept:
+            say(f"    {line}")
+        if len(kept) < len(lines):
+            say(f"    … {len(lines) - len(kept)} more lines (--full)", "dim")
+
+    say(f"{one_line(of['task_id'])} #{of['sample_index']}  ({one_line(of['agent'])}, {of['rollout_id']})", "bold")
+    reward = "no verdict" if of["reward"] is None else f"reward {of['reward']:g}"
+    stages = ", ".join(f"{each['stage']} {seconds_text(each['seconds'])}" for each in of["timings"])
+    say(f"{reward}, {one_line(of['outcome'])}; {len(of['turns'])} turns; {stages or 'no timings'}", _style(of))
+    if (why := explain(found.columns, found.row)) is not None:
+        say(f"{why['title']}: {why['happened']}", "yellow")
+        for evidence in why["evidence"]:
+            say(f"  - {one_line(evidence, 400)}")
+        say(f"  What helps: {why['helps']}")
+    if len(of["attempts"]) > 1:
+        for attempt in of["attempts"]:
+            said = f"{one_line(attempt['kind'] or 'verdict')} {one_line(attempt['reason'], 300)}"
+            say(f"  attempt {attempt['number']}: {said}")
+    for message in of["prompt"]:
+        say(f"\n{one_line(message['role'])}", "bold")
+        body(message)
+    for turn in of["turns"]:
+        say(f"\nturn {turn['number']}", "bold")
+        for item in turn["items"]:
+            if item["kind"] == "call":
+                say(f"  {one_line(item['name'])}", "cyan")
+                body(item["arguments"])
+                if item["result"] is not None:
+                    say("  →", "cyan")
+                    body(item["result"])
+            else:
+                say(f"  {item['kind']}", "cyan")
+                body(item)
+    for artifact in of["artifacts"]:
+        say(f"\n{one_line(artifact['name'])} ({artifact['kind']}, {artifact['size']} bytes)", "bold")
+        body(artifact)
+    if of["evaluation"] is not None:
+        say(f"\nevaluation log: {of['evaluation']['path']}", "bold")
+        for line in [each for each in of["evaluation"]["lines"] if each["mark"] in ("fail", "test")][:MAX_LINES]:
+            say(f"    {one_line(line['text'], 200)}", "red")
+    for chain in of["chains"]:
+        say(
+            f"\nchain {chain['number']}: {one_line(chain['split_reason'])}, {chain['prompt_tokens']} prompt and"
+            f" {chain['response_tokens']} response tokens, {chain['sampled']} sampled"
+        )
+
+
+def _print_comparison(console: Console, first: ResultIndex, second: ResultIndex, settings: Mapping[str, str]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from nemo_gym.view.queries import compared
+    from nemo_gym.view.text import one_line
+
+    found = compared(first, second, changed_only=True)
+    limit = int(settings["limit"]) if settings.get("limit", "").isdecimal() else 40
+    shown = Table(title=f"A {first.files.output}, B {second.files.output}", title_justify="left")
+    for name in ("task", "A", "B", "B − A"):
+        shown.add_column(name, justify="left" if name == "task" else "right")
+    for row in found["rows"][:limit]:
+        a, b = (", ".join(f"{reward:g}" for reward in row[side]) or "–" for side in ("a", "b"))
+        difference = "–" if row["difference"] is None else f"{row['difference']:+.2f}"
+        shown.add_row(Text(one_line(row["task_id"], 60)), a, b, difference)
+    console.print(shown)
+    mean = found["difference"]
+    if mean is None:
+        console.print("no task has a reward in both runs")
+        return
+    interval = "" if mean["std_err"] is None else f" (95 %: {mean['low']:+.3f} to {mean['high']:+.3f})"
+    console.print(f"B − A: {mean['value']:+.3f}{interval} over {found['tasks']} tasks")
+    console.print(
+        f"{found['wins']} tasks better in B, {found['losses']} worse, {found['ties']} the same; solved by B alone"
+        f" {found['gained']}, by A alone {found['lost']}; sign test p = {found['p_value']:.3g}"
+    )
+    if found["only_a"] or found["only_b"]:
+        console.print(f"not compared: {found['only_a']} tasks in A alone, {found['only_b']} in B alone")

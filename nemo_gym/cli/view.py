@@ -1,0 +1,87 @@
+"""``ng_view``: runs as pages in a browser."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_gym.cli import command
+from nemo_gym.contract.errors import ConfigError
+
+if TYPE_CHECKING:
+    import socket
+
+NAME = "ng_view"
+PASSWORD_VARIABLE = "NG_VIEW_PASSWORD"
+
+
+def main() -> None:
+    command.run(NAME, view)
+
+
+def view(argv: Sequence[str]) -> int:
+    """Serve until interrupted."""
+    parser = command.plain_parser(
+        NAME,
+        "Show runs in a browser: their progress, tables, single rollouts with turns, diffs, logs and tokens, and two"
+        " runs compared. It reads the result files that are named, or stand below folders that are named (default:"
+        " results), and follows runs that are under way. It listens on loopback and prints a URL with a token; on"
+        f" another --host it wants a password, in {PASSWORD_VARIABLE} or with --password-file.",
+    )
+    parser.add_argument("paths", nargs="*", metavar="RESULTS", help="result files or folders")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (a free one)")
+    parser.add_argument("--password-file", metavar="FILE", help="a file whose first line is the password")
+    parser.add_argument("--prices", metavar="FILE", help="what a million tokens cost, by agent, as YAML")
+    arguments = parser.parse_args(argv)
+    from nemo_gym.view.queries import Prices
+    from nemo_gym.view.runs import Runs
+    from nemo_gym.view.server import viewer
+
+    paths = [Path(each) for each in arguments.paths or ["results"]]
+    runs = Runs(paths, Prices.read(Path(arguments.prices)) if arguments.prices else None)
+    app, token = viewer(runs, arguments.host, _password(arguments.password_file))
+    listener = _listen(arguments.host, arguments.port)
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    runs.start()
+    query = f"?token={token}" if token else ""
+    print(f"http://{shown}:{port}/{query}", flush=True)
+    if token is None and not sys.stderr.isatty():
+        print(f"{NAME}: the password crosses the network in the clear; put TLS before this", file=sys.stderr)
+    import uvicorn
+
+    from nemo_gym.http.webserver import WebServer
+
+    config = uvicorn.Config(
+        app, access_log=False, log_level="warning", server_header=False, ws="none", lifespan="off", proxy_headers=False
+    )
+    try:
+        WebServer(config).run(sockets=[listener])
+    finally:
+        runs.stop()
+    return command.EXIT_OK
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    from nemo_gym.config_types import BaseServerConfig
+    from nemo_gym.http.webserver import bind
+
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port {port}: is no port", key="port")
+    return bind(BaseServerConfig(host=host, port=port), secured=True)
+
+
+def _password(path: str | None) -> str | None:
+    if path is None:
+        return os.environ.get(PASSWORD_VARIABLE) or None
+    try:
+        first = Path(path).read_text(encoding="utf-8").partition("\n")[0].strip()
+    except OSError as error:
+        raise ConfigError(f"--password-file: cannot read '{path}': {error.strerror}") from error
+    if not first:
+        raise ConfigError(f"--password-file: the first line of '{path}' is empty")
+    return first

@@ -1,0 +1,139 @@
+"""``ng_why``: for each class of failure of a run, what happened, the evidence, the log lines and what helps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nemo_gym.cli import command
+
+if TYPE_CHECKING:
+    from nemo_gym.view.index import ResultIndex
+    from nemo_gym.view.logs import LogLine
+
+NAME = "ng_why"
+MAX_CLASSES = 30
+MAX_LOG_LINES = 6
+EXAMPLES = 3
+
+
+def main() -> None:
+    command.run(NAME, why)
+
+
+def why(argv: Sequence[str]) -> int:
+    """Explain. 0 also when nothing failed."""
+    parser = command.plain_parser(
+        NAME,
+        "Explain why rollouts of a run have no verdict, findings, or no reward: for each class what happened, the"
+        " evidence, the servers' log lines, and what usually helps; with a rollout (its id, task#sample, or a task)"
+        " for that rollout.",
+    )
+    parser.add_argument("output", metavar="OUTPUT", help="result file")
+    parser.add_argument("rollout", nargs="?", metavar="ROLLOUT", help="one rollout")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments = parser.parse_args(argv)
+    from nemo_gym.cli.show import open_shown
+
+    index = open_shown(arguments.output)
+    classes = [_of_rollout(index, arguments.rollout)] if arguments.rollout else [*_of_run(index)]
+    if arguments.json:
+        print(json.dumps({"output": str(index.files.output), "classes": classes}, indent=2))
+    else:
+        _print(index, [each for each in classes if each is not None])
+    return command.EXIT_OK
+
+
+def _of_run(index: ResultIndex) -> Iterable[dict[str, Any]]:
+    """A class for each way to fail, told by its first rollout."""
+    from nemo_gym.view.queries import reasons
+
+    for group in reasons(index, MAX_CLASSES):
+        if group["rank"] == 3:
+            continue  # it has a reward
+        first = group["named"][0]["rollout_id"]
+        explained = _of_rollout(index, first)
+        if explained is not None:
+            named = [f"{each['task_id']}#{each['sample_index']}" for each in group["named"][:EXAMPLES]]
+            yield {**explained, "rollouts": group["rollouts"], "named": named, "label": group["label"]}
+
+
+def _of_rollout(index: ResultIndex, rollout: str) -> dict[str, Any] | None:
+    from nemo_gym.view.logs import lines_of, log_folders, trouble_of
+    from nemo_gym.view.queries import find_row
+    from nemo_gym.view.rollout import evaluation_log
+    from nemo_gym.view.why import CAUSES, explain
+
+    found = find_row(index, rollout)
+    explained = explain(found.columns, found.row)
+    if explained is None:
+        return None
+    folders = log_folders(index.files, found.row)
+    lines = lines_of(folders, str(found.columns["rollout_id"]), found.row)
+    lines = [line for line in lines if line.is_trouble] or lines
+    if not lines and (words := CAUSES[explained["cause"]].log_words):
+        lines = trouble_of(folders, words)
+    log = evaluation_log(index.files, found.row)
+    failing = [line["text"] for line in log["lines"] if line["mark"] in ("fail", "test")] if log else []
+    return {
+        **explained,
+        "rollouts": 1,
+        "named": [f"{found.columns['task_id']}#{found.columns['sample_index']}"],
+        "label": found.columns["label"],
+        "rollout_id": found.columns["rollout_id"],
+        "log_lines": [_line(line) for line in lines[-MAX_LOG_LINES:]],
+        "log_folders": [str(folder) for folder in folders],
+        "evaluation_log": log and log["path"],
+        "failing_lines": failing[:MAX_LOG_LINES],
+    }
+
+
+def _line(line: LogLine) -> dict[str, Any]:
+    more = {key: value for key, value in line.more.items() if key != "exception"}
+    trace = str(line.more.get("exception", "")).strip().splitlines()
+    if trace:
+        more["exception"] = trace[-1]
+    return {
+        "at": f"{line.file.name}:{line.number}",
+        "timestamp": line.timestamp,
+        "server": line.server,
+        "level": line.level,
+        "event": line.event,
+        "more": more,
+    }
+
+
+def _print(index: ResultIndex, classes: Sequence[Mapping[str, Any]]) -> None:
+    from rich.text import Text
+
+    from nemo_gym.cli.collect_rollouts import result_console
+    from nemo_gym.view.queries import notes
+    from nemo_gym.view.text import one_line
+
+    console = result_console()
+
+    def say(text: str, style: str = "") -> None:
+        console.print(Text(text, style=style), soft_wrap=True)
+
+    for note in notes(index):
+        say(note, "yellow")
+    if not classes:
+        say("Nothing to explain: every rollout has a reward, and none has findings.")
+    for each in classes:
+        named = ", ".join(one_line(name, 70) for name in each["named"])
+        more = ", …" if each["rollouts"] > len(each["named"]) else ""
+        say(f"\n{each['rollouts']} × {each['title']}  ({named}{more})", "bold")
+        say(f"  {each['happened']}")
+        for evidence in each["evidence"]:
+            say(f"  evidence: {one_line(evidence, 400)}")
+        for line in each["failing_lines"]:
+            say(f"  {one_line(each['evaluation_log'], 120)}: {one_line(line, 160)}", "red")
+        for line in each["log_lines"]:
+            extra = " ".join(f"{key}={one_line(value, 200)}" for key, value in line["more"].items())
+            say(f"  {line['at']}: {line['level']}: {one_line(line['event'], 200)} {extra}".rstrip(), "yellow")
+        if not each["log_lines"] and each["label"].startswith("no verdict"):
+            where = ", ".join(each["log_folders"]) or "their folder is not known, or no longer there"
+            say(f"  no server logged anything about it ({where})", "dim")
+        say(f"  what helps: {each['helps']}")
+        say(f"  more: ng_show {index.files.output} {each['rollout_id']}", "dim")

@@ -1,0 +1,266 @@
+"""What one line of a result file says, for a table: read without building what a table does not show.
+
+A line is somebody else's text. Whatever stands in it, reading it ends in a row or in one sentence that says why it is
+none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import orjson
+
+from nemo_gym.contract.rows import (
+    ATTEMPT_INDEX_KEY,
+    NG_FAILURE_CLASS_KEY,
+    NG_NO_PERSIST_KEY,
+    PARAMS_KEY,
+    ROLLOUT_ID_KEY,
+    ROLLOUT_INDEX_KEY,
+    TASK_INDEX_KEY,
+)
+from nemo_gym.rollouts.result_rows import same_way
+from nemo_gym.rollouts.tally import RolloutSummary
+
+TEXT_CHARS = 8 * 1024
+"""Of the prompt from its beginning, and of the answer to its end: what full-text search finds."""
+REASON_CHARS = 1000
+_TEXT_KEYS = frozenset({"text", "content", "arguments", "input", "output", "summary"})
+_SEARCHED_DEPTH = 6
+
+
+class NoResultRow(ValueError):
+    """A line that is no result row; the message says why, in a few words."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedLine:
+    """The columns of one row, in the order of `COLUMNS`, and the text that is searched."""
+
+    values: tuple[Any, ...]
+    text: str
+    is_foreign: bool
+    """It has no mark of this suite: a row of NeMo Gym, or of another version."""
+
+
+COLUMNS = (
+    *("rollout_id", "task_id", "task_index", "sample_index", "agent", "reward", "outcome", "findings", "kinds"),
+    *("turns", "seconds", "attempts", "reason", "log", "tokens_in", "tokens_out", "rank", "label", "way", "chains"),
+)
+
+
+class _Usage(msgspec.Struct, gc=False):
+    input_tokens: Any = None
+    output_tokens: Any = None
+
+
+class _Session(msgspec.Struct, gc=False):
+    turns: Any = None
+    usage: _Usage | None = None
+
+
+class _Observations(msgspec.Struct, gc=False):
+    turns: Any = None
+
+
+class _Chain(msgspec.Struct, gc=False):
+    index: Any = None
+
+
+class _Item(msgspec.Struct, gc=False):
+    """An item of a response: what a tool printed is not searched."""
+
+    type: Any = None
+    content: Any = None
+    summary: Any = None
+    arguments: Any = None
+
+
+class _Response(msgspec.Struct, gc=False):
+    output: list[_Item] | None = None
+    usage: _Usage | None = None
+
+
+class _Params(msgspec.Struct, gc=False):
+    input: Any = None
+
+
+class _Row(msgspec.Struct, gc=False):
+    """The fields that a table shows. All others are passed over."""
+
+    reward: Any = msgspec.UNSET
+    valid: Any = msgspec.UNSET
+    mask_sample: Any = msgspec.UNSET
+    no_persist: Any = msgspec.field(default=msgspec.UNSET, name=NG_NO_PERSIST_KEY)
+    failure_class: Any = msgspec.field(default=msgspec.UNSET, name=NG_FAILURE_CLASS_KEY)
+    failure_kind: Any = msgspec.UNSET
+    failure_reason: Any = msgspec.UNSET
+    reward_reason: Any = msgspec.UNSET
+    outcome: Any = msgspec.UNSET
+    outcome_detail: Any = msgspec.UNSET
+    findings: Any = msgspec.UNSET
+    timings: Any = msgspec.UNSET
+    task_id: Any = msgspec.UNSET
+    task_index: Any = msgspec.field(default=msgspec.UNSET, name=TASK_INDEX_KEY)
+    sample_index: Any = msgspec.field(default=msgspec.UNSET, name=ROLLOUT_INDEX_KEY)
+    attempt_index: Any = msgspec.field(default=msgspec.UNSET, name=ATTEMPT_INDEX_KEY)
+    rollout_id: Any = msgspec.field(default=msgspec.UNSET, name=ROLLOUT_ID_KEY)
+    agent_ref: Any = msgspec.UNSET
+    evaluation_log: Any = msgspec.UNSET
+    ng_model_session: _Session | None = None
+    ng_agent_observations: _Observations | None = None
+    ng_trajectory: list[_Chain] | None = None
+    response: _Response | None = None
+    params: _Params | None = msgspec.field(default=None, name=PARAMS_KEY)
+
+
+_DECODER = msgspec.json.Decoder(_Row)
+_NAMES = {field.name: field.encode_name for field in msgspec.structs.fields(_Row)}
+
+
+def index_line(line: bytes) -> IndexedLine:
+    """The columns of a line. Raises `NoResultRow`."""
+    row = _decoded(line)
+    for key in (TASK_INDEX_KEY, ROLLOUT_INDEX_KEY):
+        if _int(row.get(key)) is None or not isinstance(row[key], int):
+            raise NoResultRow(f"it has no '{key}'")
+    if not {"reward", "valid", NG_FAILURE_CLASS_KEY, "response"} & row.keys():
+        raise NoResultRow("it has neither a 'reward' nor a 'response', as an input has")
+    summary = RolloutSummary.of_row(_with_known_types(row))
+    rollout_id = row.get(ROLLOUT_ID_KEY)
+    is_foreign = not isinstance(rollout_id, str) or "valid" not in row
+    if not isinstance(rollout_id, str):
+        rollout_id = f"{summary.task_index}-{summary.sample_index}"
+    usage = _usage(row)
+    reason = summary.reason and summary.reason[:REASON_CHARS]
+    label = summary.label
+    values = (
+        *(_clean(rollout_id), _clean(summary.task_id), summary.task_index, summary.sample_index),
+        *(_clean(summary.agent), summary.reward, _clean(summary.outcome), summary.findings),
+        *(_clean(", ".join(summary.kinds)), _int(summary.turns), summary.seconds, summary.attempts),
+        *(_clean(reason), _clean(summary.log), _int(usage.get("input_tokens")), _int(usage.get("output_tokens"))),
+        *(summary.rank, _clean(label), _clean(same_way(label, reason, (summary.task_id,)) if label else None)),
+        len(chains) if isinstance(chains := row.get("ng_trajectory"), list) else 0,
+    )
+    return IndexedLine(values, _searched(row), is_foreign)
+
+
+def load_row(line: bytes) -> dict[str, Any]:
+    """The whole row of a line, as far as it can be read. Raises `NoResultRow`."""
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        try:
+            # Halves of surrogate pairs and invalid UTF-8 become question marks.
+            tolerant = json.loads(line.decode("utf-8", "replace"))
+            row = orjson.loads(json.dumps(tolerant, ensure_ascii=False).encode("utf-8", "replace"))
+        except (ValueError, RecursionError):
+            raise NoResultRow(f"it is not JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise NoResultRow("it is no JSON object")
+    return row
+
+
+def _decoded(line: bytes) -> dict[str, Any]:
+    try:
+        decoded = _DECODER.decode(line)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        # Other types than this suite writes, invalid UTF-8, or no JSON at all: the slow way says which.
+        return load_row(line)
+    row = {
+        _NAMES[name]: value
+        for name in decoded.__struct_fields__
+        if (value := getattr(decoded, name)) is not msgspec.UNSET and value is not None
+    }
+    if decoded.reward is None:
+        row["reward"] = None
+    return row
+
+
+def _with_known_types(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row whose fields have the types that a summary reads; what has another type is left out."""
+    timings = row.get("timings")
+    findings = row.get("findings")
+    return {
+        **row,
+        "timings": {key: value for key, value in timings.items() if isinstance(value, int | float)}
+        if isinstance(timings, Mapping)
+        else {},
+        "findings": findings if isinstance(findings, list) else [],
+        "agent_ref": ref if isinstance(ref := row.get("agent_ref"), Mapping) else {"name": _text(ref)},
+        ATTEMPT_INDEX_KEY: _int(row.get(ATTEMPT_INDEX_KEY)) or 0,
+        "ng_agent_observations": _turns(row.get("ng_agent_observations")),
+        "ng_model_session": _turns(row.get("ng_model_session")),
+    }
+
+
+def _turns(value: Any) -> dict[str, Any]:
+    return {"turns": _member(value, "turns")}
+
+
+def _member(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+
+
+def _usage(row: Mapping[str, Any]) -> dict[str, Any]:
+    for source in (row.get("ng_model_session"), row.get("response")):
+        usage = _member(source, "usage")
+        if usage is not None:
+            return {name: _member(usage, name) for name in ("input_tokens", "output_tokens")}
+    return {}
+
+
+def _searched(row: Mapping[str, Any]) -> str:
+    prompt = "\n".join(_texts(_member(row.get(PARAMS_KEY), "input"), TEXT_CHARS))
+    output = _member(row.get("response"), "output")
+    answers: list[str] = []
+    held = 0
+    for item in reversed(output) if isinstance(output, list) else ():
+        for name in ("content", "summary", "arguments"):
+            for text in _texts(_member(item, name), TEXT_CHARS - held):
+                answers.append(text)
+                held += len(text)
+        if held >= TEXT_CHARS:
+            break
+    return _clean(f"{prompt[:TEXT_CHARS]}\n{chr(10).join(answers)[-TEXT_CHARS:]}") or ""
+
+
+def _texts(value: Any, chars: int, depth: int = 0) -> Iterator[str]:
+    """Every text of messages and their parts, until there are ``chars`` of them."""
+    if depth > _SEARCHED_DEPTH or chars <= 0:
+        return
+    if isinstance(value, str):
+        yield value[:chars]
+    elif isinstance(value, list):
+        for part in value:
+            for text in _texts(part, chars, depth + 1):
+                yield text
+                chars -= len(text)
+            if chars <= 0:
+                return
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            if key in _TEXT_KEYS:
+                yield from _texts(part, chars, depth + 1)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _clean(text: str | None) -> str | None:
+    """Text that a database takes: JSON may hold halves of surrogate pairs."""
+    if text is None or text.isascii():
+        return text
+    return text.encode("utf-8", "replace").decode()
+
+
+def _int(value: Any) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return int(value) if abs(value) < 2**62 else None

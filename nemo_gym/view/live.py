@@ -1,0 +1,162 @@
+"""How far a run is: what its database says while a collector works on it. Read only; the collector notices nothing."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import orjson
+
+from nemo_gym.rollouts.interfaces import JobState
+from nemo_gym.rollouts.results import RunFiles
+from nemo_gym.rollouts.store.schema import SCHEMA_VERSION
+from nemo_gym.rollouts.store.sql import LOGS_KEY
+
+RATE_WINDOW_S = 300.0
+MAX_RUNNING = 200
+
+
+def is_collecting(files: RunFiles) -> bool:
+    """Whether a collector holds the output's lock. The kernel's list says so: who tries the lock itself would hold it
+    for a moment, in which a collector could not start."""
+    try:
+        held = Path("/proc/locks").read_text(encoding="ascii", errors="replace")
+        inode = str(files.lock.stat().st_ino)
+    except OSError:
+        return False
+    return any(
+        len(words := line.split()) > 5 and words[1] == "FLOCK" and words[5].rpartition(":")[2] == inode
+        for line in held.splitlines()
+    )
+
+
+def progress(files: RunFiles) -> dict[str, Any] | None:
+    """Counts by state, what is running since when, the rate of the last minutes and the time left; ``note`` where the
+    database cannot be read; ``None`` where there is none."""
+    if not files.store.exists():
+        return None
+    collecting = is_collecting(files)
+    try:
+        with _reading(files.store) as connection:
+            return {"collecting": collecting, "note": None, **_progress(connection, collecting)}
+    except sqlite3.Error as error:
+        return {
+            "collecting": collecting,
+            "note": f"The run's database {files.store.name} cannot be read ({error}); what its files hold is shown.",
+        }
+
+
+def _progress(connection: sqlite3.Connection, collecting: bool) -> dict[str, Any]:
+    now = time.time()
+    counts = {state.value: 0 for state in JobState}
+    counts.update(connection.execute("SELECT state, count(*) FROM jobs GROUP BY state").fetchall())
+    total = sum(counts.values())
+    ended = sum(counts[state.value] for state in JobState if state.terminal)
+    retried, waiting = connection.execute(
+        "SELECT coalesce(sum(failures IS NOT NULL), 0), coalesce(sum(not_before > ?), 0) FROM jobs"
+        " WHERE state IN ('queued', 'claimed')",
+        (now,),
+    ).fetchone()
+    timed = _has_times(connection)
+    rate = None
+    if timed:
+        first, last, finished = connection.execute(
+            "SELECT min(finished_at), max(finished_at), count(*) FROM jobs WHERE finished_at >"
+            " (SELECT max(finished_at) FROM jobs) - ?",
+            (RATE_WINDOW_S,),
+        ).fetchone()
+        if finished > 1:
+            seconds = max((now if collecting else last) - first, 1e-3)
+            rate = finished / seconds
+    running = []
+    if collecting:
+        since = "claimed_at" if timed else "NULL"
+        for row in connection.execute(
+            f"SELECT job_id, task_id, sample_index, agent, attempt, run_result IS NOT NULL, {since} FROM jobs"
+            " WHERE state = 'claimed' ORDER BY 7, seq LIMIT ?",
+            (MAX_RUNNING,),
+        ):
+            running.append(
+                {
+                    "rollout_id": row[0],
+                    "task_id": row[1],
+                    "sample_index": row[2],
+                    "agent": row[3],
+                    "attempt": row[4],
+                    "stage": "eval" if row[5] else "init or run",
+                    "seconds": None if row[6] is None else max(0.0, now - row[6]),
+                }
+            )
+    left = total - ended
+    return {
+        "total": total,
+        "ended": ended,
+        "running_count": counts["claimed"] if collecting else 0,
+        "queued": counts["queued"] + (0 if collecting else counts["claimed"]),
+        "retried": retried,
+        "waiting_for_retry": waiting,
+        "per_minute": None if rate is None else rate * 60,
+        "seconds_left": left / rate if rate and left and collecting else None,
+        "running": running,
+    }
+
+
+def run_info(files: RunFiles) -> dict[str, Any]:
+    """What the run recorded of itself; empty where nothing can be read."""
+    try:
+        with _reading(files.store) as connection:
+            found = connection.execute("SELECT info FROM run").fetchone()
+            return dict(orjson.loads(found[0])) if found else {}
+    except (sqlite3.Error, OSError, ValueError):
+        return {}
+
+
+def server_logs(files: RunFiles) -> list[Path]:
+    """The folders with the logs of the servers that a run used, as far as they are there."""
+    return [path for each in run_info(files).get(LOGS_KEY) or () if (path := Path(str(each))).is_dir()]
+
+
+def stored_job(files: RunFiles, rollout_id: str) -> dict[str, Any] | None:
+    """What the database knows of a rollout beyond its row: its dataset row, and how earlier attempts failed."""
+    if not files.store.exists():
+        return None
+    try:
+        with _reading(files.store) as connection:
+            timed = "claimed_at, finished_at" if _has_times(connection) else "NULL, NULL"
+            found = connection.execute(
+                f"SELECT state, attempt, failures, data, {timed} FROM jobs JOIN rows USING (digest) WHERE job_id = ?",
+                (rollout_id,),
+            ).fetchone()
+            if found is None:
+                return None
+            return {
+                "state": found[0],
+                "attempt": found[1],
+                "failures": orjson.loads(found[2]) if found[2] else [],
+                "row": orjson.loads(found[3]),
+                "claimed_at": found[4],
+                "finished_at": found[5],
+            }
+    except (sqlite3.Error, OSError, ValueError):
+        return None
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[sqlite3.Connection]:
+    connection = sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True, timeout=5.0)
+    try:
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version != SCHEMA_VERSION:
+            raise sqlite3.DatabaseError(f"its tables have version {version}, this release reads {SCHEMA_VERSION}")
+        yield connection
+    finally:
+        connection.close()
+
+
+def _has_times(connection: sqlite3.Connection) -> bool:
+    return "finished_at" in {column[1] for column in connection.execute("PRAGMA table_info(jobs)")}

@@ -1,0 +1,106 @@
+"""The structured log lines of all servers that speak of one rollout, in the order of their time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from nemo_gym.rollouts.results import RunFiles
+from nemo_gym.view import live
+
+MAX_LINES = 2000
+_LEVELS = {"debug": 0, "info": 1, "warning": 2, "error": 3, "critical": 4, "exception": 3}
+_KNOWN = frozenset({"event", "rollout_id", "level", "timestamp", "server", "run_id"})
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One line of a server's log."""
+
+    timestamp: str
+    server: str
+    level: str
+    event: str
+    rollout_id: str
+    file: Path
+    number: int
+    more: dict[str, Any] = field(default_factory=dict)
+    """What else it says; a traceback is ``exception``."""
+
+    @property
+    def is_trouble(self) -> bool:
+        return _LEVELS.get(self.level, 1) >= 2
+
+
+def lines_of(folders: Iterable[Path], rollout_id: str, row: Mapping[str, Any] | None = None) -> list[LogLine]:
+    """All servers' lines of one rollout and its attempts, in order; the last `MAX_LINES` of them. A model server's
+    lines name the session that ``row`` names."""
+    session = (row or {}).get("ng_model_session")
+    session_id = session.get("session_id") if isinstance(session, Mapping) else None
+    of_rollout = re.compile(rf"{re.escape(rollout_id)}(-a\d+)?")
+    found = []
+    for path in log_files(folders):
+        found += [line for line in _parsed(path, rollout_id.encode()) if of_rollout.fullmatch(line.rollout_id)]
+        if isinstance(session_id, str) and len(session_id) > 8:
+            others = _parsed(path, session_id.encode())
+            found += [line for line in others if not of_rollout.fullmatch(line.rollout_id)]
+    found.sort(key=lambda line: line.timestamp)
+    return found[-MAX_LINES:]
+
+
+def trouble_of(folders: Iterable[Path], words: Sequence[str] = ()) -> list[LogLine]:
+    """Warnings and errors that name no rollout, with any of ``words`` where there are any: what befell a server."""
+    lowered = [word.lower() for word in words]
+    found = []
+    for path in log_files(folders):
+        for line in _parsed(path, b""):
+            if line.is_trouble and not line.rollout_id:
+                text = f"{line.event} {line.more}".lower()
+                if not lowered or any(word in text for word in lowered):
+                    found.append(line)
+    found.sort(key=lambda line: line.timestamp)
+    return found[-MAX_LINES:]
+
+
+def log_folders(files: RunFiles, row: Mapping[str, Any]) -> list[Path]:
+    """Where the servers of a rollout logged: the folder that its row names, where it is there, and the run's."""
+    folders = live.server_logs(files)
+    named = row.get("server_logs")
+    if isinstance(named, str) and named and Path(named).is_dir() and Path(named) in folders:
+        return [Path(named)]
+    return folders
+
+
+def log_files(folders: Iterable[Path]) -> list[Path]:
+    return [path for folder in folders for path in sorted(folder.glob("*.log"))]
+
+
+def _parsed(path: Path, wanted: bytes) -> Iterator[LogLine]:
+    try:
+        file = path.open("rb")
+    except OSError:
+        return
+    with file:
+        for number, raw in enumerate(file, 1):
+            if wanted not in raw:
+                continue
+            try:
+                held = orjson.loads(raw)
+            except orjson.JSONDecodeError:
+                continue
+            if isinstance(held, dict):
+                yield LogLine(
+                    timestamp=str(held.get("timestamp", "")),
+                    server=str(held.get("server", path.stem)),
+                    level=str(held.get("level", "info")),
+                    event=str(held.get("event", "")),
+                    rollout_id=str(held.get("rollout_id") or ""),
+                    file=path,
+                    number=number,
+                    more={key: value for key, value in held.items() if key not in _KNOWN},
+                )

@@ -1,0 +1,392 @@
+"""Questions to an index: tables, sums and single rows of a result file, each in a fraction of a second."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+import orjson
+import yaml
+
+from nemo_gym._util.suggest import nearest
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.reward_profile import pass_rates
+from nemo_gym.view.index import ResultIndex, ViewError, as_dict
+from nemo_gym.view.lines import COLUMNS, NoResultRow, load_row
+from nemo_gym.view.stats import Comparison, Mean, compare, mean_of_tasks
+
+SORTS = {
+    "worst": "rank, task_index, sample_index",
+    "task": "task_index, sample_index",
+    **{name: f"{name}, task_index, sample_index" for name in COLUMNS if name not in ("way", "label", "log", "rank")},
+}
+REWARDS = {"none": "reward IS NULL", "0": "reward <= 0", ">0": "reward > 0", "1": "reward >= 1", "<1": "reward < 1"}
+MAX_ROWS = 1000
+_WORD = re.compile(r"\w+")
+
+
+@dataclass(frozen=True, slots=True)
+class TableQuery:
+    """What a table shows. Conditions that are empty hold for every row."""
+
+    q: str = ""
+    """Words that stand in the prompt or the answer, each from its beginning; or a part of the task's name."""
+    task: str = ""
+    """A part of the task's name."""
+    agent: str = ""
+    outcome: str = ""
+    """How the harness ended, or the kind of failure."""
+    reward: str = ""
+    """A key of `REWARDS`."""
+    findings: str = ""
+    """``1``: with findings; else a part of their kinds."""
+    way: str = ""
+    """Rows that failed the same way."""
+    sort: str = "worst"
+    descending: bool = False
+    offset: int = 0
+    limit: int = 100
+
+    @classmethod
+    def of(cls, words: Mapping[str, str]) -> Self:
+        """From texts. Raises `ConfigError` naming what there is not."""
+        names = {field.name for field in fields(cls)}
+        for name in words:
+            if name not in names:
+                raise ConfigError(f"'{name}' is no filter{nearest(name, sorted(names))}; there are: {_listed(names)}")
+        given: dict[str, Any] = dict(words)
+        for name in ("offset", "limit"):
+            if name in given:
+                if not str(given[name]).isdecimal():
+                    raise ConfigError(f"{name}={given[name]}: is no number")
+                given[name] = min(int(given[name]), 10**12)
+        given["descending"] = str(given.get("descending", "")).lower() in ("1", "true", "yes")
+        query = cls(**given)
+        if query.sort not in SORTS:
+            raise ConfigError(f"sort={query.sort}{nearest(query.sort, sorted(SORTS))}; there are: {_listed(SORTS)}")
+        if query.reward and query.reward not in REWARDS:
+            raise ConfigError(f"reward={query.reward}: is one of {_listed(REWARDS)}")
+        return replace(query, limit=min(query.limit, MAX_ROWS))
+
+    def where(self) -> tuple[str, list[Any]]:
+        clauses, values = ["1"], []
+        for column, part in (("task_id", self.task), ("kinds", "" if self.findings == "1" else self.findings)):
+            if part:
+                clauses.append(f"instr(lower({column}), ?)")
+                values.append(part.lower())
+        for column, whole in (("agent", self.agent), ("outcome", self.outcome), ("way", self.way)):
+            if whole:
+                clauses.append(f"{column} = ?")
+                values.append(whole)
+        if self.reward:
+            clauses.append(REWARDS[self.reward])
+        if self.findings == "1":
+            clauses.append("findings > 0")
+        if self.q.strip():
+            words = " AND ".join(f'"{word}" *' for word in _WORD.findall(self.q.lower()))
+            found = "instr(lower(task_id), ?) OR rollout_id = ?"
+            values += [self.q.strip().lower(), self.q.strip()]
+            if words:
+                found += "".join(
+                    f" OR id IN (SELECT rowid FROM texts_{source} WHERE texts_{source} MATCH ?)" for source in (0, 1)
+                )
+                values += [words, words]
+            clauses.append(f"({found})")
+        return " AND ".join(clauses), values
+
+    def order(self) -> str:
+        if not self.descending:
+            return SORTS[self.sort]
+        first, _, rest = SORTS[self.sort].partition(", ")
+        return f"{first} DESC" + (f", {rest}" if rest else "")
+
+
+def table(index: ResultIndex, query: TableQuery) -> dict[str, Any]:
+    """``total`` and the ``rows`` of one page."""
+    connection = index.connection()
+    where, values = query.where()
+    (total,) = connection.execute(f"SELECT count(*) FROM rollouts WHERE {where}", values).fetchone()
+    rows = connection.execute(
+        f"SELECT id, source, {', '.join(COLUMNS)} FROM rollouts WHERE {where} ORDER BY {query.order()}"
+        " LIMIT ? OFFSET ?",
+        (*values, query.limit, query.offset),
+    )
+    return {"total": total, "rows": [as_dict(row) for row in rows]}
+
+
+def tasks(index: ResultIndex, query: TableQuery) -> dict[str, Any]:
+    """Tasks, those with the lowest mean reward first, each with its samples side by side."""
+    connection = index.connection()
+    where, values = query.where()
+    (total,) = connection.execute(f"SELECT count(DISTINCT task_index) FROM rollouts WHERE {where}", values).fetchone()
+    found = connection.execute(
+        "SELECT task_index, min(task_id) AS task_id, count(*) AS rollouts, count(reward) AS valid,"
+        " avg(reward) AS mean, sum(findings > 0) AS findings"
+        f" FROM rollouts WHERE {where} GROUP BY task_index ORDER BY mean IS NOT NULL, mean, task_index"
+        " LIMIT ? OFFSET ?",
+        (*values, query.limit, query.offset),
+    )
+    rows = []
+    for task in found.fetchall():
+        samples = connection.execute(
+            f"SELECT {', '.join(COLUMNS)} FROM rollouts WHERE task_index = ? AND {where}"
+            " ORDER BY agent, sample_index LIMIT 64",
+            (task["task_index"], *values),
+        )
+        rows.append({**as_dict(task), "samples": [as_dict(sample) for sample in samples]})
+    return {"total": total, "rows": rows}
+
+
+def reasons(index: ResultIndex, limit: int = 50) -> list[dict[str, Any]]:
+    """What rollouts have in common that failed the same way, those without a verdict first, then by their number."""
+    found = index.connection().execute(
+        "SELECT way, label, reason, rank, count(*) AS rollouts, min(id) AS first, outcome, log"
+        " FROM rollouts WHERE way IS NOT NULL GROUP BY rank, way ORDER BY rank, count(*) DESC LIMIT ?",
+        (limit,),
+    )
+    rows = []
+    for row in found.fetchall():
+        named = index.connection().execute(
+            "SELECT rollout_id, task_id, sample_index FROM rollouts WHERE rank = ? AND way = ? ORDER BY id LIMIT 3",
+            (row["rank"], row["way"]),
+        )
+        rows.append({**as_dict(row), "named": [as_dict(each) for each in named]})
+    return rows
+
+
+def rewards_by_task(index: ResultIndex) -> dict[str, list[float]]:
+    """The rewards of each task, by its name; tasks without one have an empty list."""
+    found: dict[str, list[float]] = {}
+    for name, reward in index.connection().execute(
+        "SELECT task_id, reward FROM rollouts ORDER BY task_index, sample_index"
+    ):
+        of_task = found.setdefault(name, [])
+        if reward is not None:
+            of_task.append(reward)
+    return found
+
+
+def summary(index: ResultIndex, prices: Prices | None = None) -> dict[str, Any]:
+    """What a run came to so far."""
+    connection = index.connection()
+    totals = as_dict(
+        connection.execute(
+            "SELECT count(*) AS rollouts, count(reward) AS valid, sum(findings > 0) AS with_findings,"
+            " sum(tokens_in) AS tokens_in, sum(tokens_out) AS tokens_out, sum(seconds) AS seconds,"
+            " sum(chains) AS chains, avg(turns) AS turns, sum(attempts > 1) AS retried FROM rollouts"
+        ).fetchone()
+    )
+    agents = [
+        as_dict(row)
+        for row in connection.execute(
+            "SELECT agent, count(*) AS rollouts, count(reward) AS valid, avg(reward) AS reward,"
+            " sum(findings > 0) AS with_findings, sum(tokens_in) AS tokens_in, sum(tokens_out) AS tokens_out"
+            " FROM rollouts GROUP BY agent ORDER BY agent"
+        )
+    ]
+    outcomes = [
+        as_dict(row)
+        for row in connection.execute(
+            "SELECT outcome, count(*) AS rollouts, reward IS NULL AS invalid FROM rollouts"
+            " GROUP BY outcome, reward IS NULL ORDER BY invalid DESC, count(*) DESC LIMIT 40"
+        )
+    ]
+    rewards = rewards_by_task(index)
+    mean = mean_of_tasks([*rewards.values()])
+    rates = pass_rates([*rewards.values()])
+    return {
+        **{name: value or 0 for name, value in totals.items()},
+        "tasks": len(rewards),
+        "solved": sum(any(reward >= 1 for reward in of_task) for of_task in rewards.values()),
+        "reward": _interval(mean),
+        "pass_rates": rates,
+        "agents": agents,
+        "outcomes": outcomes,
+        "cost": None if prices is None else prices.cost(agents),
+        "notes": notes(index),
+    }
+
+
+def histogram(index: ResultIndex, column: str, bins: int = 20) -> list[tuple[float, float, int]]:
+    """``(from, to, count)`` of a column's values, in bins of the same width."""
+    if column not in ("reward", "seconds", "turns", "tokens_out"):
+        raise ViewError(f"there is no histogram of '{column}'")
+    connection = index.connection()
+    low, high = connection.execute(f"SELECT min({column}), max({column}) FROM rollouts").fetchone()
+    if low is None:
+        return []
+    width = (high - low) / bins or 1.0
+    counts = dict(
+        connection.execute(
+            f"SELECT min(CAST(({column} - ?) / ? AS INTEGER), ?) AS bin, count(*) FROM rollouts"
+            f" WHERE {column} IS NOT NULL GROUP BY bin",
+            (low, width, bins - 1),
+        ).fetchall()
+    )
+    return [(low + place * width, low + (place + 1) * width, counts.get(place, 0)) for place in range(bins)]
+
+
+def notes(index: ResultIndex) -> list[str]:
+    """What of the files is not shown, or not as it stands there: one sentence each."""
+    connection = index.connection()
+    said = []
+    for source, path in enumerate(index.paths):
+        odd = connection.execute(
+            "SELECT count(*) AS lines, min(line) AS line, why FROM odd_lines WHERE source = ?", (source,)
+        ).fetchone()
+        if odd["lines"]:
+            lines = f"{odd['lines']} lines of {path.name} are no result rows" if odd["lines"] > 1 else "one line"
+            lines = lines if odd["lines"] > 1 else f"a line of {path.name} is no result row"
+            said.append(f"{lines} (line {odd['line']}: {odd['why']}); the others are shown.")
+    (foreign,) = connection.execute("SELECT coalesce(sum(foreign_rows), 0) FROM files").fetchone()
+    if foreign:
+        said.append(
+            f"{foreign} rows lack 'valid' or '_ng_rollout_id', as rows of NeMo Gym or of another version do; what they"
+            " hold is shown."
+        )
+    if torn := index.torn_bytes:
+        said.append(f"The last line has no end ({torn} bytes) and is left out until it has one.")
+    if index.path.parent != index.files.output.parent:
+        said.append("The folder of the result file cannot be written to: its index is kept for this process only.")
+    return said
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRow:
+    """One rollout's row and where it stands."""
+
+    columns: dict[str, Any]
+    source: int
+    line: int
+    raw: bytes
+    row: dict[str, Any]
+    """Empty where the line cannot be read as a whole; ``raw`` can be shown as text."""
+
+
+def find_row(index: ResultIndex, rollout: str) -> FoundRow:
+    """The row of a rollout: by its id, by ``task#sample`` or by the name of a task with one rollout. The last one
+    counts where it stands twice. Raises `ViewError`."""
+    connection = index.connection()
+    found = connection.execute(
+        "SELECT * FROM rollouts WHERE rollout_id = ? ORDER BY source, id DESC LIMIT 1", (rollout,)
+    ).fetchone()
+    task, is_sample, sample = rollout.rpartition("#")
+    if found is None and is_sample and sample.isdecimal():
+        found = connection.execute(
+            "SELECT * FROM rollouts WHERE task_id = ? AND sample_index = ? ORDER BY source, id DESC LIMIT 1",
+            (task.strip(), int(sample)),
+        ).fetchone()
+    if found is None:
+        of_task = connection.execute(
+            "SELECT * FROM rollouts WHERE task_id = ? ORDER BY rank, sample_index LIMIT 1", (rollout,)
+        ).fetchone()
+        found = of_task
+    if found is None:
+        names = [name for (name,) in connection.execute("SELECT DISTINCT task_id FROM rollouts LIMIT 2000")]
+        raise ViewError(
+            f"there is no rollout '{rollout}' in {index.files.output.name}{nearest(task or rollout, names)}; name it"
+            " by its id, or as task#sample"
+        )
+    raw = index.line(found["source"], found["offset"], found["length"])
+    try:
+        row = load_row(raw)
+    except NoResultRow:
+        row = {}
+    columns = {name: found[name] for name in COLUMNS}
+    return FoundRow(columns, found["source"], found["line"], raw, row)
+
+
+def neighbours(index: ResultIndex, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The other samples of a rollout's task, and the rollouts before and after it in the order worst first."""
+    connection = index.connection()
+    samples = connection.execute(
+        "SELECT rollout_id, sample_index, agent, reward, outcome, findings FROM rollouts WHERE task_index = ?"
+        " ORDER BY agent, sample_index LIMIT 256",
+        (columns["task_index"],),
+    )
+    place = (columns["rank"], columns["task_index"], columns["sample_index"])
+    around = {
+        name: connection.execute(
+            f"SELECT rollout_id FROM rollouts WHERE (rank, task_index, sample_index) {sign} (?, ?, ?)"
+            f" ORDER BY rank {way}, task_index {way}, sample_index {way} LIMIT 1",
+            place,
+        ).fetchone()
+        for name, sign, way in (("previous", "<", "DESC"), ("next", ">", "ASC"))
+    }
+    return {
+        "samples": [as_dict(row) for row in samples],
+        **{name: row and row["rollout_id"] for name, row in around.items()},
+    }
+
+
+def compared(first: ResultIndex, second: ResultIndex, *, changed_only: bool = False) -> dict[str, Any]:
+    """Two runs task by task: figures, and a row for each task that stands in both, the largest changes first."""
+    before, after = rewards_by_task(first), rewards_by_task(second)
+    figures: Comparison = compare(before, after)
+    rows: list[dict[str, Any]] = []
+    for name, rewards in before.items():
+        others = after.get(name)
+        if others is None:
+            continue
+        means = [sum(each) / len(each) if each else None for each in (rewards, others)]
+        difference = None if means[0] is None or means[1] is None else means[1] - means[0]
+        if not changed_only or difference:
+            rows.append({"task_id": name, "a": rewards, "b": others, "difference": difference})
+    rows.sort(key=lambda row: (row["difference"] is None, -abs(row["difference"] or 0), row["task_id"]))
+    return {
+        **asdict(figures),
+        "difference": _interval(figures.difference),
+        "only_a": sum(name not in after for name in before),
+        "only_b": sum(name not in before for name in after),
+        "rows": rows,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What a million tokens cost, by agent instance; ``default`` is for all others."""
+
+    of_agent: Mapping[str, tuple[float, float]]
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """From YAML: ``{default: {input: 3.0, output: 15.0}}``. Raises `ConfigError`."""
+        try:
+            held = yaml.safe_load(path.read_text(encoding="utf-8"))
+            found = {str(name): (float(each["input"]), float(each["output"])) for name, each in held.items()}
+        except OSError as error:
+            raise ConfigError(f"prices: cannot read '{path}': {error.strerror}") from error
+        except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"prices: '{path}' is not of the form 'default: {{input: 3.0, output: 15.0}}', the price of a million"
+                f" tokens by agent ({error})"
+            ) from error
+        return cls(found)
+
+    def cost(self, agents: Sequence[Mapping[str, Any]]) -> float:
+        """Of all rollouts together."""
+        total = 0.0
+        for agent in agents:
+            of_input, of_output = self.of_agent.get(agent["agent"]) or self.of_agent.get("default") or (0.0, 0.0)
+            total += ((agent["tokens_in"] or 0) * of_input + (agent["tokens_out"] or 0) * of_output) / 1e6
+        return total
+
+
+def aggregate_metrics(index: ResultIndex) -> list[dict[str, Any]]:
+    """The key metrics that the run's servers computed; none while it goes."""
+    try:
+        held = orjson.loads(index.files.aggregate_metrics.read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return []
+    return [each for each in held if isinstance(each, dict)] if isinstance(held, list) else []
+
+
+def _interval(mean: Mean | None) -> dict[str, Any] | None:
+    return None if mean is None else {**asdict(mean), "low": mean.low, "high": mean.high}
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(sorted(names))

@@ -1,0 +1,450 @@
+"""One rollout, ready to be shown: its turns, what it left, how it was graded, every attempt, and its chains of tokens.
+
+Whatever stands in a row is text of a model, a box or a dataset. It is never trusted to have the form that it should.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+import yaml
+
+from nemo_gym.contract.errors import RowError
+from nemo_gym.contract.rows import ATTEMPT_INDEX_KEY, PARAMS_KEY, RESPONSE_KEY
+from nemo_gym.gateway.tokens.trajectories import Trajectory, from_row
+from nemo_gym.rollouts.results import RunFiles
+from nemo_gym.rollouts.trajectories import TRAJECTORY_KEY
+from nemo_gym.view.index import ResultIndex, ViewError
+from nemo_gym.view.live import stored_job
+from nemo_gym.view.queries import FoundRow, neighbours
+
+MAX_TEXT_CHARS = 40_000
+"""Of one text; the rest is a request away."""
+MAX_ITEMS = 5000
+MAX_STEPS = 2000
+
+_FAILING = re.compile(
+    r"^(FAILED|ERROR|FAIL:|not ok\b|--- FAIL|E {2,}|AssertionError|Traceback|FATAL)|\bFAILED\b|^\s*[✕✗✘×] |"
+    r"\.\.\. (FAIL|ERROR)|^\S*(Error|Exception): "
+)
+_PASSING = re.compile(r"^(PASSED|ok\b)|\bPASSED\b|^\s*[✓✔] |\.\.\. ok\b")
+_MODEL_ITEMS = frozenset({"message", "reasoning", "function_call"})
+
+
+def rollout_view(index: ResultIndex, found: FoundRow) -> dict[str, Any]:
+    """Everything of a rollout but its tokens and its logs."""
+    row, columns = found.row, found.columns
+    stored = stored_job(index.files, str(columns["rollout_id"])) or {}
+    params = row.get(PARAMS_KEY) or _mapping(stored.get("row")).get(PARAMS_KEY)
+    return {
+        **columns,  # among them counts, whose place takes what they count
+        "line": found.line,
+        "file": index.paths[found.source].name,
+        "raw_bytes": len(found.raw),
+        "is_readable": bool(row),
+        "failure_reason": row.get("failure_reason"),
+        "failure_stage": row.get("failure_stage"),
+        "outcome_detail": row.get("outcome_detail"),
+        "topology": row.get("topology"),
+        "validation": row.get("validation"),
+        "timings": _timings(row),
+        "steps": _steps(row),
+        "prompt": _prompt(params),
+        "turns": turns_of(row),
+        "artifacts": [*_artifacts(row)],
+        "findings": _findings(row),
+        "tests": _failing_tests(row),
+        "official": _cut_json(row.get("official")),
+        "details": _cut_json(row.get("details")),
+        "evaluation": evaluation_log(index.files, row),
+        "attempts": _attempts(row, stored),
+        "chains": [*_chains(row)],
+        "server_logs": row.get("server_logs"),
+        "finished_at": stored.get("finished_at"),
+        **neighbours(index, columns),
+    }
+
+
+def cut(text: str, where: str = "") -> dict[str, Any]:
+    """A text as far as a page shows it; ``where`` it stands in the row, as a JSON pointer."""
+    return {"text": text[:MAX_TEXT_CHARS], "chars": len(text), "where": where}
+
+
+def text_at(row: Mapping[str, Any], where: str) -> str:
+    """The whole text that a JSON pointer leads to. Raises `ViewError`."""
+    value: Any = row
+    for part in where.split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, Mapping) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            raise ViewError(f"the row has nothing at '{where}'")
+    return value if isinstance(value, str) else _json(value)
+
+
+# The conversation
+
+
+def _prompt(params: Any) -> list[dict[str, Any]]:
+    asked = params.get("input") if isinstance(params, Mapping) else None
+    if isinstance(asked, str):
+        return [{"role": "user", **cut(asked, f"/{PARAMS_KEY}/input")}]
+    shown = []
+    for number, item in enumerate(asked if isinstance(asked, list) else ()):
+        where = f"/{PARAMS_KEY}/input/{number}"
+        shown.append(
+            {"role": str(_mapping(item).get("role") or _mapping(item).get("type") or "?"), **_said(item, where)}
+        )
+    return shown[:MAX_ITEMS]
+
+
+def turns_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The answer as turns: what the model said and called, and what its tools returned."""
+    output = _mapping(row.get(RESPONSE_KEY)).get("output")
+    turns: list[dict[str, Any]] = []
+    calls: dict[str, dict[str, Any]] = {}
+    after_result = True
+    for number, item in enumerate(output[:MAX_ITEMS] if isinstance(output, list) else ()):
+        item = _mapping(item)
+        kind, where = str(item.get("type") or "message"), f"/{RESPONSE_KEY}/output/{number}"
+        is_model = kind in _MODEL_ITEMS and item.get("role") in (None, "assistant")
+        if (after_result and is_model) or not turns:
+            turns.append({"number": len(turns) + 1, "items": []})
+        after_result = not is_model
+        if kind == "function_call":
+            call = {
+                "kind": "call",
+                "name": str(item.get("name") or "?"),
+                "arguments": _arguments(item.get("arguments"), f"{where}/arguments"),
+                "result": None,
+            }
+            calls[str(item.get("call_id"))] = call
+            turns[-1]["items"].append(call)
+        elif kind == "function_call_output":
+            result = _said(item, where, ("output",))
+            call_of = calls.get(str(item.get("call_id")))
+            if call_of is not None and call_of["result"] is None:
+                call_of["result"] = result
+            else:
+                turns[-1]["items"].append({"kind": "result", **result})
+        else:
+            said = _said(item, where)
+            if said["text"]:
+                turns[-1]["items"].append(
+                    {
+                        "kind": "reasoning" if kind == "reasoning" else "message",
+                        "role": str(item.get("role") or kind),
+                        **said,
+                    }
+                )
+    return [turn for turn in turns if turn["items"]]
+
+
+def _arguments(value: Any, where: str) -> dict[str, Any]:
+    """A call's arguments; those that are one text, such as a command, as that text."""
+    text = value if isinstance(value, str) else _json(value)
+    try:
+        held = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return cut(text, where)
+    if isinstance(held, dict):
+        if len(held) == 1 and isinstance(only := next(iter(held.values())), str):
+            return {**cut(only, where), "name": next(iter(held))}
+        text = orjson.dumps(held, option=orjson.OPT_INDENT_2).decode()
+    return cut(text, where)
+
+
+def _said(item: Any, where: str, keys: tuple[str, ...] = ("content", "summary", "text")) -> dict[str, Any]:
+    """The text of a message, in whatever form it is there."""
+    if not isinstance(item, Mapping):
+        return cut(item if isinstance(item, str) else _json(item), where)
+    for key in keys:
+        value = item.get(key)
+        if isinstance(value, str):
+            return cut(value, f"{where}/{key}")
+        if isinstance(value, list) and value:
+            parts = [*map(_part, value)]
+            place = (
+                f"{where}/{key}/0/text"
+                if len(parts) == 1 and isinstance(_mapping(value[0]).get("text"), str)
+                else f"{where}/{key}"
+            )
+            return cut("\n".join(parts), place)
+    if set(item) <= {"type", "role", "content", "id", "status", "summary", "encrypted_content"}:
+        return cut("", where)
+    return cut(_json(item), where)
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    part = _mapping(part)
+    for key in ("text", "refusal", "output"):
+        if isinstance(part.get(key), str):
+            return str(part[key])
+    kind = str(part.get("type", "part"))
+    return f"[{kind}]" if "image" in kind or "audio" in kind or "file" in kind else _json(part)
+
+
+# What it took, and what it left
+
+
+def _timings(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {"stage": str(name).removesuffix("_s"), "seconds": seconds}
+        for name, seconds in _mapping(row.get("timings")).items()
+        if isinstance(seconds, int | float)
+    ]
+
+
+def _steps(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Tool calls as the harness timed them, from its first."""
+    records = _mapping(_mapping(row.get("ng_agent_observations")).get("records")).get("records")
+    timed = [
+        record
+        for record in (records if isinstance(records, list) else ())[:MAX_STEPS]
+        if isinstance(record, Mapping)
+        and isinstance(record.get("started_at"), int | float)
+        and isinstance(record.get("duration_ms"), int | float)
+    ]
+    first = min((record["started_at"] for record in timed), default=0.0)
+    return [
+        {
+            "name": str(record.get("tool_name") or record.get("kind")),
+            "start_s": record["started_at"] - first,
+            "seconds": record["duration_ms"] / 1000,
+            "status": str(record.get("status", "")),
+        }
+        for record in timed
+    ]
+
+
+def _artifacts(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    held = row.get("artifacts")
+    for number, artifact in enumerate(held if isinstance(held, list) else ()):
+        artifact = _mapping(artifact)
+        data = artifact.get("data")
+        is_text = artifact.get("encoding") in (None, "utf-8") and isinstance(data, str)
+        yield {
+            "name": str(artifact.get("name", number)),
+            "kind": str(artifact.get("kind", "")),
+            "size": artifact.get("size"),
+            "truncated": bool(artifact.get("truncated")),
+            "error": artifact.get("error") and str(artifact["error"]),
+            "is_diff": is_text and (artifact.get("kind") == "git_diff" or str(data).startswith("diff --git")),
+            **(cut(str(data), f"/artifacts/{number}/data") if is_text else cut("", f"/artifacts/{number}/data")),
+        }
+
+
+def _findings(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    held = row.get("findings")
+    return [
+        {
+            "kind": str(each.get("kind")),
+            "detail": str(each.get("detail", "")),
+            "evidence": _cut_json(each.get("evidence")),
+        }
+        for each in (held if isinstance(held, list) else ())
+        if isinstance(each, Mapping)
+    ]
+
+
+def _failing_tests(row: Mapping[str, Any]) -> list[str]:
+    """Tests that should pass and do not, by the official verdict."""
+    statuses = _mapping(_mapping(row.get("official")).get("tests_status"))
+    return [
+        str(name)
+        for kind, status in statuses.items()
+        if str(kind).endswith("_TO_PASS")
+        for name in _mapping(status).get("failure") or ()
+    ]
+
+
+def evaluation_log(files: RunFiles, row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What grading printed, with the lines of failing tests marked; ``None`` where no log was kept."""
+    named = row.get("evaluation_log")
+    if not isinstance(named, str) or not named:
+        return None
+    path = files.output.parent / named
+    try:
+        if not path.resolve().is_relative_to(files.logs.resolve()):
+            return None  # a row may have a field of that name of its own
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except (OSError, ValueError):
+        return {"path": str(named), "lines": [], "is_missing": True}
+    names = [name for test in _failing_tests(row) for name in (test, test.rpartition("::")[2]) if len(name) > 3]
+    lines = [{"text": line, "mark": _mark(line, names)} for line in text.splitlines()]
+    return {"path": str(path), "lines": lines, "is_missing": False}
+
+
+def _mark(line: str, failing: list[str]) -> str:
+    if _FAILING.search(line):
+        return "fail"
+    if _PASSING.search(line):
+        return "pass"
+    return "test" if any(name in line for name in failing) else ""
+
+
+def _attempts(row: Mapping[str, Any], stored: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """How each attempt ended, the last one too."""
+    failures = row.get("failures") if isinstance(row.get("failures"), list) else stored.get("failures")
+    shown = []
+    number = 1
+    for failure in failures or ():
+        failure = _mapping(failure)
+        shown.append(
+            {
+                "number": number,
+                "stage": str(failure.get("stage", "")),
+                "kind": str(failure.get("kind", "")),
+                "reason": str(failure.get("reason", "")),
+                "details": _cut_json(failure.get("details") or None),
+            }
+        )
+        number += bool(failure.get("new_attempt", True))
+    last = row.get(ATTEMPT_INDEX_KEY)
+    if row.get("reward") is not None:
+        number = max(number, last + 1 if isinstance(last, int) else 1)
+        said = row.get("reward_reason") or row.get("outcome_detail")
+        shown.append({"number": number, "stage": "eval", "kind": "", "reason": str(said or ""), "details": None})
+    return shown
+
+
+# Tokens
+
+
+def _chains(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    held = row.get(TRAJECTORY_KEY)
+    for number, each in enumerate(held if isinstance(held, list) else ()):
+        each = _mapping(each)
+        mask = each.get("response_mask")
+        turns = each.get("turns")
+        yield {
+            "number": number,
+            "prompt_tokens": _length(each.get("prompt_ids")),
+            "response_tokens": _length(each.get("response_ids")),
+            "sampled": mask.count(1) if isinstance(mask, list) else 0,
+            "has_logprobs": isinstance(each.get("logprobs"), list),
+            "turns": _length(turns),
+            "split_reason": str(each.get("split_reason", "")),
+            "split_detail": each.get("split_detail") and str(each["split_detail"]),
+            "finish_reason": each.get("finish_reason") and str(each["finish_reason"]),
+            "weights_versions": [
+                str(version) for version in each.get("weights_versions") or () if isinstance(version, str)
+            ],
+        }
+
+
+def chain_of(row: Mapping[str, Any], number: int) -> Trajectory:
+    """One chain of a row. Raises `ViewError`."""
+    held = row.get(TRAJECTORY_KEY)
+    if not isinstance(held, list) or not 0 <= number < len(held) or not isinstance(held[number], Mapping):
+        raise ViewError(f"the row has no chain {number}")
+    try:
+        return from_row(held[number])
+    except RowError as error:
+        raise ViewError(f"chain {number} cannot be shown: {error.message}") from error
+
+
+def packed_chain(chain: Trajectory, texts: Mapping[int, str]) -> bytes:
+    """A chain for a browser: the length of a JSON head (4 bytes, little-endian), the head filled up to 4 bytes, prompt
+    ids, response ids and log-probabilities (4 bytes each), and the mask (1 byte each)."""
+    head = orjson.dumps(
+        {
+            "prompt": len(chain.prompt_ids),
+            "response": len(chain.response_ids),
+            "has_logprobs": chain.logprobs is not None,
+            "turns": [
+                {
+                    "start": turn.start,
+                    "end": turn.end,
+                    "finish_reason": turn.finish_reason,
+                    "weights_version": turn.weights_version,
+                }
+                for turn in chain.turns
+            ],
+            "texts": texts,
+        },
+        option=orjson.OPT_NON_STR_KEYS,
+        default=str,
+    )
+    head += b" " * (-len(head) % 4)
+    parts = [len(head).to_bytes(4, "little"), head, chain.prompt_ids.tobytes(), chain.response_ids.tobytes()]
+    if chain.logprobs is not None:
+        parts.append(chain.logprobs.tobytes())
+    return b"".join([*parts, chain.response_mask])
+
+
+class TokenTexts:
+    """Token ids as text, where the run's policy is a folder on this machine that holds a tokenizer."""
+
+    def __init__(self, files: RunFiles) -> None:
+        self._tokenizer = _tokenizer(files.configuration)
+        self._texts: dict[int, str] = {}
+
+    def of(self, ids: set[int]) -> dict[int, str]:
+        if self._tokenizer is None:
+            return {}
+        for token in ids - self._texts.keys():
+            try:
+                self._texts[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+            except (OverflowError, ValueError):
+                self._texts[token] = "?"
+        return {token: self._texts[token] for token in ids}
+
+
+def _tokenizer(configuration: Path) -> Any:
+    try:
+        held = yaml.safe_load(configuration.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return None
+    for folder in _policies(held):
+        path = Path(folder, "tokenizer.json")
+        if path.is_file():
+            try:
+                from tokenizers import Tokenizer
+            except ImportError:
+                return None
+            try:
+                return Tokenizer.from_file(str(path))
+            except Exception:  # noqa: BLE001 - its own error type is plain Exception
+                return None
+    return None
+
+
+def _policies(value: Any, key: str = "", depth: int = 0) -> Iterator[str]:
+    if isinstance(value, Mapping) and depth < 8:
+        for name, each in value.items():
+            if key == "policy" and name == "path" and isinstance(each, str):
+                yield each
+            else:
+                yield from _policies(each, str(name), depth + 1)
+
+
+# Small things
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, list) else 0
+
+
+def _json(value: Any) -> str:
+    try:
+        return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS, default=str).decode()
+    except TypeError:  # nested more deeply than it writes
+        return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _cut_json(value: Any) -> dict[str, Any] | None:
+    return None if value in (None, {}, []) else cut(_json(value))

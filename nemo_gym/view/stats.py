@@ -1,0 +1,88 @@
+"""How sure a figure is: intervals of means over tasks, and two runs compared task by task.
+
+Samples of one task resemble each other, so tasks are what is counted: a mean is the mean of the tasks' means, and its
+standard error is that of the tasks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+Z95 = 1.959964
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean with its 95 % interval; no interval where one task alone was counted."""
+
+    value: float
+    std_err: float | None
+    tasks: int
+
+    @property
+    def low(self) -> float | None:
+        return None if self.std_err is None else self.value - Z95 * self.std_err
+
+    @property
+    def high(self) -> float | None:
+        return None if self.std_err is None else self.value + Z95 * self.std_err
+
+
+def mean_of_tasks(rewards: Sequence[Sequence[float]]) -> Mean | None:
+    """The mean over tasks of the mean reward; ``None`` without any. ``rewards[i]`` are those of task *i*."""
+    means = [fmean(of_task) for of_task in rewards if of_task]
+    if not means:
+        return None
+    spread = stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
+    return Mean(fmean(means), spread, len(means))
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Run B against run A, over the tasks that have a reward in both."""
+
+    tasks: int
+    wins: int
+    """Tasks whose mean reward is higher in B."""
+    losses: int
+    ties: int
+    gained: int
+    """Tasks that B solves and A does not: one sample has the reward 1."""
+    lost: int
+    difference: Mean | None
+    """Of the tasks' mean rewards, B − A."""
+    p_value: float
+    """Of the exact sign test, two-sided: how often as many wins, or as many losses, come about by chance."""
+
+
+def compare(first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[float]]) -> Comparison:
+    """Compare rewards by task, of run A and of run B."""
+    both = [name for name, rewards in first.items() if rewards and second.get(name)]
+    differences = [fmean(second[name]) - fmean(first[name]) for name in both]
+    wins = sum(each > 1e-12 for each in differences)
+    losses = sum(each < -1e-12 for each in differences)
+    solved = [(max(first[name]) >= 1, max(second[name]) >= 1) for name in both]
+    return Comparison(
+        tasks=len(both),
+        wins=wins,
+        losses=losses,
+        ties=len(both) - wins - losses,
+        gained=sum(after and not before for before, after in solved),
+        lost=sum(before and not after for before, after in solved),
+        difference=mean_of_tasks([[each] for each in differences]),
+        p_value=sign_test(wins, losses),
+    )
+
+
+def sign_test(wins: int, losses: int) -> float:
+    """The chance that fair coins fall as unevenly as this, or more so, to either side."""
+    count, fewer = wins + losses, min(wins, losses)
+    if count == 0:
+        return 1.0
+    # In logarithms: of 100,000 coins, the powers alone would not fit a float.
+    logs = [math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1) for k in range(fewer + 1)]
+    tail = sum(math.exp(each - count * math.log(2)) for each in logs)
+    return min(1.0, 2 * tail)

@@ -1,0 +1,34 @@
+"""Text of models, boxes and datasets in a terminal: nothing in it moves the cursor, changes colours or turns."""
+
+from __future__ import annotations
+
+import re
+
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
+
+
+def shown(text: object) -> str:
+    """``text`` with every character that is not shown as it is written out."""
+    return _HIDDEN.sub(_written, str(text))
+
+
+def one_line(text: object, chars: int = 100) -> str:
+    """``text`` in one line of at most ``chars``."""
+    line = " ".join(shown(text).split())
+    return line if len(line) <= chars else f"{line[: chars - 1]}…"
+
+
+def _written(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"^{chr(code + 64)}" if code < 0x20 else f"<U+{code:04X}>"
+
+
+def seconds_text(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

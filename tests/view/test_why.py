@@ -1,0 +1,107 @@
+"""Which cause a failure's kind and words speak of. The reasons are those that servers of this suite give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nemo_gym.contract.verdict import FailureKind
+from nemo_gym.view.text import one_line, shown
+from nemo_gym.view.why import CAUSES, cause_of, explain
+from tests.view.results import failed, row
+
+SAID: list[tuple[str, str, str, str]] = [
+    ("wrong_key", "model_refused", "engine 'x' refused its API key (401); set the engine's 'api_key'", "run"),
+    ("model_refused", "model_refused", "the policy endpoint answered 404: The model `m` does not exist.", "run"),
+    ("context_exceeded", "model_refused", "400: maximum context length is 16 tokens", "run"),
+    ("context_exceeded", "context_exceeded", "the first request does not fit", "run"),
+    ("engine_down", "model_unreachable", "no engine is in service", "run"),
+    ("image_missing", "sandbox_failed", "docker: No such image: examples/nowhere:none", "init"),
+    ("image_missing", "seed_failed", "image 'examples__x' is not prepared; run ng_prepare swe_bench", "init"),
+    ("sandbox_failed", "sandbox_failed", "docker: the engine does not answer", "init"),
+    ("disk_full", "sandbox_failed", "no space left on the device of /var/boxes: free some, or set state_dir", "init"),
+    ("disk_full", "internal", "docker: the engine's disk is full while unpacking", "eval"),
+    ("out_of_memory", "host_out_of_memory", "the host ran out of memory", "eval"),
+    ("out_of_memory", "agent_crashed", "the harness was ended: out of memory", "run"),
+    ("grader_timeout", "control_run_failed", "the gold patch timed out after 1800 s, too", "eval"),
+    ("grader_timeout", "deadline", "not done within 3600 s", "eval"),
+    ("control_failed", "control_run_failed", "2 of 4 tests fail with the gold patch", "eval"),
+    ("deadline", "deadline", "not done within 3600 s", "run"),
+    ("mcp_down", "mcp_failed", "MCP server 'weather' served none of 3 requests", "run"),
+    ("lost_box", "sandbox_lost", "box-1 is gone", "run"),
+    ("lost_box", "exec_lost", "the connection to the box was lost", "eval"),
+    ("agent_crashed", "agent_crashed", "claude ended with exit code 3", "run"),
+    ("agent_lost", "agent_lost", "mini_swe_agent/act: the server closed the connection", "run"),
+    ("cancelled", "cancelled", "the group was filled: no space left in it", "run"),
+    ("seed_failed", "seed_failed", "sums/seed_session: field 'numbers' must be a list of numbers", "init"),
+    ("verifier_failed", "verifier_failed", "verify returned the reward None", "eval"),
+    ("internal", "internal", "KeyError: 'x'", "run"),
+    ("internal", "a kind of another version", "who knows", "run"),
+]
+
+
+@pytest.mark.parametrize(("cause", "kind", "reason", "stage"), SAID)
+def test_cause_of_a_failure(cause: str, kind: str, reason: str, stage: str) -> None:
+    found = cause_of(kind, reason, has_reward=False, stage=stage)
+    assert found is not None
+    assert found.name == cause
+
+
+@pytest.mark.parametrize("kind", FailureKind)
+def test_every_kind_of_failure_has_a_cause_of_its_own_words(kind: FailureKind) -> None:
+    found = cause_of(kind, "", has_reward=False)
+    assert found is not None
+    assert (found.name == "internal") == (kind is FailureKind.INTERNAL)
+
+
+def test_every_cause_says_what_happened_and_what_helps() -> None:
+    for cause in CAUSES.values():
+        assert cause.title
+        assert cause.happened.endswith(".")
+        assert cause.helps.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("fields", "cause"),
+    [
+        ({"reward": 1.0}, None),
+        ({"reward": 0.0}, "not_solved"),
+        ({"reward": 0.0, "outcome": "max_turns"}, "ran_out"),
+        ({"reward": 0.0, "official": {"timed_out": True}}, "grader_timeout"),
+        ({"reward": 0.0, "findings": [{"kind": "values_not_confirmed"}]}, "tampering"),
+    ],
+)
+def test_cause_of_a_reward(fields: dict[str, Any], cause: str | None) -> None:
+    held = row(0, **fields)
+    columns = {
+        "outcome": held["outcome"],
+        "reason": None,
+        "reward": held["reward"],
+        "findings": len(held["findings"]),
+    }
+    found = explain(columns, held)
+    assert (found and found["cause"]) == cause
+
+
+def test_evidence_names_reason_attempts_and_failing_tests() -> None:
+    failures = [{"kind": "agent_crashed"}, {"kind": "model_unreachable"}]
+    held = failed(0, failures=failures)
+    columns = {"outcome": "model_unreachable", "reason": "connection refused", "reward": None, "findings": 0}
+    found = explain(columns, held)
+    assert found is not None
+    assert found["evidence"] == [
+        "model_unreachable in run: connection refused",
+        "2 attempts ended so: agent_crashed, model_unreachable",
+    ]
+    tests = {"FAIL_TO_PASS": {"failure": ["a", "b", "c", "d"]}, "PASS_TO_FAIL": {"failure": ["e"]}}
+    graded = row(0, reward=0.0, official={"tests_status": tests})
+    found = explain({"outcome": "completed", "reason": "4 fail", "reward": 0.0, "findings": 0}, graded)
+    assert found is not None
+    assert found["evidence"] == ["4 fail", "4 of FAIL_TO_PASS fail: a, b, c, …"]
+
+
+def test_text_in_a_terminal_moves_nothing() -> None:
+    assert shown("a\x1b[31mb\u202ec\x00\td\ne") == "a^[[31mb<U+202E>c^@\td\ne"
+    assert one_line("a\n  b\r\n\x07c") == "a b^M ^Gc"
+    assert one_line("x" * 10, 5) == "xxxx…"

@@ -53,7 +53,8 @@ def failure_row(
     server_logs: Path | None = None,
 ) -> bytes:
     """The line of the failures file: NeMo Gym's keys, the verdict's, every earlier failure, what is ``kept`` of the
-    attempt, and the folder of the servers' logs. No private field. Its response is complete and masked, so that a trainer reads it as any other."""
+    attempt, and the folder of the servers' logs. No private field. Its response is complete and masked, so that a
+    trainer reads it as any other."""
     row: dict[str, Any] = {
         **(kept or {}),
         PARAMS_KEY: public_params(orjson.loads(job.spec.row).get(PARAMS_KEY) or {"input": []}),

@@ -18,6 +18,7 @@ from nemo_gym.rollouts.interfaces import JobSelector, JobSpec, JobState, JobStor
 from nemo_gym.rollouts.result_rows import failure_row
 from nemo_gym.rollouts.store import SqliteJobStore, SqlJobStore
 from nemo_gym.rollouts.store.postgres import PostgresJobStore
+from nemo_gym.rollouts.store.schema import NEW_COLUMNS
 from resources_servers.sandbox.tests.postgres import PostgresServer, running_postgres
 
 LOST = StageFailure(StageName.RUN, FailureKind.AGENT_LOST, "gone")
@@ -57,9 +58,8 @@ async def store(open_store: OpenStore) -> SqlJobStore:
     return open_store()
 
 
-def test_stores_keep_their_protocol() -> None:
-    assert issubclass(SqliteJobStore, JobStore)
-    assert issubclass(PostgresJobStore, JobStore)
+async def test_stores_keep_their_protocol(store: SqlJobStore) -> None:
+    assert isinstance(store, JobStore)
 
 
 async def test_submit_again_is_the_same_job(store: SqlJobStore) -> None:
@@ -358,8 +358,8 @@ async def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path
     with contextlib.closing(sqlite3.connect(path)) as database:  # what that release made
         for index in ("jobs_due", "jobs_to_end", "jobs_results", "jobs_of_group", "jobs_queued_of_agent"):
             database.execute(f"DROP INDEX {index}")
-        for column in ("deadline_s", "deadline_at", "cancel_reason", "result_seq"):
-            database.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
+        for column in NEW_COLUMNS:
+            database.execute(f"ALTER TABLE jobs DROP COLUMN {column.split()[0]}")
         database.execute("DROP TABLE counters")
         database.execute("PRAGMA user_version=1")
         database.commit()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from nemo_gym.contract.errors import InvalidBodyError, ModelError, RowError
+from nemo_gym.prorl import composed
 from nemo_gym.prorl.async_server import OpenHandsServer
 from nemo_gym.prorl.handlers import SuiteHandler
 from nemo_gym.prorl.registry import register_agent_handler
@@ -120,6 +122,15 @@ def test_llm_server_that_does_not_answer_is_named_at_submission_and_the_rest_goe
         with pytest.raises(ModelError, match=r"LLM server http://127\.0\.0\.1:9 does not answer"):
             alone.process(row, {})
         assert alone.status()["total"] == 0
+
+
+def test_llm_server_that_never_answers_is_named_at_submission(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(composed, "ANSWER_TIMEOUT_S", 0.2)
+    row = {"data_source": "math", "question": "?", "expected_answer": "1"}
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with OpenHandsServer([url]) as alone, pytest.raises(ModelError, match=r"does not answer within 0\.2 s: http"):
+            alone.process(row, {})
 
 
 def test_job_that_is_cancelled_while_its_servers_start_leaves_them_to_the_next(

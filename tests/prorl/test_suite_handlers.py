@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from nemo_gym.prorl import composed
 from nemo_gym.prorl.async_server import OpenHandsServer
 from nemo_gym.prorl.handlers import SuiteHandler
 from nemo_gym.prorl.registry import register_agent_handler
-from nemo_gym.stack.endpoints import StackEntry, running_stacks
+from nemo_gym.stack.endpoints import StackEntry, health_of, running_stacks
 from tests.prorl.llm import CountingModel, llm_server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,6 +134,7 @@ def test_llm_server_that_never_answers_is_named_at_submission(monkeypatch: pytes
             alone.process(row, {})
 
 
+@pytest.mark.full
 def test_job_that_is_cancelled_while_its_servers_start_leaves_them_to_the_next(
     two_llms: list[tuple[str, CountingModel]],
 ) -> None:
@@ -155,6 +157,10 @@ def own_stacks() -> list[StackEntry]:
     return [stack for stack in running_stacks() if stack.pid == os.getpid()]
 
 
+def is_up(stack: StackEntry) -> bool:
+    return set(asyncio.run(health_of(stack)).values()) == {"ok"}
+
+
 def test_gateway_that_restarts_is_told_of_the_llm_servers_again(server: OpenHandsServer) -> None:
     row = {"data_source": "math", "question": "Two fair dice are thrown. At least 10?", "expected_answer": "1/6"}
     assert server.process(row, {})["reward"] == 1.0
@@ -162,6 +168,10 @@ def test_gateway_that_restarts_is_told_of_the_llm_servers_again(server: OpenHand
     pid = stack.server("policy_model").pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while not is_up(stack := own_stacks()[0]) or stack.server("policy_model").pid == pid:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     results = [server.process(row, {}) for _ in range(4)]
     assert [(result["error"], result["reward"]) for result in results] == [(None, 1.0)] * 4
     assert len({result["llm_server"] for result in results}) == 2

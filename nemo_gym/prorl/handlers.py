@@ -55,6 +55,8 @@ class World:
 @dataclass(slots=True)
 class _OfLoop:
     servers: ComposedServers
+    run_id: str = field(default_factory=lambda: f"prorl-{secrets.token_hex(4)}")
+    """Of its rollouts, by which their boxes are labelled."""
     told: set[str] = field(default_factory=set)
     """Parameters that were ignored, and said to be."""
 
@@ -111,7 +113,7 @@ class SuiteHandler(AgentHandler):
                 "group_id": task,
                 "sample_index": 0,
                 "attempt": 1,
-                "run_id": "prorl",
+                "run_id": here.run_id,
             }
             settings = RolloutSettings(limits=limits, sampling=llm.sampling, engine=engine)
             steps = RolloutSteps(running.peers, settings)

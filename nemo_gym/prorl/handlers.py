@@ -55,6 +55,8 @@ class World:
 @dataclass(slots=True)
 class _OfLoop:
     servers: ComposedServers
+    run_id: str = field(default_factory=lambda: f"prorl-{secrets.token_hex(4)}")
+    """Of its rollouts, by which their boxes are labelled."""
     told: set[str] = field(default_factory=set)
     """Parameters that were ignored, and said to be."""
 
@@ -80,8 +82,8 @@ class SuiteHandler(AgentHandler):
         """The instance as a row of the environment. Raises `RowError` naming the field that is missing."""
         return row_of(instance)
 
-    def is_nothing(self, results: Mapping[str, Any]) -> bool:
-        """Whether a run left nothing that needs an evaluation."""
+    def is_nothing(self, act: Mapping[str, Any]) -> bool:
+        """Whether an agent's answer holds nothing that needs an evaluation."""
         return False
 
     # Stages
@@ -111,7 +113,7 @@ class SuiteHandler(AgentHandler):
                 "group_id": task,
                 "sample_index": 0,
                 "attempt": 1,
-                "run_id": "prorl",
+                "run_id": here.run_id,
             }
             settings = RolloutSettings(limits=limits, sampling=llm.sampling, engine=engine)
             steps = RolloutSteps(running.peers, settings)
@@ -145,7 +147,7 @@ class SuiteHandler(AgentHandler):
     async def eval(self, job_details: JobDetails, sid: str | None = None, allow_skip: bool = True) -> dict[str, Any]:
         rollout: Rollout = job_details.metadata
         attempt = rollout.attempt
-        if allow_skip and self.is_nothing({**(job_details.run_results or {}), "act": attempt.act}):
+        if allow_skip and self.is_nothing(attempt.act):
             attempt.verified = {"reward": 0.0, "verification_skipped": True}
         verified = await rollout.steps.judge(attempt)
         row = {*orjson.loads(attempt.row), RESPONSE_KEY, PARAMS_KEY, SESSION_KEY}
@@ -190,8 +192,8 @@ class SweBenchHandler(SuiteHandler):
                     )
         return row
 
-    def is_nothing(self, results: Mapping[str, Any]) -> bool:
-        patches = [each for each in results["act"].get("artifacts") or [] if each.get("kind") == "git_diff"]
+    def is_nothing(self, act: Mapping[str, Any]) -> bool:
+        patches = [each for each in act.get("artifacts") or [] if each.get("kind") == "git_diff"]
         return bool(patches) and not any(each.get(name) for each in patches for name in ("size", "error", "truncated"))
 
 

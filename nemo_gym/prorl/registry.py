@@ -216,6 +216,8 @@ def _plain_number(value: Any) -> Any:
 
 
 def _encoded(value: Any) -> Any:
+    if type(value).__name__ in ("NaTType", "NAType"):  # a table's empty cells, as NaN
+        return None
     if callable(to_list := getattr(value, "tolist", None)):
         return to_list()
     if isinstance(value, Mapping):

@@ -32,6 +32,7 @@ from starlette.routing import Route
 from nemo_gym.contract.errors import ConfigError, CredentialError
 from nemo_gym.http.client import is_loopback, url_host
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
+from nemo_gym.http.middleware import UnknownErrorMiddleware
 from nemo_gym.http.problems import JsonResponse, install_problem_handlers, parse_json_object, validated
 from nemo_gym.http.webserver import LISTEN_BACKLOG, SERVER_KEEPALIVE_S, WebServer, raise_file_limit
 from nemo_gym.prorl.async_server import OpenHandsServer
@@ -65,6 +66,7 @@ def application(server: OpenHandsServer, token: str | None = None) -> FastAPI:
     """``token``: what callers give as bearer token; ``None`` lets everybody in."""
     app = FastAPI(title="prorl", openapi_url=None, docs_url=None, redoc_url=None)
     install_problem_handlers(app)
+    app.add_middleware(UnknownErrorMiddleware)
 
     def checked(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:

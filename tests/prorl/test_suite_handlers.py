@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
+import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -15,10 +17,11 @@ from typing import Any
 import pytest
 
 from nemo_gym.contract.errors import InvalidBodyError, ModelError, RowError
+from nemo_gym.prorl import composed
 from nemo_gym.prorl.async_server import OpenHandsServer
 from nemo_gym.prorl.handlers import SuiteHandler
 from nemo_gym.prorl.registry import register_agent_handler
-from nemo_gym.stack.endpoints import StackEntry, running_stacks
+from nemo_gym.stack.endpoints import StackEntry, health_of, running_stacks
 from tests.prorl.llm import CountingModel, llm_server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,6 +125,16 @@ def test_llm_server_that_does_not_answer_is_named_at_submission_and_the_rest_goe
         assert alone.status()["total"] == 0
 
 
+def test_llm_server_that_never_answers_is_named_at_submission(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(composed, "ANSWER_TIMEOUT_S", 0.2)
+    row = {"data_source": "math", "question": "?", "expected_answer": "1"}
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with OpenHandsServer([url]) as alone, pytest.raises(ModelError, match=r"does not answer within 0\.2 s: http"):
+            alone.process(row, {})
+
+
+@pytest.mark.full
 def test_job_that_is_cancelled_while_its_servers_start_leaves_them_to_the_next(
     two_llms: list[tuple[str, CountingModel]],
 ) -> None:
@@ -144,6 +157,10 @@ def own_stacks() -> list[StackEntry]:
     return [stack for stack in running_stacks() if stack.pid == os.getpid()]
 
 
+def is_up(stack: StackEntry) -> bool:
+    return set(asyncio.run(health_of(stack)).values()) == {"ok"}
+
+
 def test_gateway_that_restarts_is_told_of_the_llm_servers_again(server: OpenHandsServer) -> None:
     row = {"data_source": "math", "question": "Two fair dice are thrown. At least 10?", "expected_answer": "1/6"}
     assert server.process(row, {})["reward"] == 1.0
@@ -151,6 +168,10 @@ def test_gateway_that_restarts_is_told_of_the_llm_servers_again(server: OpenHand
     pid = stack.server("policy_model").pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while not is_up(stack := own_stacks()[0]) or stack.server("policy_model").pid == pid:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     results = [server.process(row, {}) for _ in range(4)]
     assert [(result["error"], result["reward"]) for result in results] == [(None, 1.0)] * 4
     assert len({result["llm_server"] for result in results}) == 2

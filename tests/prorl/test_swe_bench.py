@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,8 @@ import pytest
 
 from nemo_gym.cli.prepare import prepare
 from nemo_gym.prorl.async_server import OpenHandsServer
+from nemo_gym.sandbox import labels
+from nemo_gym.sandbox.registry import create_provider
 from tests.prorl.llm import llm_server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +38,43 @@ def row() -> dict[str, Any]:
     assert prepare(["swe_bench", f"rows={rows}", "sandbox=local", f"instances={INSTANCE}"]) == 0
     found = (json.loads(line) for line in rows.read_text().splitlines())
     return next(each for each in found if each["instance_id"] == INSTANCE)
+
+
+async def boxes_of(job_id: str) -> list[str]:
+    """Boxes that there are now for a job's rollouts."""
+    provider = create_provider({"local": {}})
+    try:
+        found = await provider.list({})
+        return [box.sandbox_id for box in found if box.labels.get(labels.ROLLOUT, "").startswith(f"{job_id}-")]
+    finally:
+        await provider.aclose()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ending", ["cancel", "stop"])
+def test_box_of_a_job_is_gone_when_it_is_cancelled_and_when_the_server_stops(
+    row: dict[str, Any], tmp_path: Path, ending: str
+) -> None:
+    (tmp_path / "hangs.yaml").write_text(IDLE.replace("ends: true", "ends: true, delay_s: 600"))
+    job_id = f"hangs-{uuid.uuid4().hex}"
+    with (
+        llm_server(str(tmp_path / "hangs.yaml"), str(TOOLS)) as (url, model),
+        OpenHandsServer([url]) as server,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        under_way = threads.submit(server.process, row, {}, job_id)
+        deadline = time.monotonic() + 120
+        while not model.asked:
+            assert time.monotonic() < deadline and not under_way.done()
+            time.sleep(0.05)
+        assert len(asyncio.run(boxes_of(job_id))) == 1
+        if ending == "cancel":
+            server.cancel_job(job_id)
+        else:
+            server.stop()
+        assert under_way.result(60)["failure"]["kind"] == "cancelled"
+        assert asyncio.run(boxes_of(job_id)) == []
 
 
 @pytest.mark.full

@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 6 ? n + 2 : 8)))
 FAST_JOBS ?= $(shell echo $$(($$(nproc) + 1)))
 
-.PHONY: help setup system test-system engine clis rollouts test test-fast test-full lint format clean
+.PHONY: help setup system test-system engine clis trainers rollouts test test-fast test-full lint format clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -24,6 +24,9 @@ engine: system   ## a private Docker Engine, unless one answers already
 
 clis: setup      ## the agent CLIs that the tests drive, in their pinned versions (CLIS="codex qwen-code")
 	@scripts/install-clis $(CLIS)
+
+trainers: setup  ## environments of their own for verl and TRL, which test-full runs against
+	@scripts/install-trainers
 
 rollouts: system ## five tasks × two samples with mini-swe-agent, graded, as a table (MODEL_URL= MODEL_NAME= SANDBOX= OUTPUT= ARGS=)
 	@SANDBOX=$(SANDBOX) scripts/rollouts $(ARGS)
@@ -45,7 +48,7 @@ test: test-system engine clis lint ## lint, types and the test suite, with real 
 	-@scripts/install-apptainer
 	@scripts/with-engine $(PY) -m pytest -q -m "not full" -n $(JOBS) $(ARGS)
 
-test-full: test-system engine clis lint ## also real engines, the slow tests, the fault campaigns and the benches
+test-full: test-system engine clis trainers lint ## also real engines and trainers, the slow tests, the fault campaigns and the benches
 	-@scripts/install-apptainer
 	@scripts/install-engines vllm
 	@scripts/with-engine $(PY) -m pytest -q $(ARGS)

@@ -182,6 +182,10 @@ class OpenAICompatibleAgentFramework(AgentFramework):
             summary.add(task.result())
         return summary
 
+    async def aclose(self) -> None:
+        """Let go of the gateways."""
+        await self._gateways.aclose()
+
     # -- one prompt ----------------------------------------------------------------------------------------------
 
     async def _prompt(self, batch: Batch, sample: PromptSample, run_id: str) -> BatchSummary:

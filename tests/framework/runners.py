@@ -143,3 +143,13 @@ class NeedsLabel:
 
 
 def not_async(**_: Any) -> None: ...
+
+
+async def rewards_in_turn(
+    *, session: SessionHandle, raw_prompt: Any, sample_index: int, failing: int | None = None, **_: Any
+) -> None:
+    """0 for even places of a batch, 1 for odd ones; fails at one."""
+    await chat(session, raw_prompt)
+    if sample_index == failing:
+        raise ValueError("the agent broke")
+    await post_reward(session, {"reward": float(sample_index % 2)})

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from nemo_gym.config.roots import find_file, plugin_roots
 from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
 from nemo_gym.contract.model_limits import ChosenLimits
 from nemo_gym.contract.session import Limits
@@ -28,7 +29,8 @@ class RolloutRunConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
     input: Path = _named("input", "input_jsonl_fpath", default=...)
-    """Dataset: one JSON object per line."""
+    """Dataset: one JSON object per line. A relative path is looked for here, then below ``NEMO_GYM_EXTRA_ROOTS`` and
+    the installation."""
     output: Path = _named("output", "output_jsonl_fpath", default=...)
     """Result file; the other files of the run stand beside it and share its stem."""
     agent_name: str | None = _named("agent_name", "agent")
@@ -121,6 +123,14 @@ class RolloutRunConfig(BaseModel):
             found = error.errors()
             key = ".".join(map(str, found[0]["loc"])) or None
             raise ConfigError("; ".join(map(_plain, found)), key=key) from None
+
+    @field_validator("input")
+    @classmethod
+    def _input_is_found_like_a_plugin(cls, path: Path) -> Path:
+        """A relative path that does not exist here is looked for where plugins are, as NeMo Gym does."""
+        if path.is_absolute() or path.exists():
+            return path
+        return find_file(path, plugin_roots()) or path
 
     @model_validator(mode="after")
     def _output_is_a_jsonl_file(self) -> Self:

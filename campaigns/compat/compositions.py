@@ -115,11 +115,17 @@ def serveable(plugins: Path, only: str | None) -> Iterator[tuple[Path, Path]]:
 def serve_all(plugins: Path, only: str | None, python: str, core: Path, jobs: int, timeout_s: float) -> list[Served]:
     """Start each composition with `ng_run` and a fake endpoint, and run three of its rows."""
     chosen = list(serveable(plugins, only))
-    with fake_endpoint() as url, ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(lambda pair: serve(pair[0], pair[1], plugins, url, python, core, timeout_s), chosen))
+    # One place for the plugins' environments: those with the same requirements share one.
+    with tempfile.TemporaryDirectory(prefix="compat-cache-") as cache, fake_endpoint() as url:
+        with ThreadPoolExecutor(jobs) as pool:
+            return list(
+                pool.map(lambda pair: serve(pair[0], pair[1], plugins, url, python, core, cache, timeout_s), chosen)
+            )
 
 
-def serve(config: Path, rows: Path, plugins: Path, url: str, python: str, core: Path, timeout_s: float) -> Served:
+def serve(
+    config: Path, rows: Path, plugins: Path, url: str, python: str, core: Path, cache: str, timeout_s: float
+) -> Served:
     served = Served(str(config))
     model = MODELS[2] if _wants_vllm(plugins / config) else MODELS[1]
     with tempfile.TemporaryDirectory(prefix="compat-serve-") as scratch:
@@ -133,7 +139,7 @@ def serve(config: Path, rows: Path, plugins: Path, url: str, python: str, core: 
             **os.environ,
             "PYTHONPATH": os.pathsep.join((str(core), str(plugins))),
             "NEMO_GYM_EXTRA_ROOTS": str(plugins),
-            "NEMO_GYM_CACHE_DIR": str(Path(scratch) / "cache"),
+            "NEMO_GYM_CACHE_DIR": cache,
         }
         started = time.monotonic()
         process = subprocess.Popen(

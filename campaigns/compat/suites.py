@@ -170,9 +170,11 @@ def run_suites(args: argparse.Namespace) -> dict[str, Any]:
 
         def run(item: tuple[str, Path]) -> Suite:
             suite = run_suite(*item, plugins, shown, args.python, args.timeout)
-            if not args.json:
-                mark = "ok  " if suite.ok else "FAIL"
-                print(f"{mark} {suite.kind}/{suite.name}: {suite.passed} passed, {suite.failed} failed", flush=True)
+            mark = "ok  " if suite.ok else "FAIL"
+            said = f"{suite.passed} passed, {suite.failed} failed"
+            print(
+                f"{mark} {suite.kind}/{suite.name}: {said}", file=sys.stderr if args.json else sys.stdout, flush=True
+            )
             return suite
 
         with ThreadPoolExecutor(args.jobs) as pool:

@@ -8,6 +8,7 @@ from typing import ClassVar, Self
 from pydantic import Field, field_validator, model_validator
 
 from nemo_gym.config.pipeline import PipelineConfig, named
+from nemo_gym.config.roots import find_file, plugin_roots
 from nemo_gym.contract.errors import ConfigError
 
 
@@ -17,7 +18,8 @@ class RolloutRunConfig(PipelineConfig):
     WHAT: ClassVar[str] = "run keys"
 
     input: Path = named("input", "input_jsonl_fpath", default=...)
-    """Dataset: one JSON object per line."""
+    """Dataset: one JSON object per line. A relative path is looked for here, then below ``NEMO_GYM_EXTRA_ROOTS`` and
+    the installation."""
     output: Path = named("output", "output_jsonl_fpath", default=...)
     """Result file; the other files of the run stand beside it and share its stem."""
     num_repeats: int = named("num_repeats", default=1, ge=1)
@@ -55,6 +57,14 @@ class RolloutRunConfig(PipelineConfig):
         if store is not None and store.parts[0] in ("postgresql:", "postgres:"):
             raise ValueError("a run keeps its jobs in a file beside its output; ng_serve_rollouts shares a PostgreSQL")
         return store
+
+    @field_validator("input")
+    @classmethod
+    def _input_is_found_like_a_plugin(cls, path: Path) -> Path:
+        """A relative path that does not exist here is looked for where plugins are, as NeMo Gym does."""
+        if path.is_absolute() or path.exists():
+            return path
+        return find_file(path, plugin_roots()) or path
 
     @model_validator(mode="after")
     def _output_is_a_jsonl_file(self) -> Self:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 CPU_CAP_ENV_VARS = (
@@ -33,14 +32,14 @@ CPU_CAP_ENV_VARS = (
 
 
 def cpu_cap_env(cpu: float | None) -> dict[str, str]:
-    """Environment that makes thread pools as large as the box's CPU limit.
+    """Environment that makes thread pools as large as the whole cores of the box's CPU limit, at least one.
 
     A CPU quota does not change how many cores a program sees, so without this a pool on a large host is sized for the
     host. Empty when there is no limit.
     """
     if cpu is None:
         return {}
-    count = str(max(1, math.ceil(cpu)))
+    count = str(max(1, int(cpu)))
     return dict.fromkeys(CPU_CAP_ENV_VARS, count)
 
 

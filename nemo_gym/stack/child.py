@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import importlib
 import io
 import json
 import os
+import pkgutil
+import re
 import signal
 import sys
 import traceback
@@ -18,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+from nemo_gym._util.suggest import nearest
 from nemo_gym.config.launch import (
     LAUNCH_FD_ENV,
     ServerLaunch,
@@ -119,11 +123,38 @@ def run_app(app: Path, roots: Sequence[Path]) -> int:
         sys.stderr.write(f"{error.code}: {error.message}\n")
         _report(launch, error.code, error.message)
         return EXIT_CONFIG if isinstance(error, ConfigError) else 1
+    except ImportError as error:
+        traceback.print_exc()
+        absent = absent_name(error)
+        _report(launch, ConfigError.code if absent else "crash", absent or f"{type(error).__name__}: {error}")
+        return EXIT_CONFIG if absent else 1
     except Exception as error:  # noqa: BLE001  (a plugin may raise anything; the parent shows it and decides)
         traceback.print_exc()
         _report(launch, "crash", f"{type(error).__name__}: {error}")
         return 1
     return 0
+
+
+def absent_name(error: ImportError) -> str | None:
+    """What a plugin wants of this core that does not exist, and what does; ``None`` for another failed import."""
+    module = error.name or ""
+    if module.split(".")[0] != "nemo_gym":
+        return None
+    wanted = re.search(r"cannot import name '(\w+)'", str(error))
+    if wanted is not None:
+        known = [name for name in dir(importlib.import_module(module)) if not name.startswith("_")]
+        what = f"'{wanted[1]}' of '{module}', which has none of that name{nearest(wanted[1], known)}"
+        return f"the plugin imports {what}; there are: {', '.join(known)}"
+    parent, _, last = module.rpartition(".")
+    try:
+        folder = getattr(importlib.import_module(parent), "__path__", ()) if parent else ()
+    except ImportError:
+        folder = ()
+    known = [found.name for found in pkgutil.iter_modules(folder)]
+    return (
+        f"the plugin imports '{module}', which does not exist here{nearest(last, known)};"
+        f" modules of '{parent}': {', '.join(known) or 'none'}"
+    )
 
 
 def _exit_code(stop: SystemExit) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import tomllib
@@ -171,3 +172,29 @@ def test_rows_get_the_prompts_of_a_template(tmp_path: Path) -> None:
     template.write_text("user: '{c}'\n")
     with pytest.raises(ConfigError, match="'c'"):
         render(["-i", str(rows), "--prompt-config", str(template), "-o", str(out)])
+
+
+def commands_of_the_page() -> list[tuple[str, str]]:
+    page = (ROOT / "fern" / "pages" / "coming-from-nemo-gym.md").read_text()
+    return re.findall(r"^\| `gym ([^`]+)` \| (\w+)", page, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("words", "here"), commands_of_the_page())
+def test_each_command_of_the_page_does_what_the_page_says(words: str, here: str) -> None:
+    if here == "refused":
+        with pytest.raises(ConfigError):
+            gym.dispatch(words.split())
+        return
+    name, rest = gym._named(words.split())
+    module, function = gym.COMMANDS[name].runs.split(":")
+    assert callable(getattr(importlib.import_module(f"nemo_gym.cli.{module}"), function))
+    if gym.COMMANDS[name].plain:
+        return
+    runs, settings = gym.translated(name, rest)
+    if runs.startswith(("run:", "validate:")) and "a.yaml" not in words:
+        compose([word for word in settings if not word.startswith("-")])
+
+
+def test_the_page_has_each_subcommand() -> None:
+    shown = {gym._named(words.split())[0] for words, _ in commands_of_the_page()}
+    assert shown == set(gym.COMMANDS) - {"agent init"}

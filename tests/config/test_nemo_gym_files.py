@@ -9,6 +9,7 @@ import pytest
 from nemo_gym.config.check import check_everything, notices
 from nemo_gym.config.compose import compose
 from nemo_gym.config.composition import Composition
+from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError
 
 APP = """
@@ -116,3 +117,13 @@ def test_a_reference_of_a_servers_own_keys_is_checked_in_every_file(root: Path) 
     written_for_nemo_gym(root)
     with pytest.raises(ConfigError, match="no server instance 'envv'"):
         composed(root, ENVIRONMENT + SOLVER.replace("name: env", "name: envv"))
+
+
+def test_rows_of_a_plugin_are_found_by_their_path_below_its_root(root: Path) -> None:
+    rows = root / "resources_servers" / "quiz" / "data" / "example.jsonl"
+    rows.parent.mkdir()
+    rows.write_text("{}\n")
+    config = RolloutRunConfig.parse({"input": "resources_servers/quiz/data/example.jsonl", "output": "out.jsonl"})
+    assert config.input == rows
+    elsewhere = RolloutRunConfig.parse({"input": "nowhere.jsonl", "output": "out.jsonl"})
+    assert elsewhere.input == Path("nowhere.jsonl")

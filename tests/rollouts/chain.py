@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import os
+import signal
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -164,7 +165,8 @@ def mcp_client(url: str) -> Any:
 
 
 def agent(options: dict[str, Any]) -> FastAPI:
-    """Options: ``hang`` (task indices whose act never ends), ``crash`` (rollouts that answer ``crashed``),
+    """Options: ``hang`` (task indices whose act never ends), ``crash`` (rollouts that answer ``crashed``), ``kills``
+    (by task: attempts that end this process),
     ``delay_s``, ``overrides_run``, ``status``, ``says`` (members of the act's answer, instead of the right ones),
     ``box_needs`` (the whole answer, as text), ``limits`` (that it keeps), ``outcome`` and ``detail`` (of every act),
     ``asks`` (what it asks in turn: a route of the model, or a tool by its name), ``mcp`` (URL of the tools' server),
@@ -197,6 +199,8 @@ def agent(options: dict[str, Any]) -> FastAPI:
             return answer({"detail": "private data reached the agent"}, 500)
         if status := options.get("status"):
             return answer({"detail": "agent broke"}, status)
+        if rollout["attempt"] <= options.get("kills", {}).get(rollout["task_id"], 0):
+            os.kill(os.getpid(), signal.SIGKILL)
         if rollout["task_id"] in options.get("hang", ()):
             while (await request.receive())["type"] != "http.disconnect":
                 pass

@@ -1,0 +1,332 @@
+#!/usr/bin/env python3
+"""Exactly once: jobs that raise, hang and kill their server, while the service is killed again and again.
+
+    python -m campaigns.faults.pipeline --json [--store sqlite postgresql] [--jobs 1000] [--kills 50] [--pipelines 1 2]
+
+Of the jobs 1 % raise, 1 % hang, 1 % kill their agent server, and 5 % are submitted twice. The service gets ``kill -9``
+at random moments, and at every kind of write: within its transaction, and after that before anybody is told. Jobs come
+a few with each kill, so that there is always something to lose. A client submits, follows the results from one service
+to its successor, and counts. Prints one JSON object last: ``figures`` and ``bars``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import os
+import random
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, too
+
+from campaigns.bench.report import Bar, print_report
+from campaigns.faults.service_process import BOUNDARIES
+from nemo_gym.service.client import AsyncRolloutClient
+from resources_servers.sandbox.tests.postgres import running_postgres
+from tests.rollouts.chain_process import ChainServer
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 15.0
+"""Of the jobs that hang."""
+ALLOWANCE_S = 30.0
+"""Beyond a deadline, for a service that is just dead."""
+SETTLE_S = 240.0
+TOKEN = "campaign-" + "t" * 20
+BOUNDARY_S = 15.0
+"""Within which a service comes to the write at which it dies."""
+BATCH = 10
+SEED = 13
+
+
+def job(number: int, jobs: int) -> dict[str, Any]:
+    row = {"id": f"t{number}", "responses_create_params": {"input": "A or B?"}, "expected_answer": "B"}
+    made: dict[str, Any] = {"job_id": f"job-{number}", "row": row, "task_index": number, "run_id": "campaign"}
+    return {**made, "deadline_s": DEADLINE_S} if kind_of(number, jobs) == "hangs" else made
+
+
+def kind_of(number: int, jobs: int) -> str:
+    """One in a hundred of each kind, spread over all."""
+    return {17: "raises", 41: "hangs", 73: "kills"}.get(number % 100, "works")
+
+
+@dataclass
+class World:
+    """The servers, the services and who kills them."""
+
+    directory: Path
+    store: str
+    pipelines: int
+    jobs: int
+    servers: dict[str, ChainServer] = field(default_factory=dict)
+    services: list[asyncio.subprocess.Process | None] = field(default_factory=list)
+    ports: list[int] = field(default_factory=list)
+    server_kills: int = 0
+
+    def start_servers(self) -> None:
+        journal = self.directory / "journal"
+        journal.touch()
+
+        def of(kind: str) -> list[str]:
+            return [f"t{n}" for n in range(self.jobs) if kind_of(n, self.jobs) == kind]
+
+        agent = {
+            "delay_s": 0.02,
+            "crash": dict.fromkeys(of("raises"), 99),
+            "hang": of("hangs"),
+            "kills": dict.fromkeys(of("kills"), 1),
+        }
+        for role in ("environment", "agent", "model"):
+            options = {"journal": str(journal), **(agent if role == "agent" else {})}
+            self.servers[role] = ChainServer(role, options)
+        for server in self.servers.values():
+            server.wait_ready()
+        self.services = [None] * self.pipelines
+        for _ in range(self.pipelines):
+            with socket.create_server(("127.0.0.1", 0)) as probe:
+                self.ports.append(probe.getsockname()[1])
+
+    @property
+    def stack(self) -> dict[str, Any]:
+        ports = {role: {"host": "127.0.0.1", "port": server.port} for role, server in self.servers.items()}
+        references = {"resources_server": {"name": "env"}, "model_server": {"name": "policy"}}
+        return {
+            "env": {"resources_servers": {"chain": ports["environment"]}},
+            "policy": {"responses_api_models": {"chain": ports["model"]}},
+            "trivial": {"responses_api_agents": {"chain": {**ports["agent"], **references}}},
+        }
+
+    async def start_service(self, number: int, kill: str | None = None) -> None:
+        serve = {
+            "port": self.ports[number],
+            "store": self.store,
+            "pipeline": f"p{number}",
+            "concurrency": 32,
+            "retry_delay_s": 0.05,
+            "watch_s": 0.5,
+            "silent_s": 5.0,
+            "lease_s": 10.0,
+        }
+        given = {"stack": self.stack, "serve": serve, "state_dir": str(self.directory / f"s{number}"), "kill": kill}
+        log = (self.directory / f"service-{number}.log").open("ab")
+        with log:
+            self.services[number] = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "campaigns.faults.service_process", json.dumps(given)),
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "NEMO_GYM_SERVICE_OPERATE_TOKEN": TOKEN},
+            )
+
+    async def keep_agent_alive(self) -> None:
+        """What a supervisor does: the process is there again soon after it died."""
+        agent = self.servers["agent"]
+        while True:
+            await asyncio.sleep(0.1)
+            if not agent.process.is_alive():
+                self.server_kills += 1
+                await asyncio.to_thread(agent.restart)
+
+    async def kill_service(self, number: int) -> None:
+        process = self.services[number]
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGKILL)
+            await process.wait()
+
+    async def stop(self) -> None:
+        for number in range(len(self.services)):
+            await self.kill_service(number)
+        for server in self.servers.values():
+            server.stop()
+
+
+@dataclass
+class Seen:
+    """What the client saw."""
+
+    results: Counter[str] = field(default_factory=Counter)
+    states: dict[str, str] = field(default_factory=dict)
+    submitted_at: dict[str, float] = field(default_factory=dict)
+    ended_at: dict[str, float] = field(default_factory=dict)
+    all_seen: asyncio.Event = field(default_factory=asyncio.Event)
+    may_come: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    """Batches that may be submitted."""
+
+
+def client(world: World, number: int = 0) -> AsyncRolloutClient:
+    return AsyncRolloutClient(f"http://127.0.0.1:{world.ports[number]}", TOKEN, patience_s=SETTLE_S)
+
+
+async def submit(world: World, seen: Seen, jobs: int) -> None:
+    async def batch(to: AsyncRolloutClient, numbers: list[int]) -> None:
+        await to.submit([job(number, jobs) for number in numbers])
+        for number in numbers:
+            seen.submitted_at.setdefault(f"job-{number}", time.monotonic())
+
+    async with contextlib.AsyncExitStack() as undo:
+        clients = [await undo.enter_async_context(client(world, n)) for n in range(world.pipelines)]
+        for start in range(0, jobs, BATCH):
+            await seen.may_come.acquire()
+            numbers = list(range(start, min(start + BATCH, jobs)))
+            await batch(clients[start // BATCH % len(clients)], numbers)
+            twice = [number for number in numbers if number % 20 == 3]
+            await batch(clients[(start // BATCH + 1) % len(clients)], twice)
+
+
+async def follow(world: World, seen: Seen, jobs: int) -> None:
+    async with client(world) as reader:
+        async for view in reader.results(run="campaign"):
+            seen.results[view.job_id] += 1
+            seen.states[view.job_id] = view.state
+            seen.ended_at[view.job_id] = time.monotonic()
+            if len(seen.results) == jobs:
+                seen.all_seen.set()
+
+
+async def harass(world: World, seen: Seen, jobs: int, kills: int) -> dict[str, int]:
+    """Kill the services at every kind of write, then at random moments; how often each died by its own hand."""
+    chance = random.Random(SEED)
+    batches = math.ceil(jobs / BATCH)
+    each_time = max(1, batches // (len(BOUNDARIES) + kills))
+    died: dict[str, int] = {}
+    for number, boundary in enumerate(BOUNDARIES):
+        victim = number % world.pipelines
+        await world.kill_service(victim)
+        release(seen, each_time)
+        await world.start_service(victim, kill=boundary)
+        process = world.services[victim]
+        assert process is not None
+        try:
+            async with asyncio.timeout(BOUNDARY_S):
+                await process.wait()
+            died[boundary] = 1
+        except TimeoutError:
+            died[boundary] = 0  # nothing of this kind was written
+    for number in range(kills):
+        victim = number % world.pipelines
+        await world.kill_service(victim)
+        release(seen, each_time)
+        await world.start_service(victim)
+        await asyncio.sleep(chance.uniform(1.0, 3.0))
+    release(seen, batches)
+    for number in range(world.pipelines):
+        await world.kill_service(number)
+        await world.start_service(number)
+    return died
+
+
+def release(seen: Seen, batches: int) -> None:
+    for _ in range(batches):
+        seen.may_come.release()
+
+
+async def run_case(name: str, store: str, pipelines: int, jobs: int, kills: int, directory: Path) -> dict[str, Any]:
+    world, seen = World(directory, store, pipelines, jobs), Seen()
+    started = time.monotonic()
+    tasks: list[asyncio.Task[Any]] = []
+    try:
+        await asyncio.to_thread(world.start_servers)
+        for number in range(pipelines):
+            await world.start_service(number)
+        tasks.append(asyncio.create_task(world.keep_agent_alive()))
+        following = asyncio.create_task(follow(world, seen, jobs))
+        tasks.append(following)
+        submitting = asyncio.create_task(submit(world, seen, jobs))
+        tasks.append(submitting)
+        died = await harass(world, seen, jobs, kills)
+        await submitting
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                await asyncio.wait(
+                    {following, asyncio.ensure_future(seen.all_seen.wait())}, return_when="FIRST_COMPLETED"
+                )
+        await asyncio.sleep(2.0)  # for what should not come
+        if following.done():
+            following.result()
+        async with client(world) as reader:
+            recorded = [view async for view in reader.results(run="campaign", follow=False)]
+            listed = {view.job_id: view.state async for view in reader.jobs(run="campaign")}
+            status = await reader.status()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await world.stop()
+    expected = {"works": "done", "kills": "done", "raises": "failed", "hangs": "failed"}
+    wrong = [n for n in range(jobs) if listed.get(f"job-{n}") != expected[kind_of(n, jobs)]]
+    late = [
+        name
+        for name, ended in seen.ended_at.items()
+        if kind_of(int(name[4:]), jobs) == "hangs" and ended - seen.submitted_at[name] > DEADLINE_S + ALLOWANCE_S
+    ]
+    return {
+        "case": name,
+        "jobs": jobs,
+        "seconds": round(time.monotonic() - started, 1),
+        "service_kills": sum(died.values()) + kills,
+        "boundaries": {boundary: bool(count) for boundary, count in died.items()},
+        "server_kills": world.server_kills,
+        "recorded_results": len(recorded),
+        "lost": jobs - len({view.job_id for view in recorded}),
+        "doubled": len(recorded) - len({view.job_id for view in recorded}),
+        "missed_by_the_reader": jobs - len(seen.results),
+        "told_twice": sum(count > 1 for count in seen.results.values()),
+        "ended_otherwise": len(wrong),
+        "otherwise": [(n, kind_of(n, jobs), listed.get(f"job-{n}")) for n in wrong[:10]],
+        "late": len(late),
+        "unfinished": sum(status["jobs"][state] for state in ("queued", "claimed")),
+        "most_attempts": max(view.attempt for view in recorded) if recorded else 0,
+    }
+
+
+@contextlib.contextmanager
+def database(kind: str, directory: Path) -> Iterator[str]:
+    if kind == "sqlite":
+        yield str(directory / "jobs.sqlite")
+    else:
+        with running_postgres() as server:
+            yield server.new_database()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print only the report")
+    parser.add_argument("--store", nargs="+", default=["sqlite", "postgresql"], choices=["sqlite", "postgresql"])
+    parser.add_argument("--pipelines", nargs="+", type=int, default=[1, 2], help="2 with PostgreSQL only")
+    parser.add_argument("--jobs", type=int, default=1000)
+    parser.add_argument("--kills", type=int, default=50)
+    chosen = parser.parse_args(arguments)
+    cases = []
+    for store in chosen.store:
+        for pipelines in chosen.pipelines:
+            if store == "sqlite" and pipelines > 1:
+                continue
+            name = f"{store}, {pipelines} pipeline{'s' * (pipelines > 1)}"
+            with tempfile.TemporaryDirectory(prefix="pipeline-") as directory, database(store, Path(directory)) as url:
+                case = run_case(name, url, pipelines, chosen.jobs, chosen.kills, Path(directory))
+                cases.append(asyncio.run(case))
+                if not chosen.json:
+                    print(json.dumps(cases[-1]), file=sys.stderr)
+    zero = ("lost", "doubled", "missed_by_the_reader", "told_twice", "ended_otherwise", "late", "unfinished")
+    bars = [
+        Bar(f"{case['case']}: {name.replace('_', ' ')}", case[name], "jobs", "= 0", case[name] == 0)
+        for case in cases
+        for name in zero
+    ]
+    return print_report({"cases": cases}, bars, as_json=chosen.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

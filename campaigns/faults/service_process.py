@@ -1,0 +1,88 @@
+"""A rollout service in a process that may be told at which write to kill itself.
+
+    python -m campaigns.faults.service_process '{"stack": …, "serve": …, "state_dir": …, "kill": "offer after"}'
+
+``kill`` names an operation of the store and the moment: ``before`` its transaction is committed, or ``after`` that and
+before anybody is told.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from nemo_gym.cli.signals import until_signal
+from nemo_gym.config.service import ServiceConfig
+from nemo_gym.http.client import ServerClient, close_global_aiohttp_client
+from nemo_gym.service.hosting import host
+from nemo_gym.storage.group_commit import SqliteWriter
+from nemo_gym.storage.postgres import PostgresWriter
+
+OPERATIONS = ("offer", "claim", "record_stage", "_finish", "requeue", "release", "claim_overdue")
+"""Methods of `SqlJobStore` that write."""
+BOUNDARIES = tuple(f"{operation} {moment}" for operation in OPERATIONS for moment in ("before", "after"))
+
+
+def kill_at(boundary: str) -> None:
+    """End this process at the first such moment at which something was written."""
+    name, _, moment = boundary.partition(" ")
+
+    def is_meant(request: Any) -> bool:
+        return f".{name}.<locals>." in request.operation.__qualname__ and bool(
+            request.outcome is None or request.outcome
+        )
+
+    for writer in (SqliteWriter, PostgresWriter):
+        commit: Callable[..., None] = writer._commit
+
+        def dying(self: Any, *given: Any, commit: Callable[..., None] = commit) -> None:
+            batch = given[-1]
+            if moment == "before":
+                for request in batch:
+                    _die_within(request, is_meant)
+            commit(self, *given)
+            if moment == "after" and any(is_meant(request) for request in batch if request.error is None):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        writer._commit = dying  # type: ignore[method-assign,assignment]
+
+
+def _die_within(request: Any, is_meant: Callable[[Any], bool]) -> None:
+    operation = request.operation
+
+    def dying(connection: Any) -> Any:
+        request.outcome = operation(connection)
+        if is_meant(request):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return request.outcome
+
+    dying.__qualname__ = operation.__qualname__
+    request.operation = dying
+
+
+async def serve(given: dict[str, Any]) -> int:
+    try:
+        client = ServerClient(global_config_dict=given["stack"])
+        state_dir = Path(given["state_dir"])
+        await host(client, ServiceConfig.parse(given["serve"]), state_dir, lambda text: print(text, flush=True))
+    finally:
+        await close_global_aiohttp_client()
+    return 0
+
+
+def main() -> int:
+    given = json.loads(sys.argv[1])
+    if given.get("kill"):
+        kill_at(given["kill"])
+    return uvloop.run(until_signal(serve(given)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,9 +4,9 @@
     python -m campaigns.faults.pipeline --json [--store sqlite postgresql] [--jobs 1000] [--kills 50] [--pipelines 1 2]
 
 Of the jobs 1 % raise, 1 % hang, 1 % kill their agent server, and 5 % are submitted twice. The service gets ``kill -9``
-at random moments, and at every kind of write: within its transaction, and after that before anybody is told. A client
-submits, follows the results from one service to its successor, and counts. Prints one JSON object last: ``figures`` and
-``bars``.
+at random moments, and at every kind of write: within its transaction, and after that before anybody is told. Jobs come
+a few with each kill, so that there is always something to lose. A client submits, follows the results from one service
+to its successor, and counts. Prints one JSON object last: ``figures`` and ``bars``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -43,7 +44,9 @@ ALLOWANCE_S = 30.0
 """Beyond a deadline, for a service that is just dead."""
 SETTLE_S = 240.0
 TOKEN = "campaign-" + "t" * 20
-BATCH = 25
+BOUNDARY_S = 15.0
+"""Within which a service comes to the write at which it dies."""
+BATCH = 10
 SEED = 13
 
 
@@ -158,6 +161,8 @@ class Seen:
     submitted_at: dict[str, float] = field(default_factory=dict)
     ended_at: dict[str, float] = field(default_factory=dict)
     all_seen: asyncio.Event = field(default_factory=asyncio.Event)
+    may_come: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    """Batches that may be submitted."""
 
 
 def client(world: World, number: int = 0) -> AsyncRolloutClient:
@@ -173,6 +178,7 @@ async def submit(world: World, seen: Seen, jobs: int) -> None:
     async with contextlib.AsyncExitStack() as undo:
         clients = [await undo.enter_async_context(client(world, n)) for n in range(world.pipelines)]
         for start in range(0, jobs, BATCH):
+            await seen.may_come.acquire()
             numbers = list(range(start, min(start + BATCH, jobs)))
             await batch(clients[start // BATCH % len(clients)], numbers)
             twice = [number for number in numbers if number % 20 == 3]
@@ -189,18 +195,21 @@ async def follow(world: World, seen: Seen, jobs: int) -> None:
                 seen.all_seen.set()
 
 
-async def harass(world: World, kills: int) -> dict[str, int]:
+async def harass(world: World, seen: Seen, jobs: int, kills: int) -> dict[str, int]:
     """Kill the services at every kind of write, then at random moments; how often each died by its own hand."""
     chance = random.Random(SEED)
+    batches = math.ceil(jobs / BATCH)
+    each_time = max(1, batches // (len(BOUNDARIES) + kills))
     died: dict[str, int] = {}
     for number, boundary in enumerate(BOUNDARIES):
         victim = number % world.pipelines
         await world.kill_service(victim)
+        release(seen, each_time)
         await world.start_service(victim, kill=boundary)
         process = world.services[victim]
         assert process is not None
         try:
-            async with asyncio.timeout(6.0):
+            async with asyncio.timeout(BOUNDARY_S):
                 await process.wait()
             died[boundary] = 1
         except TimeoutError:
@@ -208,12 +217,19 @@ async def harass(world: World, kills: int) -> dict[str, int]:
     for number in range(kills):
         victim = number % world.pipelines
         await world.kill_service(victim)
+        release(seen, each_time)
         await world.start_service(victim)
         await asyncio.sleep(chance.uniform(1.0, 3.0))
+    release(seen, batches)
     for number in range(world.pipelines):
         await world.kill_service(number)
         await world.start_service(number)
     return died
+
+
+def release(seen: Seen, batches: int) -> None:
+    for _ in range(batches):
+        seen.may_come.release()
 
 
 async def run_case(name: str, store: str, pipelines: int, jobs: int, kills: int, directory: Path) -> dict[str, Any]:
@@ -229,7 +245,7 @@ async def run_case(name: str, store: str, pipelines: int, jobs: int, kills: int,
         tasks.append(following)
         submitting = asyncio.create_task(submit(world, seen, jobs))
         tasks.append(submitting)
-        died = await harass(world, kills)
+        died = await harass(world, seen, jobs, kills)
         await submitting
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_S):

@@ -8,6 +8,7 @@ before anybody is told.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -19,9 +20,12 @@ from typing import Any
 import uvloop
 
 from nemo_gym.cli.signals import until_signal
+from nemo_gym.config.keys import COMPOSITION
 from nemo_gym.config.service import ServiceConfig
+from nemo_gym.contract.credentials import Role, StackKeys
 from nemo_gym.http.client import ServerClient, close_global_aiohttp_client
 from nemo_gym.service.hosting import host
+from nemo_gym.stack.stack import PIPELINE
 from nemo_gym.storage.group_commit import SqliteWriter
 from nemo_gym.storage.postgres import PostgresWriter
 
@@ -40,7 +44,7 @@ def kill_at(boundary: str) -> None:
         )
 
     for writer in (SqliteWriter, PostgresWriter):
-        commit: Callable[..., None] = writer._commit  # type: ignore[attr-defined]
+        commit: Callable[..., None] = writer._commit
 
         def dying(self: Any, *given: Any, commit: Callable[..., None] = commit) -> None:
             batch = given[-1]
@@ -70,6 +74,9 @@ def _die_within(request: Any, is_meant: Callable[[Any], bool]) -> None:
 async def serve(given: dict[str, Any]) -> int:
     try:
         client = ServerClient(global_config_dict=given["stack"])
+        if given.get("root_key"):
+            targets = [name for name in given["stack"] if name != COMPOSITION]
+            client.use_credentials(StackKeys.from_hex(given["root_key"]).outgoing(Role.PIPELINE, PIPELINE, targets))
         state_dir = Path(given["state_dir"])
         await host(client, ServiceConfig.parse(given["serve"]), state_dir, lambda text: print(text, flush=True))
     finally:
@@ -81,7 +88,10 @@ def main() -> int:
     given = json.loads(sys.argv[1])
     if given.get("kill"):
         kill_at(given["kill"])
-    return uvloop.run(until_signal(serve(given)))
+    try:
+        return uvloop.run(until_signal(serve(given)))
+    except asyncio.CancelledError:
+        return 0
 
 
 if __name__ == "__main__":

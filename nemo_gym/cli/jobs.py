@@ -41,7 +41,7 @@ def jobs_command(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--watch", action="store_true", help="submit: then watch until all have ended")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     import asyncio
 
     from nemo_gym.cli.signals import until_signal

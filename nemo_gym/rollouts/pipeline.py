@@ -302,13 +302,13 @@ class AsyncDispatcher:
 
     async def _sweep(self) -> None:
         while True:
-            await asyncio.sleep(SWEEP_S)
             for job in await self._store.claim_overdue(self._owner, SWEPT_AT_ONCE, self._config.lease_s):
                 await self._admit(job)
             if self._store.is_shared and self._held:
                 for job_id, reason in (await self._store.asked_to_end(self._owner)).items():
                     if (attempt := self._held.get(job_id)) is not None:
                         self.interrupt(attempt, Stop(FailureKind.CANCELLED, reason))
+            await asyncio.sleep(SWEEP_S)
 
     async def _renew(self) -> None:
         while True:

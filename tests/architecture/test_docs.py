@@ -24,13 +24,13 @@ from nemo_gym.agent.harness.agent import CliAgentConfig
 from nemo_gym.base_resources_server import BaseResourcesServerConfig
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig
 from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig
-from nemo_gym.cli import export_trajectories, plan_placement, prorl_server
+from nemo_gym.cli import export_trajectories, jobs, plan_placement, prorl_server
 from nemo_gym.cli.prepare_agents import chosen, cli_packages
 from nemo_gym.config import sandbox_blocks
 from nemo_gym.config.check import check_everything
 from nemo_gym.config.compose import compose
 from nemo_gym.config.keys import SUITE_KEYS
-from nemo_gym.config.overrides import parse_overrides
+from nemo_gym.config.overrides import given_values, parse_overrides
 from nemo_gym.config.run import RUN_KEYS, RolloutRunConfig
 from nemo_gym.config.strict import known_keys
 from nemo_gym.config_types import BaseRunServerInstanceConfig
@@ -189,6 +189,14 @@ def test_command_lines_use_keys_that_exist(line: CommandLine, place: Path) -> No
                 check_everything(compose(settings))
         case "ng_collect_rollouts":
             _keys_exist(settings)
+        case "ng_serve_rollouts" if any(word.startswith("attach=") for word in settings):
+            _keys_exist([word for word in settings if not word.startswith("attach=")])
+        case "ng_serve_rollouts":
+            composition = compose(settings)
+            composition.values.setdefault("serve", {})
+            check_everything(composition)
+        case "ng_jobs":
+            assert set(given_values(settings[1:])) <= set(jobs.KEYS[settings[0]])
         case "ng_prepare" if settings[:1] == ["agents"]:
             assert set(chosen(settings[1:], cli_packages())) <= set(cli_packages())
         case "ng_prepare":

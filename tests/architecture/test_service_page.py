@@ -1,0 +1,101 @@
+"""The page on rollouts as a service says what the code does, and its commands run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from nemo_gym.config.pipeline import PipelineConfig
+from nemo_gym.config.service import ServiceConfig
+from nemo_gym.service.submission import JobBody
+from tests.architecture.docs import PAGES, ROOT, command_lines, table, write_examples
+
+PAGE = PAGES / "rollouts-as-a-service.md"
+LINES = [line for line in command_lines(PAGE) if not line.has_gaps]
+PORT = "8210"
+
+
+def test_every_key_of_the_service_is_documented() -> None:
+    own = set(ServiceConfig.model_fields) - set(PipelineConfig.model_fields)
+    assert set(table(PAGE, "key of `serve`")) == own
+    assert set(table(PAGE, "member of a job")) == set(JobBody.model_fields)
+
+
+@dataclass
+class Place:
+    directory: Path
+    variables: dict[str, str]
+
+    def run(self, *command: str) -> str:
+        done = subprocess.run(
+            command, cwd=self.directory, env=self.variables, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def command(self, words: tuple[str, ...]) -> list[str]:
+        module = {"ng_serve_rollouts": "serve_rollouts", "ng_jobs": "jobs"}[words[0]]
+        return [sys.executable, "-c", f"from nemo_gym.cli.{module} import main; main()", *words[1:]]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """A directory with the page's examples, in which its service runs; on a free port."""
+    directory = tmp_path_factory.mktemp("service")
+    write_examples(PAGE, directory)
+    (directory / "resources_servers").symlink_to(ROOT / "resources_servers")
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "NEMO_GYM_CACHE_DIR": str(directory / "cache")}
+    made = Place(directory, variables)
+    (serve,) = (line for line in LINES if line.program == "ng_serve_rollouts")
+    words = tuple(word.replace(PORT, "0") for word in serve.words)
+    with (directory / "said.txt").open("w") as said:
+        service = subprocess.Popen(made.command(words), cwd=directory, env=variables, stdout=said, stderr=said)
+        try:
+            deadline = time.monotonic() + 90
+            while "rollouts are served at" not in (directory / "said.txt").read_text():
+                assert service.poll() is None and time.monotonic() < deadline, (directory / "said.txt").read_text()
+                time.sleep(0.05)
+            address = json.loads((directory / "cache" / "runs" / "serve" / "service.json").read_text())
+            variables["NEMO_GYM_SERVICE_TOKEN"] = address["tokens"]["operate"]
+            for script in directory.glob("*.sh"):
+                script.write_text(script.read_text().replace(f"http://127.0.0.1:{PORT}", address["url"]))
+            yield made
+        finally:
+            service.terminate()
+            assert service.wait(60) == 0
+
+
+def test_commands_of_the_page_submit_watch_and_tell(place: Place) -> None:
+    for line in LINES:
+        if line.program == "ng_jobs":
+            said = place.run(*place.command(line.words))
+            if "--watch" in line.words:
+                assert said.startswith("10 done; simple_agent: reward ")
+    assert len((place.directory / "first.jsonl").read_text().splitlines()) == 10
+
+
+def test_program_of_the_page_submits_and_waits(place: Place) -> None:
+    said = place.run(sys.executable, "submit.py").splitlines()
+    assert said[0].startswith("5 [('odd', ") and "the row has no prompt" in said[0]
+    assert said[1] == "5 known before"
+    assert said[-1] == "{'done': 5}"
+
+
+def test_requests_of_the_page_are_answered(place: Place) -> None:
+    (submit,) = (line for line in LINES if line.words[:2] == ("ng_jobs", "submit"))
+    place.run(*place.command(submit.words))
+    said = place.run("bash", "-e", "read.sh")
+    assert said.count("event: result") == 10
+    status = json.loads(said[said.rindex('{"store"') :])
+    agent = next(server for server in status["servers"] if server["instance"] == "simple_agent")
+    place.variables["URL"] = agent["url"]
+    told = json.loads(place.run("bash", "-e", "add.sh"))
+    assert (told["server_id"], told["capacity"]) == ("simple_agent.0", 32)

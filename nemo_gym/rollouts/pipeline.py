@@ -26,6 +26,7 @@ from nemo_gym._util.backoff import pause_after
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import FencedError
 from nemo_gym.contract.verdict import FailureKind, StageFailure, StageName
+from nemo_gym.http.correlation import ROLLOUT_ID_PATTERN, rollout_context
 from nemo_gym.rollout import Servers
 from nemo_gym.rollouts.interfaces import (
     CancelReport,
@@ -141,8 +142,11 @@ class StagePool:
             else:
                 self._active[attempt.job.job_id] = task
                 try:
-                    async with asyncio.timeout(self._stage.timeout_s):
-                        result = await self._stage.run(attempt)
+                    job_id = attempt.job.job_id
+                    # Every server's log lines about this attempt name its rollout.
+                    with rollout_context(job_id if ROLLOUT_ID_PATTERN.match(job_id) else None):
+                        async with asyncio.timeout(self._stage.timeout_s):
+                            result = await self._stage.run(attempt)
                 except asyncio.CancelledError:
                     if self._stopping:
                         raise

@@ -15,7 +15,7 @@ import pytest
 
 from tests.view.serving import ROOT, Look, browsing, viewing
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]  # the first run builds five images
 
 SCRIPT = """
 rules:

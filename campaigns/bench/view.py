@@ -9,15 +9,29 @@ SWE-bench rows, one in a thousand with token chains, one of them of 65,536 token
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
 import random
-from collections.abc import Iterator
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
 from typing import Any
 
+import aiohttp
 import orjson
+import psutil
+
+from campaigns.bench.report import Bar, Samples, argument_parser, print_report
 
 ROWS = 100_000
-MEDIAN_BYTES = 20_000
+MEDIAN_BYTES = 15_900
 CHAIN_TOKENS = 65_536
 LONG_ROW = 777
 SAMPLES = 4
@@ -131,3 +145,137 @@ def _chain(tokens: int, chance: random.Random) -> dict[str, Any]:
         "response_mask": list(mask),
         "logprobs": [-chance.expovariate(1) if bit else 0.0 for bit in mask],
     }
+
+
+def write_result(path: Path, count: int) -> Samples:
+    """The lengths of the lines that were written."""
+    lengths = []
+    with path.open("wb") as file:
+        for line in rows(count):
+            file.write(line)
+            lengths.append(len(line))
+    return Samples(lengths)
+
+
+def index_figures(path: Path) -> dict[str, float]:
+    """One reading of the file in a process of its own, as `ng_show` does it."""
+    program = (
+        "import sys, time, json, resource\n"
+        "from pathlib import Path\n"
+        "from nemo_gym.view.index import open_result\n"
+        "began = time.monotonic()\n"
+        "open_result(Path(sys.argv[1]))\n"
+        "took = time.monotonic() - began\n"
+        "print(json.dumps([took, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)
+    seconds, peak_mib = json.loads(done.stdout)
+    return {"index_s": seconds, "index_mb_per_s": path.stat().st_size / 1e6 / seconds, "index_peak_mib": peak_mib}
+
+
+async def served(url: str, key: str) -> dict[str, Any]:
+    """Times of the first table, filters, and a chain, as a page asks for them, in milliseconds."""
+    figures: dict[str, Any] = {}
+    base = url.partition("?")[0]
+    async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
+
+        async def ask(path: str, words: dict[str, str] | None = None) -> tuple[float, bytes]:
+            began = time.monotonic()
+            async with session.get(f"{base}{path}", params=words or {}) as reply:
+                body = await reply.read()
+                assert reply.status == 200, body
+            return (time.monotonic() - began) * 1e3, body
+
+        await ask(url[len(base) :].lstrip("/"))
+        run = f"api/runs/{key}"
+        began = time.monotonic()
+        await ask(run)
+        await ask(f"{run}/table", {"limit": "100"})
+        figures["first_table_ms"] = (time.monotonic() - began) * 1e3
+        slowest = 0.0
+        for words in FILTERS:
+            times = [(await ask(f"{run}/table", {**words, "limit": "100"}))[0] for _ in range(5)]
+            figures[f"filter {' '.join(words.values())} ms"] = round(median(times), 1)
+            slowest = max(slowest, median(times))
+        figures["slowest_filter_ms"] = slowest
+        rollout = f"20261122-000000-abcdef.{LONG_ROW // SAMPLES}-{LONG_ROW % SAMPLES}"
+        figures["chain_ms"], chain = await ask(f"{run}/chain", {"id": rollout, "number": "0"})
+        figures["chain_bytes"] = len(chain)
+        await ask(f"{run}/tasks", {"limit": "100"})
+    return figures
+
+
+def in_browser(url: str, key: str) -> dict[str, float]:
+    """Seconds until Chromium shows the first table, a filter's rows, and the long chain after a click."""
+    from playwright.sync_api import sync_playwright
+
+    found = shutil.which("chromium") or shutil.which("chromium-browser")
+    if found is None:
+        return {}
+    base = url.partition("?")[0]
+    rollout = f"20261122-000000-abcdef.{LONG_ROW // SAMPLES}-{LONG_ROW % SAMPLES}"
+    figures = {}
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page()
+        page.goto(url)
+        page.wait_for_selector("table.rows")
+        began = time.monotonic()
+        page.goto(f"{base}#/run/{key}")
+        page.wait_for_selector("table.rows tbody td.why")
+        figures["first_table_in_browser_s"] = time.monotonic() - began
+        page.goto(f"{base}#/run/{key}/rollout?id={rollout}")
+        page.wait_for_selector("#tab-panel > *")
+        began = time.monotonic()
+        page.get_by_role("tab", name=re.compile("Tokens")).click()
+        page.wait_for_selector(".tokens .token")
+        figures["chain_in_browser_s"] = time.monotonic() - began
+        browser.close()
+    return figures
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--keep", metavar="DIRECTORY", help="where the result file is made, or was, and stays")
+    given = parser.parse_args(words)
+    with tempfile.TemporaryDirectory(prefix="view-bench-") as temporary:
+        path = Path(given.keep or temporary, "large.jsonl")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figures: dict[str, Any] = {"rows": given.rows}
+        if not path.exists():
+            lengths = write_result(path, given.rows)
+            figures["median_row_bytes"] = lengths.median
+        figures["file_mb"] = path.stat().st_size / 1e6
+        for old in path.parent.glob("large_index.sqlite*"):
+            old.unlink()
+        figures |= index_figures(path)
+        figures["index_mb"] = path.with_name("large_index.sqlite").stat().st_size / 1e6
+        command = [str(Path(sys.executable).with_name("ng_view")), str(path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                url = process.stdout.readline().strip()
+                key = hashlib.blake2b(str(path.resolve()).encode(), digest_size=5).hexdigest()
+                time.sleep(2)  # until it has looked at the index
+                figures |= asyncio.run(served(url, key))
+                figures |= in_browser(url, key)
+                memory = psutil.Process(process.pid).memory_full_info()
+                figures["server_rss_mib"] = memory.rss / 2**20
+            finally:
+                process.terminate()
+    figures = {name: round(value, 2) if isinstance(value, float) else value for name, value in figures.items()}
+    bars = [
+        Bar.at_least("index", figures["index_mb_per_s"], 50, "MB/s"),
+        Bar.at_most("first table", figures["first_table_ms"], 1500, "ms"),
+        Bar.at_most("slowest filter", figures["slowest_filter_ms"], 300, "ms"),
+        Bar.at_most("memory of the server", figures["server_rss_mib"], 300, "MiB"),
+    ]
+    if "chain_in_browser_s" in figures:
+        bars.append(Bar.at_most("first table in a browser", figures["first_table_in_browser_s"], 1.5, "s"))
+        bars.append(Bar.at_most("65,536 tokens after the click", figures["chain_in_browser_s"], 1.0, "s"))
+    return print_report(figures, bars, as_json=given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -148,7 +148,9 @@ def stored_job(files: RunFiles, rollout_id: str) -> dict[str, Any] | None:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[sqlite3.Connection]:
-    connection = sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True, timeout=5.0)
+    # Of a database that nobody has open, nothing but itself is read: SQLite leaves no files beside it then.
+    mode = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "mode=ro&immutable=1"
+    connection = sqlite3.connect(f"file:{quote(str(path.absolute()))}?{mode}", uri=True, timeout=5.0)
     try:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version != SCHEMA_VERSION:

@@ -150,7 +150,8 @@ class Runs:
     def _name(self, output: Path) -> str:
         for path in self._paths:
             if path != output and output.is_relative_to(path):
-                return str(output.relative_to(path).with_suffix(""))
+                name = output.relative_to(path).with_suffix("")
+                return str(name if len(self._paths) == 1 else Path(path.name, name))
         return str(Path(output.parent.name, output.stem))
 
     def describe(self, run: Run) -> dict[str, Any]:

@@ -210,10 +210,37 @@ def test_command_lines_use_keys_that_exist(line: CommandLine, place: Path) -> No
             assert plan_placement.plan(line.words[1:]) == 0
         case "ng_prorl_server":
             assert set(prorl_server.words_of(settings)) <= set(prorl_server.KEYS)
+        case "ng_view" | "ng_show" | "ng_why" | "ng_logs" | "ng_report":
+            _seeing_works(line, place)
         case "ng_status":
             assert all(word.partition("=")[0] in ("run_dir", "run_id") for word in settings)
         case _:
             pytest.fail(f"{line.where}: there is no command {line.program}")
+
+
+def _seeing_works(line: CommandLine, place: Path) -> None:
+    """The command does what it says, over a result file in the place that the page names."""
+    from nemo_gym.cli import logs, report, show, view, why
+    from nemo_gym.view.runs import Runs
+    from tests.view.results import failed, row, write
+
+    folder = place / "results"
+    folder.mkdir(exist_ok=True)
+    write(folder / "rollouts.jsonl", row(0), row(1), row(3))
+    write(folder / "rollouts_failures.jsonl", failed(4))
+    write(folder / "yesterday.jsonl", row(0, reward=1.0), row(1))
+    match line.program:
+        case "ng_show":
+            assert show.show(line.words[1:]) == 0
+        case "ng_why":
+            assert why.why(line.words[1:]) == 0
+        case "ng_report":
+            assert report.write_report(line.words[1:]) == 0
+        case "ng_logs":  # no server of it ever ran
+            assert logs.logs(line.words[1:]) == 1
+        case _:
+            assert view.NAME == "ng_view"
+            assert len(Runs([place / word for word in line.words[1:]]).all()) == 2
 
 
 def _keys_exist(words: list[str]) -> None:

@@ -1,0 +1,58 @@
+"""``ng_report``: one or several runs as a file for a colleague."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_gym.cli import command
+from nemo_gym.contract.errors import ConfigError
+
+NAME = "ng_report"
+KEYS = ("format", "file", "prices")
+FORMATS = ("html", "md")
+
+
+def main() -> None:
+    command.run(NAME, write_report)
+
+
+def write_report(argv: Sequence[str]) -> int:
+    """Write the report and print its path."""
+    parser = command.plain_parser(
+        NAME,
+        "Write a report of one or several runs: figures with intervals, plots, failures with what helps, the rollouts,"
+        " the configuration and versions; later runs are compared with the first. format= is html (default) or md,"
+        " file= its path (default: beside the first result file), prices= what a million tokens cost, as YAML.",
+    )
+    parser.add_argument("words", nargs="+", metavar="OUTPUT|key=value", help="result files and settings")
+    arguments = parser.parse_args(argv)
+    from nemo_gym.cli.show import open_shown
+    from nemo_gym.contract.errors import reject_unknown_keys
+    from nemo_gym.view.queries import Prices
+    from nemo_gym.view.report import report
+
+    given = {}
+    outputs = []
+    for word in arguments.words:
+        key, is_setting, value = word.partition("=")
+        if is_setting and key.isidentifier():
+            given[key] = value
+        else:
+            outputs.append(word)
+    reject_unknown_keys(given, KEYS, where="the command line")
+    form = given.get("format", "html")
+    if form not in FORMATS:
+        raise ConfigError(f"format={form}: is one of {', '.join(FORMATS)}", key="format")
+    if not outputs:
+        raise ConfigError("name a result file")
+    prices = Prices.read(Path(given["prices"])) if given.get("prices") else None
+    first = Path(outputs[0])
+    path = Path(given.get("file") or first.with_name(f"{first.stem}_report.{form}"))
+    text = report([open_shown(each) for each in outputs], form, prices)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"file=: cannot write '{path}': {error.strerror}", key="file") from error
+    print(path)
+    return command.EXIT_OK

@@ -95,8 +95,8 @@ def client_of(stacks: Sequence[OwnGateways]) -> ServerClient:
     return client
 
 
-def trainer_config(n: int) -> dict[str, Any]:
-    runner = {"runner_fqn": "campaigns.faults.framework_gateways.Runner", "max_concurrent_sessions": 0}
+def trainer_config(n: int, cap: int = 0) -> dict[str, Any]:
+    runner = {"runner_fqn": "campaigns.faults.framework_gateways.Runner", "max_concurrent_sessions": cap}
     block = {"agent_runners": {"calls": runner}}
     return {"actor_rollout_ref": {"rollout": {"n": n, "custom": {"agent_framework": block}}}}
 
@@ -148,12 +148,15 @@ async def run(sessions: int, folder: Path) -> dict[str, Any]:
             framework = OpenAICompatibleAgentFramework.from_config(
                 config=trainer_config(per_prompt), gateways=pool, sink=sink
             )
-            # In pairs, so that what else the machine does meets both.
+            capped = OpenAICompatibleAgentFramework.from_config(
+                config=trainer_config(per_prompt, AT_ONCE), gateways=pool, sink=sink
+            )
+            # In turn, so that what else the machine does meets both.
             costs = []
-            for _ in range(2):
+            for _ in range(3):
                 once = await bare(pool, sessions // 4)
                 began = time.perf_counter()
-                await framework.run_batch(batch(sessions // 4 // per_prompt))
+                await capped.run_batch(batch(sessions // 4 // per_prompt))
                 costs.append((once, (time.perf_counter() - began) / (sessions // 4)))
             spread.clear()
             sink.keys.clear()
@@ -176,8 +179,9 @@ async def run(sessions: int, folder: Path) -> dict[str, Any]:
             summary = await running
             after = [counts for counts in spread[len(before) :] if len(counts) == 3]
             await pool.aclose()
-            runner: Any = framework._runners["calls"]
-            await runner.aclose()
+            for each in (framework, capped):
+                runner: Any = each._runners["calls"]
+                await runner.aclose()
             await close_global_aiohttp_client()
         finally:
             for stack in stacks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,32 +108,46 @@ def read_batch(prompts: Any) -> Batch:
     return Batch(samples, "val" if validate else "train", None if steps is None else int(steps))
 
 
-def _columns(prompts: Any) -> Mapping[str, Any]:
-    """Columns by name. A TensorDict's non-tensor columns are unpacked, which its own ``items`` does not do."""
-    if isinstance(prompts, Mapping):
-        return prompts
-    return {str(name): prompts.get(name) for name in prompts.keys()}  # noqa: SIM118 - a TensorDict iterates over rows
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A value that belongs to the whole batch."""
+
+    value: Any
+
+
+def _columns(prompts: Any) -> dict[str, Any]:
+    """Columns by name; non-tensor columns of a TensorDict unpacked. They are told by their class's name: a batch of
+    plain columns needs no torch."""
+    found: dict[str, Any] = {}
+    for name, column in prompts.items():
+        kind = type(column).__name__
+        if kind == "NonTensorStack":
+            column = column.tolist()
+        elif kind == "NonTensorData":
+            column = _Whole(column.data)
+        elif getattr(column, "ndim", None) == 0:
+            column = _Whole(column.item())
+        found[str(name)] = column
+    return found
 
 
 def _length(columns: Mapping[str, Any]) -> int:
     for name in ("uid", "raw_prompt"):
         column = columns.get(name)
-        if isinstance(column, Sequence) and not isinstance(column, str | bytes):
+        if column is not None and _has_rows(column):
             return len(column)
-        if column is not None and hasattr(column, "tolist") and getattr(column, "ndim", 1) > 0:
-            return int(column.shape[0]) if hasattr(column, "shape") else len(column)
     return 1
+
+
+def _has_rows(column: Any) -> bool:
+    return hasattr(column, "__len__") and not isinstance(column, str | bytes | Mapping | _Whole)
 
 
 def _of_column(column: Any, length: int) -> list[Any]:
     """One value per row of a column; what belongs to the whole batch is repeated."""
-    if hasattr(column, "data") and type(column).__name__ == "NonTensorData":
-        column = column.data
-    if type(column).__name__ == "NonTensorStack":
-        column = column.tolist()
-    if getattr(column, "ndim", None) == 0:
-        column = column.item()
-    if isinstance(column, str | bytes) or not hasattr(column, "__len__") or isinstance(column, Mapping):
+    if isinstance(column, _Whole):
+        return [column.value] * length
+    if not _has_rows(column):
         return [column] * length
     if len(column) != length:
         raise RowError(f"prompts: a column has {len(column)} rows, 'uid' has {length}")
@@ -141,10 +155,8 @@ def _of_column(column: Any, length: int) -> list[Any]:
 
 
 def _scalar(column: Any, *, default: Any) -> Any:
+    """A value of the whole batch, also where each row repeats it."""
     if column is None:
         return default
-    values = _of_column(column, 1) if not hasattr(column, "__len__") or isinstance(column, str) else list(column)
-    if not values:
-        return default
-    value = values[0]
-    return value.item() if hasattr(value, "item") else value
+    values = _of_column(column, len(column) if _has_rows(column) else 1)
+    return values[0] if values else default

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import secrets
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,9 +34,11 @@ from nemo_gym.framework.media import MediaColumns
 from nemo_gym.framework.runners import RayDispatch, Runner, call_runner, load_runner
 from nemo_gym.framework.samples import TrajectoryRow, trajectory_row
 from nemo_gym.framework.scoring import RewardScorer, Score, finished, score_session
+from nemo_gym.gateway.sessions import COMPLETION_TOKEN_PREFIX, INFERENCE_TOKEN_PREFIX
 from nemo_gym.gateway.tokens.trajectories import Trajectory, write_jsonl
 
 log = structlog.get_logger(__name__)
+_TOKENS = re.compile(rf"(?:{INFERENCE_TOKEN_PREFIX}|{COMPLETION_TOKEN_PREFIX})[\w-]+")
 _CONNECTION_ERRORS = frozenset(
     {"APIConnectionError", "ConnectError", "ReadError", "RemoteProtocolError", "ClientConnectionError"}
 )
@@ -232,10 +236,11 @@ class OpenAICompatibleAgentFramework(AgentFramework):
                     except SessionLostError as error:
                         if rollout.attempt >= self._config.max_session_attempts:
                             raise
-                        log.warning("session lost; a new attempt", rollout_id=rollout.rollout_id, error=str(error))
+                        log.warning("session lost; a new attempt", rollout_id=rollout.rollout_id, error=_reason(error))
                         rollout = rollout.next_attempt()
-        except Exception as error:
-            log.warning("session failed", uid=sample.uid, session=index, error=_reason(error), exc_info=error)
+        except Exception as error:  # noqa: BLE001 - runners are others' code; a failure is this session's alone
+            told = _without_tokens("".join(traceback.format_exception(error)))
+            log.warning("session failed", uid=sample.uid, session=index, error=_reason(error), traceback=told)
             return BatchSummary(failed_sessions=1, reasons=[_reason(error)])
 
     def _runner_of(self, sample: PromptSample) -> str:
@@ -370,7 +375,12 @@ def _where(name: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:512]
+    return _without_tokens(f"{type(error).__name__}: {error}")[:512]
+
+
+def _without_tokens(text: str) -> str:
+    """Clients quote the URLs that they were given, and these hold a session's tokens."""
+    return _TOKENS.sub("***", text)
 
 
 def _of_the_connection(error: BaseException | None) -> bool:

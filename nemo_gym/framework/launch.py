@@ -30,10 +30,12 @@ class GatewaysConfig:
     """Further keys of the gateway's ``policy``."""
     gateway: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of the gateway."""
+    name: str = "gateway"
+    """Their names begin with it."""
 
     @property
     def names(self) -> list[str]:
-        return [f"gateway_{number + 1}" for number in range(self.count)]
+        return [f"{self.name}_{number + 1}" for number in range(self.count)]
 
     def blocks(self) -> dict[str, Any]:
         """The configuration of the servers. Raises `ConfigError`."""

@@ -128,3 +128,9 @@ class RayDispatch:
         except asyncio.CancelledError:
             self._ray.cancel(reference, force=True)
             raise
+        except self._ray.exceptions.RayTaskError as error:
+            # What the runner raised, and not the page of text that Ray makes of it.
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, Exception):
+                raise cause from error
+            raise

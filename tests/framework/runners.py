@@ -153,3 +153,10 @@ async def rewards_in_turn(
     if sample_index == failing:
         raise ValueError("the agent broke")
     await post_reward(session, {"reward": float(sample_index % 2)})
+
+
+async def quotes_its_addresses(*, session: SessionHandle, raw_prompt: Any, sample_index: int, **kwargs: Any) -> None:
+    """As HTTP clients do in their errors."""
+    addresses = (session.base_url, session.complete_url)
+    calls_seen.append({"tokens": [url.split("/token/")[1].split("/")[0] for url in addresses]})
+    raise ValueError(f"cannot reach {session.base_url} nor {session.complete_url}")

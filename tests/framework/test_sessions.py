@@ -291,3 +291,13 @@ async def test_trajectories_are_logged_for_people(stage: Stage) -> None:
     (file,) = (stage.folder / "log" / "step_3").glob("*/trajectories.jsonl")
     (trajectory,) = read_jsonl(file)
     assert trajectory.reward == 1.0
+
+
+async def test_tokens_of_a_session_are_in_no_log(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    await stage.start()
+    framework = stage.framework({"calls": {"runner_fqn": f"{RUNNERS}.quotes_its_addresses"}}, rollout={"n": 1})
+    summary = await framework.run_batch(prompts(1))
+    said = "".join(capsys.readouterr()) + summary.reasons[0]
+    assert "/token/***/v1" in said and "/token/***/complete" in said
+    for token in runners.calls_seen[0]["tokens"]:
+        assert token not in said

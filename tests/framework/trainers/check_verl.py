@@ -257,6 +257,13 @@ class Client:
 def model_directory(folder: Path) -> Path:
     """A policy that verl reads as a model: no weights are needed for its tokenizer and its configuration."""
     write(folder, FAMILY)
+    file = folder / "tokenizer_config.json"
+    said = json.loads(file.read_text())
+    plain = {
+        name: value["content"] if isinstance(value, dict) and "content" in value else value
+        for name, value in said.items()
+    }
+    file.write_text(json.dumps(plain))
     size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 1, **size}
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 1000, "max_position_embeddings": 8192}))

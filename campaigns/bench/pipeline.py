@@ -6,7 +6,7 @@
 *Rate*: a client submits over HTTP, with a durable store, and follows the results; beside it, in the same run, the bare
 chain of `campaigns.bench.rollouts`. *Memory*: what the service's process grows by when so many rollouts are in flight,
 each with an agent that answers after a while, and the time from submission to result of each. *Cancel*: rollouts whose
-command never ends in local boxes; from the request to the answer, after which no box is left.
+command never ends in local boxes; from the request to the answer, and until each box is gone.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ CONCURRENCY = 32
 LONG_S = 20.0
 """How long an agent takes whose rollouts are to be in flight together."""
 READY_S = 120.0
+GONE_S = 120.0
 
 
 @asynccontextmanager
@@ -56,18 +57,22 @@ async def service_over(
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "NEMO_GYM_SERVICE_OPERATE_TOKEN": TOKEN},
     )
+    draining: asyncio.Task[bytes] | None = None
     try:
         assert process.stdout is not None
         async with asyncio.timeout(READY_S):
             while b"are served at" not in (line := await process.stdout.readline()):
                 assert line, "the service ended before it was ready"
         url = line.decode().split("are served at ")[1].split(";")[0]
+        draining = asyncio.create_task(process.stdout.read(), name="read the log")
         async with AsyncRolloutClient(url, TOKEN) as client:
             yield client, process.pid
     finally:
         if process.returncode is None:
             process.terminate()
             await process.wait()
+        if draining is not None:
+            await draining
 
 
 def jobs_of(rows: list[dict[str, Any]], run: str) -> list[dict[str, Any]]:
@@ -182,7 +187,8 @@ async def cancel(boxes: int) -> tuple[dict[str, Any], list[Bar]]:
     with tempfile.TemporaryDirectory(prefix="cancel-") as place:
         directory = Path(place)
         scope = Scope(directory / "boxes", run_id=f"cancel-{os.getpid()}")
-        (directory / "hang.yaml").write_text(json.dumps(HANGING_POLICY))
+        mark = f"sleep 4{os.getpid():08d}"
+        (directory / "hang.yaml").write_text(json.dumps(HANGING_POLICY).replace("sleep 3000", mark))
         words = (
             *("agent=mini_swe_agent", "environment=swe_bench", "sandbox=local", "model=scripted"),
             f"script={directory / 'hang.yaml'}",
@@ -195,35 +201,52 @@ async def cancel(boxes: int) -> tuple[dict[str, Any], list[Bar]]:
             async with service_over(stack.config, directory, root_key=stack.root_key, **keys) as (client, _):
                 jobs = jobs_of([row] * boxes, "box")
                 await client.submit([{**job, "group_id": f"g{n // 20}"} for n, job in enumerate(jobs)])
-                give_up = time.perf_counter() + 60 + 3 * boxes
+                give_up = time.perf_counter() + 60 + boxes
                 active, working = 0, 0
                 while (active < boxes or working < boxes) and time.perf_counter() < give_up:
                     await asyncio.sleep(1.0)
-                    active, working = await _in_run(client), len(_commands(scope))
+                    active, working = await _in_run(client), _running(mark) // 2
                 begun = time.perf_counter()
                 groups = [f"g{n}" for n in range((boxes + 19) // 20)]
                 reports = await asyncio.gather(*(client.cancel(group=group) for group in groups))
                 answered_s = time.perf_counter() - begun
-                boxes_left = _commands(scope)
+                gone = await _gone(scope, boxes, begun)
+                commands_left, left = _running(mark), leftovers(scope)
     seconds = sorted(report.seconds for report in reports)
     figures = {
         "rollouts": boxes,
         "active_when_cancelled": active,
-        "commands_in_boxes": working,
+        "boxes_with_their_command": working,
         "cancelled_active": sum(report.active for report in reports),
         "cancelled_queued": sum(report.queued for report in reports),
         "group_p50_s": round(seconds[len(seconds) // 2], 2),
         "group_p99_s": round(seconds[int(len(seconds) * 0.99)], 2),
         "all_s": round(answered_s, 2),
-        "left": boxes_left[:5],
+        "box_gone_p50_s": round(gone[len(gone) // 2], 2) if gone else None,
+        "box_gone_p99_s": round(gone[int(len(gone) * 0.99)], 2) if gone else None,
+        "left": {kind: len(things) for kind, things in left.items()},
     }
-    name = f"commands in boxes left after {boxes} running jobs were cancelled"
-    return figures, [Bar(name, len(boxes_left), "processes", "= 0", not boxes_left)]
+    what = f"left of {boxes} running jobs that were cancelled"
+    return figures, [
+        Bar.at_least("rollouts at work when they were cancelled", working, boxes),
+        Bar(f"boxes {what}", len(left.get("files", [])), "boxes", "= 0", not left),
+        Bar(f"commands {what}", commands_left, "processes", "= 0", not commands_left),
+    ]
 
 
-def _commands(scope: Scope) -> list[str]:
-    """The commands of the policy that run in boxes."""
-    return [process for process in leftovers(scope).get("processes", []) if "sleep 3000" in process]
+async def _gone(scope: Scope, boxes: int, begun: float) -> list[float]:
+    """When each box was gone, seconds after the cancel was asked for."""
+    gone: list[float] = []
+    while len(gone) < boxes and (elapsed := time.perf_counter() - begun) < GONE_S:
+        there = len(list(scope.state_dir.glob("*/boxes/*")))
+        gone += [elapsed] * (boxes - there - len(gone))
+        await asyncio.sleep(0.05)
+    return gone
+
+
+def _running(mark: str) -> int:
+    """Processes of that command; each box has two."""
+    return sum(" ".join(each.info["cmdline"] or ()) == mark for each in psutil.process_iter(["cmdline"]))
 
 
 async def _in_run(client: AsyncRolloutClient) -> int:

@@ -101,6 +101,8 @@ def compose_stack(words: Sequence[str], *, serves: bool = False) -> tuple[Compos
             say(f"{key} on the command line can be read by other users of this machine; put it in env.yaml")
     if composition.serves:
         return composition, topology, _serving(composition)
+    if (service := composition.values.get("join")) is not None:
+        return composition, topology, _joining(composition, str(service))
     if not composition.has_run:
         return composition, topology, _serve
     from nemo_gym.cli.collect_rollouts import exit_code_of, result_console
@@ -197,7 +199,8 @@ class _Run:
         except asyncio.CancelledError:
             if not self.signals:
                 raise
-            serves = self.work is _serve or self.composition.serves
+            joins = self.composition.values.get("join") is not None
+            serves = self.work is _serve or self.composition.serves or joins
             return command.EXIT_OK if serves else command.EXIT_INTERRUPTED
         finally:
             # Where the stack was never set up, nobody else has ended it.
@@ -234,6 +237,42 @@ async def _serve(supervisor: Supervisor) -> int:
     _print_table(supervisor)
     await asyncio.Event().wait()
     return command.EXIT_OK
+
+
+def _joining(composition: Composition, service: str) -> Work:
+    capacity = (composition.values.get("agent_caps") or {}).get(composition.chosen.get("agent", ""))
+
+    async def lend_servers(supervisor: Supervisor) -> int:
+        from nemo_gym.config.keys import AGENT_TYPE, ENVIRONMENT_TYPE
+        from nemo_gym.contract.credentials import Role, StackKeys
+        from nemo_gym.service.client import AsyncRolloutClient
+        from nemo_gym.stack.stack import PIPELINE
+
+        _print_table(supervisor)
+        stack = supervisor.stack()
+        keys = StackKeys.from_hex(stack.root_key)
+        async with AsyncRolloutClient(service) as client:
+            lent = []
+            for server in stack.servers:
+                if server.server_type not in (AGENT_TYPE, ENVIRONMENT_TYPE):
+                    continue
+                told = await client.register_server(
+                    server.instance,
+                    server.url,
+                    capacity=capacity if server.server_type == AGENT_TYPE else None,
+                    credential=keys.caller(Role.PIPELINE, PIPELINE, server.instance),
+                )
+                lent.append(str(told["server_id"]))
+            print(f"lent to {service}: {', '.join(lent)}", flush=True)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                # Nothing new comes from here on, and what is under way goes to others.
+                for server_id in lent:
+                    await client.remove_server(server_id)
+        return command.EXIT_OK
+
+    return lend_servers
 
 
 def _serving(composition: Composition) -> Work:

@@ -104,6 +104,14 @@ def _check_run_keys(composition: Composition) -> None:
     if composition.has_run != has_output:
         missing = "output" if composition.has_run else "input"
         raise ConfigError(f"a rollout run needs both input= and output=; add {missing}=<file>.jsonl", key=missing)
+    join = composition.values.get("join")
+    if join is not None:
+        if not isinstance(join, str) or not join.startswith(("http://", "https://")):
+            raise ConfigError("join must be the URL of a rollout service, as in join=http://10.0.0.1:8210", key="join")
+        if composition.has_run or composition.serves:
+            raise ConfigError(
+                "join lends a stack's servers to a service elsewhere; leave out input=, output= and serve", key="join"
+            )
     if composition.serves:
         from nemo_gym.config.service import ServiceConfig
 

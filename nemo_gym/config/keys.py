@@ -42,6 +42,7 @@ SUITE_KEYS: Final = frozenset(
         HOSTS,
         HOST,
         SERVE,
+        "join",
         "run_dir",
         "run_id",
         "default_host",

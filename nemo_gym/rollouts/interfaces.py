@@ -428,7 +428,8 @@ class CancelReport:
     queued: int
     active: int
     seconds: float
-    """Until the last harness had stopped and the last box was released."""
+    """Until every attempt was closed. An agent that owns its box removes it when its caller is gone, a moment
+    later."""
     released: int = 0
     """Sessions of environments and model servers that the active ones held."""
 

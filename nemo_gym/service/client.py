@@ -270,7 +270,7 @@ class AsyncRolloutClient:
         run: str | None = None,
         reason: str | None = None,
     ) -> Cancelled:
-        """Stop jobs for good; returns when their boxes are gone."""
+        """Stop jobs for good; returns when their attempts are closed. Agents remove their boxes a moment later."""
         given = {"job_ids": None if job_ids is None else list(job_ids), "group": group, "run": run, "reason": reason}
         body = {key: value for key, value in given.items() if value is not None}
         return Cancelled(**await self._call("POST", "/v1/cancel", body))

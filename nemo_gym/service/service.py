@@ -128,7 +128,7 @@ class RolloutService:
         if (failure := self.dispatcher.failure) is not None:
             raise StoppedError(f"the pipeline has stopped ({failure}); mend that and start the service again")
         outcomes = await self.submissions.submit(bodies)
-        if any(outcome.offer is not None and outcome.offer.is_new for outcome in outcomes):
+        if any(outcome.offer is not None for outcome in outcomes):
             self.dispatcher.notify()
         return [outcome.told() for outcome in outcomes]
 

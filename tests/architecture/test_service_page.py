@@ -82,6 +82,33 @@ def test_commands_of_the_page_submit_watch_and_tell(place: Place) -> None:
     assert len((place.directory / "first.jsonl").read_text().splitlines()) == 10
 
 
+def test_stack_of_the_page_lends_its_servers_until_it_is_stopped(place: Place) -> None:
+    (line,) = (line for line in LINES if line.program == "ng_run")
+    url = json.loads((place.directory / "cache" / "runs" / "serve" / "service.json").read_text())["url"]
+    words = [word.replace(f"http://127.0.0.1:{PORT}", url) for word in line.words[1:]]
+    start = [sys.executable, "-c", "from nemo_gym.cli.run import main; main()", *words]
+    with (place.directory / "lent.txt").open("w") as said:
+        lender = subprocess.Popen(start, cwd=place.directory, env=place.variables, stdout=said, stderr=said)
+        try:
+            deadline = time.monotonic() + 90
+            while "lent to" not in (place.directory / "lent.txt").read_text():
+                assert lender.poll() is None and time.monotonic() < deadline, (
+                    place.directory / "lent.txt"
+                ).read_text()
+                time.sleep(0.05)
+            submit = ("ng_jobs", "submit", "input=resources_servers/mcqa/data/example.jsonl", "run=lent")
+            said_of = place.run(*place.command((*submit, "num_repeats=4", "--watch", "run_id=serve")))
+            assert said_of.startswith("20 done; ")
+            status = json.loads(place.run(*place.command(("ng_jobs", "status", "--json", "run_id=serve"))))
+            done = {server["server_id"]: server["done"] for server in status["servers"]}
+            assert min(done["simple_agent.1"], done["mcqa.1"]) > 0
+        finally:
+            lender.terminate()
+            assert lender.wait(60) == 0
+    status = json.loads(place.run(*place.command(("ng_jobs", "status", "--json", "run_id=serve"))))
+    assert "simple_agent.1" not in {server["server_id"] for server in status["servers"]}
+
+
 def test_program_of_the_page_submits_and_waits(place: Place) -> None:
     said = place.run(sys.executable, "submit.py").splitlines()
     assert said[0].startswith("5 [('odd', ") and "the row has no prompt" in said[0]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter
 
 from nemo_gym.gateway.dialects.responses import chat_request, response_of_completion, responses_request
 from nemo_gym.openai_types.chat import (
@@ -24,7 +24,12 @@ from nemo_gym.openai_types.items import NeMoGymResponseInputItem, NeMoGymRespons
 from nemo_gym.openai_types.responses import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
 from nemo_gym.openai_types.tokens import REQUIRED_TOKEN_FIELDS, TOKEN_FIELDS
 
-__all__ = ["ResponsesConverter", "VLLMConverter", "split_responses_input_output_items"]
+__all__ = [
+    "ResponsesConverter",
+    "VLLMConverter",
+    "VLLMConverterResponsesToChatCompletionsState",
+    "split_responses_input_output_items",
+]
 
 _THINK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _OF_A_TURN = ("function_call", "custom_tool_call", "reasoning")
@@ -143,6 +148,13 @@ class ResponsesConverter(BaseModel):
 
 
 VLLMConverter = ResponsesConverter
+
+
+class VLLMConverterResponsesToChatCompletionsState(BaseModel):
+    """NeMo Gym's name for what a conversion has made so far; this one is done in one step."""
+
+    return_token_id_information: bool = False
+    messages: list[dict[str, Any]] = Field(default_factory=list)
 
 
 def _put_tokens(items: Any, messages: Sequence[dict[str, Any]]) -> None:

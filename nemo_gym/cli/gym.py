@@ -219,6 +219,7 @@ def _composed(settings: list[str], files: list[str], *, serving: bool) -> list[s
     from nemo_gym.config.roots import find_file, plugin_roots
 
     roots = plugin_roots()
+    has_own_files = bool(files)  # they may bring a model
     kept: list[str] = []
     for word in settings:
         key, _, value = word.partition("=")
@@ -238,10 +239,10 @@ def _composed(settings: list[str], files: list[str], *, serving: bool) -> list[s
             kept.append(word)
     if files:
         kept.append(f"+config_paths=[{','.join(files)}]")
-        is_policy_named = any(word.startswith(("policy_base_url=", "policy_model_name=")) for word in kept)
-        has_model = any(word.startswith("model=") for word in kept) or any("responses_api_models/" in f for f in files)
-        if is_policy_named and not has_model:
-            kept.append("model=gateway")
+    is_policy_named = any(word.startswith(("policy_base_url=", "policy_model_name=")) for word in kept)
+    has_model = has_own_files or any(word.startswith("model=") for word in kept)
+    if is_policy_named and not has_model and not any("responses_api_models/" in file for file in files):
+        kept.append("model=gateway")
     return kept
 
 

@@ -62,6 +62,7 @@ __all__ = [
     "Request",
     "SimpleResponsesAPIModel",
     "dialect_error",
+    "start_model_execution",
 ]
 
 EVENT_STREAM = "text/event-stream"
@@ -318,6 +319,16 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
             yield data
         if seen.completed:
             self.gateway_sessions.committed(session, seen.usage)
+
+
+def start_model_execution(request: Request, *, upstream_attempted: bool) -> dict[str, Any]:
+    """NeMo Gym's: facts of one call that its model server fills in (``response_source``, ``upstream_status_code``).
+    They stay with the request; the call itself is in the gateway's record."""
+    facts: dict[str, Any] = {"upstream_attempted": upstream_attempted}
+    state = getattr(request, "state", None)
+    if state is not None:
+        state.nemo_gym_model_execution = facts
+    return facts
 
 
 def reward_in(body: Mapping[str, Any]) -> tuple[float | None, dict[str, Any] | None]:

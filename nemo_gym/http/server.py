@@ -247,6 +247,7 @@ class SimpleServer(BaseServer):
         codec = CookieCodec(self.derive_key("session-cookie"))
         # Added from the inside out. A plugin built by hand, in its own tests, sees its errors raised.
         app.add_middleware(DirectRoutesMiddleware, application=app)
+        self.setup_exception_middleware(app)
         if self.secured or self._launch is not None:
             app.add_middleware(UnknownErrorMiddleware)
         if limit_bodies:
@@ -280,6 +281,9 @@ class SimpleServer(BaseServer):
         app.state.nemo_gym_session_middleware_installed = True
         codec = CookieCodec(self.derive_key("session-cookie"))
         app.add_middleware(SessionMiddleware, cookie_name=self.get_session_middleware_key(), codec=codec)
+
+    def setup_exception_middleware(self, app: FastAPI) -> None:
+        """NeMo Gym's hook: layers of a plugin's own that word errors. Default: none; `base_app` words them."""
 
     async def startup(self) -> None:
         """Runs in the server's event loop before the first request. Override for background work."""

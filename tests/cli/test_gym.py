@@ -30,7 +30,7 @@ def test_flags_of_nemo_gym_are_settings() -> None:
     assert settings == [
         *("agent=simple_agent", "environment=mcqa", "policy_model_name=m", "policy_base_url=http://h/v1"),
         *("input=a.jsonl", "output=b.jsonl", "limit=2", "num_repeats=3", "concurrency=4", "resume=true"),
-        *("temperature=0.5", "++x=1"),
+        *("temperature=0.5", "++x=1", "model=gateway"),
     ]
 
 
@@ -50,6 +50,8 @@ def test_names_of_nemo_gyms_plugins_become_their_files(tmp_path: Path, monkeypat
     assert settings == [f"+config_paths=[{files}]"]
     _, settings = gym.translated("env start", ["--resources-server", "quiz", "--model-url", "http://h/v1"])
     assert settings[-1] == "model=gateway"
+    _, settings = gym.translated("env start", ["--config", "brings_its_model.yaml", "--model-url", "http://h/v1"])
+    assert settings == ["policy_base_url=http://h/v1", "+config_paths=[brings_its_model.yaml]"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 from aiohttp import ClientResponseError
 from fastapi.testclient import TestClient
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 import nemo_gym
@@ -34,6 +35,7 @@ from nemo_gym.base_responses_api_agent import (
     BaseResponsesAPIAgentConfig,
     SimpleResponsesAPIAgent,
 )
+from nemo_gym.base_responses_api_model import start_model_execution
 from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.episode_types import EpisodeFailure, EpisodeId, TaskId
 from nemo_gym.judge import JudgeError, judge_failsafe
@@ -301,3 +303,25 @@ async def test_a_case_that_does_not_hold_is_named(tmp_path: Path) -> None:
         await exercise_verifier_fixture(
             cases(tmp_path / "cases.jsonl", 0.5), reward_range=(0, 1), determinism="unknown"
         )
+
+
+def test_a_plugins_own_layer_for_errors_is_asked_first() -> None:
+    class WithLayer(Forgets):
+        def setup_exception_middleware(self, app: Any) -> None:
+            @app.middleware("http")
+            async def marked(request: Any, call_next: Any) -> Any:
+                reply = await call_next(request)
+                reply.headers["X-Marked"] = "yes"
+                return reply
+
+            super().setup_exception_middleware(app)
+
+    with TestClient(environment(WithLayer).application()) as client:
+        assert client.get("/health").headers["X-Marked"] == "yes"
+
+
+def test_facts_of_a_model_call_stay_with_its_request() -> None:
+    request = Request({"type": "http"})
+    facts = start_model_execution(request, upstream_attempted=True)
+    facts["response_source"] = "upstream"
+    assert request.state.nemo_gym_model_execution == {"upstream_attempted": True, "response_source": "upstream"}

@@ -193,6 +193,7 @@ async def cancel(boxes: int) -> tuple[dict[str, Any], list[Bar]]:
             *("agent=mini_swe_agent", "environment=swe_bench", "sandbox=local", "model=scripted"),
             f"script={directory / 'hang.yaml'}",
             f"++mini_swe_agent.responses_api_agents.mini_swe_agent.sandbox_lease_s={10 * LEASE_S}",
+            f"++mini_swe_agent.responses_api_agents.mini_swe_agent.max_concurrency={boxes}",
             f"++sandbox.local.state_dir={scope.state_dir}",
         )
         row = json.loads(ROWS.read_text().splitlines()[0])

@@ -306,7 +306,6 @@ class JobStore(Protocol):
     resumed.
     """
 
-    @property
     def is_shared(self) -> bool:
         """Whether other processes may work on the same jobs."""
         ...

@@ -304,7 +304,7 @@ class AsyncDispatcher:
         while True:
             for job in await self._store.claim_overdue(self._owner, SWEPT_AT_ONCE, self._config.lease_s):
                 await self._admit(job)
-            if self._store.is_shared and self._held:
+            if self._store.is_shared() and self._held:
                 for job_id, reason in (await self._store.asked_to_end(self._owner)).items():
                     if (attempt := self._held.get(job_id)) is not None:
                         self.interrupt(attempt, Stop(FailureKind.CANCELLED, reason))

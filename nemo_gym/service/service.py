@@ -69,7 +69,7 @@ class RolloutService:
         self.closing = asyncio.Event()
         """Streams end when it is set."""
         self._state_file = state_dir / f"servers-{config.pipeline}.json"
-        owner = config.pipeline if store.is_shared else None
+        owner = config.pipeline if store.is_shared() else None
         self.dispatcher: AsyncDispatcher = core.dispatcher(
             store, listener=self._told, logs=state_dir / "logs", pooled=True, owner=owner, sweeps=True
         )
@@ -148,7 +148,7 @@ class RolloutService:
                 left_s = give_up - loop.time()
                 if records[0].state.terminal or left_s <= 0 or self.closing.is_set():
                     return self.view(records[0])
-                await asyncio.wait({waiter}, timeout=min(left_s, POLL_S) if self.store.is_shared else left_s)
+                await asyncio.wait({waiter}, timeout=min(left_s, POLL_S) if self.store.is_shared() else left_s)
                 self._waiters[job_id].discard(waiter)
         finally:
             if waiter is not None:
@@ -191,7 +191,7 @@ class RolloutService:
                 yield None
                 continue
             try:
-                async with asyncio.timeout(min(left_s, POLL_S) if self.store.is_shared else left_s):
+                async with asyncio.timeout(min(left_s, POLL_S) if self.store.is_shared() else left_s):
                     await news.wait()
             except TimeoutError:
                 pass
@@ -306,7 +306,7 @@ async def open_service(client: ServerClient, config: ServiceConfig, state_dir: P
         core = RolloutCore(client, config, say=lambda text: log.info(text), needs_engines=True)
         store = await _open_store(config, state_dir, undo)
         # As an owner of leases the name stands for this process; whoever had it before is gone.
-        await store.release(config.pipeline if store.is_shared else None)
+        await store.release(config.pipeline if store.is_shared() else None)
         recorded = await store.open_run({"run_id": new_run_id(), "service": True})
         if not recorded.get("service"):
             raise ConfigError(

@@ -79,7 +79,6 @@ class SqlJobStore:
         self._writer = writer
         self._dialect = dialect
 
-    @property
     def is_shared(self) -> bool:
         """Whether other processes may work on the same jobs."""
         return self._dialect.alone is not None

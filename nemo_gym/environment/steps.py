@@ -32,12 +32,19 @@ class Episode:
 
     reward: float = 0.0
     steps: int = 0
+    resets: int = 0
+    """That the environment answered: the second one leaves the episode as it is, so that a good step cannot be had
+    again and again, and no beginning be chosen."""
     terminated: bool = False
     truncated: bool = False
 
     @property
     def has_ended(self) -> bool:
-        return self.terminated or self.truncated
+        return self.terminated or self.truncated or self.resets > 1
+
+    def began(self, status: int) -> None:
+        """A ``/reset`` was answered."""
+        self.resets += status == 200
 
     def add(self, status: int, body: bytes) -> None:
         """Count what a step answered, unless the episode is over."""
@@ -73,7 +80,8 @@ class StepRewards:
 
     def episode_of(self, rollout: RolloutIdentity) -> Episode | None:
         """What an attempt has earned; ``None`` for one that took no step."""
-        return self._episodes.get(AttemptKey.of(rollout))
+        episode = self._episodes.get(AttemptKey.of(rollout))
+        return episode if episode is not None and episode.steps else None
 
     def forget(self, rollout: RolloutIdentity) -> None:
         self._episodes.pop(AttemptKey.of(rollout), None)
@@ -86,9 +94,7 @@ class StepRewards:
         stored = await self._rows.get(ref)
         asked = await parse_json_object(Request(scope, receive))
         whole = iter([{"type": "http.request", "body": orjson.dumps({**asked, **stored.row}), "more_body": False}])
-        episode = None
-        if scope["path"] == "/step":
-            episode = self._episodes.setdefault(AttemptKey.of(stored.rollout), Episode())
+        episode = self._episodes.setdefault(AttemptKey.of(stored.rollout), Episode())
         status, answer = 0, bytearray()
 
         async def with_the_row() -> Message:
@@ -100,9 +106,12 @@ class StepRewards:
                 status = message["status"]
             elif message["type"] == "http.response.body" and len(answer) <= MAX_STEP_BYTES:
                 answer.extend(message.get("body", b""))
-            if episode is not None and message["type"] == "http.response.body" and not message.get("more_body"):
+            if message["type"] == "http.response.body" and not message.get("more_body"):
                 # Before the agent hears of it: whoever asks for the verdict next, gets this step's reward too.
-                episode.add(status, bytes(answer))
+                if scope["path"] == "/reset":
+                    episode.began(status)
+                else:
+                    episode.add(status, bytes(answer))
             await send(message)
 
         await self._app(scope, with_the_row, counted)

@@ -307,3 +307,17 @@ async def test_an_attempt_is_worth_what_the_environments_own_steps_answered(stac
     await step("/step")
     status, verdict = await post(stack, "env", "/verdict", {"rollout": who})
     assert (status, verdict["reward"], verdict["terminated"], verdict["valid"]) == (200, 0.5, True, True)
+
+
+async def test_a_step_that_pays_is_not_paid_again_after_another_reset(stack: Stack) -> None:
+    stack.add("env", Countdown, Role.ENVIRONMENT)
+    row = {"responses_create_params": {"input": "go"}, "steps": 2, "worth": 0.25}
+    who = rollout().model_dump()
+    _, stored = await post(stack, "env", "/rows", {"row": row, "rollout": who})
+    agent, of_attempt = stack.client(Role.AGENT, "agent"), {ROW_REF_HEADER: stored["row_ref"]}
+    for _ in range(8):  # the first step of an episode that never ends
+        for path in ("/reset", "/step"):
+            reply = await agent.post("env", path, json=stored["public_row"], headers=of_attempt)
+            assert reply.status == 200
+    status, verdict = await post(stack, "env", "/verdict", {"rollout": who})
+    assert (status, verdict["reward"], verdict["terminated"]) == (200, 0.25, False)

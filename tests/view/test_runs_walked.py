@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_gym.contract.rows import ROLLOUT_ID_KEY
 from tests.view.serving import ROOT, Look, browsing, viewing
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]  # the first run builds five images
@@ -111,10 +112,11 @@ def test_every_page_over_real_runs(folder: Path) -> None:
         look.shot("weather-turns")
         first = look.ask(f"/api/runs/{tokens}/table")["rows"][0]["rollout_id"]
         look.go(f"#/run/{tokens}/rollout?id={first}&tab=tokens", ".tokens.as-text .token.sampled")
-        row = json.loads((folder / "tokens" / "rollouts.jsonl").read_text().splitlines()[0])
+        rows = map(json.loads, (folder / "tokens" / "rollouts.jsonl").read_text().splitlines())
+        (row,) = (each for each in rows if each[ROLLOUT_ID_KEY] == first)
         (chain,) = row["ng_trajectory"]
-        assert page.locator(".token.sampled").count() == sum(chain["response_mask"])
-        assert page.locator(".token.prompt").count() == len(chain["prompt_ids"])
+        assert page.locator(".tokens.as-text .token.sampled").count() == sum(chain["response_mask"])
+        assert page.locator(".tokens.as-text .token.prompt").count() == len(chain["prompt_ids"])
         assert "Let me look at the weather there." in page.locator(".tokens").inner_text()
         assert look.faults() == []
         look.shot("tokens")

@@ -95,8 +95,8 @@ def endpoint() -> Iterator[str]:
 
 
 def ng_run(folder: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    command = [str(Path(sys.executable).with_name("ng_run")), *words, f"output={folder / 'out.jsonl'}"]
-    command += [f"run_dir={folder / 'run'}", "retry_delay_s=0.01", "max_attempts=2"]
+    command = [str(Path(sys.executable).with_name("ng_run")), f"output={folder / 'out.jsonl'}"]
+    command += [f"run_dir={folder / 'run'}", "retry_delay_s=0.01", "max_attempts=2", *words]
     given = {**os.environ, "POLICY_API_KEY": KEY, **(env or {})}
     return subprocess.Popen(
         command,

@@ -208,7 +208,7 @@ def _answer(run: Sequence[Message]) -> Any:
             and [*arguments] == ["arguments"]
             and isinstance(arguments["arguments"], str)
         ):
-            arguments = arguments["arguments"]
+            arguments = arguments["arguments"] if arguments["arguments"].strip() else {}  # as `arguments_of` reads it
         calls.append([str((call.get("function") or {}).get("name")), _argument(arguments)])
     return ["assistant", _without_spaces(text), calls]
 

@@ -27,7 +27,17 @@ ARGUMENTS = st.one_of(
     ),
     JSON.map(lambda value: orjson.dumps(value).decode()),
     st.sampled_from(
-        ['{"a": "\\ud800"}', "{", "", " ", "NaN", '{"arguments": "{}"}', '{"input": "x"}', '{"input": 1}']
+        [
+            '{"a": "\\ud800"}',
+            "{",
+            "",
+            " ",
+            "NaN",
+            '{"arguments": "{}"}',
+            '{"arguments":""}',
+            '{"input": "x"}',
+            '{"input": 1}',
+        ]
     ),
     st.text(max_size=20),
 )

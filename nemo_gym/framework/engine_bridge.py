@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import orjson
 from aiohttp import web
 
+from nemo_gym._util.loop_thread import LoopThread
 from nemo_gym.contract.errors import ServerError
 
 START_TIMEOUT_S = 30.0
@@ -32,25 +31,24 @@ class EngineBridge:
 
     def __init__(self, client: TokenClient) -> None:
         self._client = client
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="engine-bridge", daemon=True)
+        self._thread: LoopThread | None = None
         self._runner: web.AppRunner | None = None
         self.url = ""
 
     def start(self) -> str:
         """The address to give to gateways as an engine of type ``sglang``."""
-        self._thread.start()
+        self._thread = LoopThread("engine-bridge")
         try:
-            asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(START_TIMEOUT_S)
+            self._thread.run(self._start(), timeout_s=START_TIMEOUT_S)
         except TimeoutError:
             raise ServerError(f"the engine bridge did not start within {START_TIMEOUT_S:g} s") from None
         return self.url
 
     def stop(self) -> None:
-        if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(START_TIMEOUT_S)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(START_TIMEOUT_S)
+        if self._thread is not None:
+            self._thread.run(self._stop(), timeout_s=START_TIMEOUT_S)
+            self._thread.close()
+            self._thread = None
 
     async def _start(self) -> None:
         app = web.Application(client_max_size=MAX_BODY_BYTES)

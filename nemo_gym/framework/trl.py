@@ -9,12 +9,11 @@ the one with the most sampled tokens.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from nemo_gym._util.loop_thread import LoopThread
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.framework.framework import OpenAICompatibleAgentFramework
 from nemo_gym.framework.samples import TrajectoryRow
@@ -56,10 +55,8 @@ class FrameworkRollouts:
         self._batches = itertools.count()
         # TRL calls from a thread without an event loop, again and again; the framework's connections need one that
         # stays.
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="framework-rollouts", daemon=True)
-        self._thread.start()
-        self._framework = self._call(self._made(framework))
+        self._thread = LoopThread("framework-rollouts")
+        self._framework = self._thread.run(self._made(framework))
         self.masked = 0
         """Completions that stand for sessions without a reward."""
 
@@ -80,7 +77,7 @@ class FrameworkRollouts:
         for name in {name for each in more for name in each}:
             batch[name] = [each.get(name) for each in more]
         self.sink.rows.clear()
-        self._call(self._framework.run_batch(batch))
+        self._thread.run(self._framework.run_batch(batch))
         rows = [self._longest(uid) for uid in uids]
         rewards = _filled([None if row is None else float(row.fields["rm_scores"][-1]) for row in rows], prompts)
         found: dict[str, list[Any]] = {name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask")}
@@ -97,16 +94,12 @@ class FrameworkRollouts:
         return [float(reward) for reward in columns["session_reward"]]
 
     def close(self) -> None:
-        self._call(self._framework.aclose())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._thread.run(self._framework.aclose())
+        self._thread.close()
 
     def _longest(self, uid: str) -> TrajectoryRow | None:
         rows = self.sink.rows.get(f"{uid}_0")
         return max(rows, key=lambda row: int(row.fields["response_mask"].sum())) if rows else None
-
-    def _call(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _made(
         self, framework: Callable[[MemorySink], OpenAICompatibleAgentFramework]

@@ -23,6 +23,7 @@ import orjson
 import structlog
 
 import nemo_gym.prorl.handlers  # noqa: F401 - registers the suite's own
+from nemo_gym._util.loop_thread import LoopThread
 from nemo_gym._util.tasks import BackgroundTasks
 from nemo_gym.contract.errors import ConfigError, ContractError, NemoGymError
 from nemo_gym.contract.session import IDENTIFIER
@@ -99,40 +100,36 @@ class OpenHandsServer:
         self._life = threading.Lock()
         """Held while starting and stopping."""
         self._lock = threading.Lock()
-        """Held for moments: whoever uses ``_loop`` or the LLM servers."""
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        """Held for moments: whoever begins work on the thread, or uses the LLM servers."""
+        self._thread: LoopThread | None = None
+        self._running = False
         self._finished: OrderedDict[str, tuple[str, dict[str, Any]]] = OrderedDict()
 
     # Life
 
     @property
     def running(self) -> bool:
-        return self._loop is not None
+        return self._running
 
     def start(self) -> None:
         """Start the workers. Handlers start what they need with their first job."""
         with self._life:
-            if self._loop is not None:
+            if self._running:
                 raise ConfigError("the server is running already; stop() it first", key="start")
-            loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=_run_loop, args=(loop,), name="prorl-server", daemon=True)
-            self._thread.start()
-            asyncio.run_coroutine_threadsafe(self._open(), loop).result()
+            self._thread = LoopThread("prorl-server")
+            self._thread.run(self._open())
             with self._lock:
-                self._loop = loop
+                self._running = True
 
     def stop(self) -> None:
         """End what is under way, each job with that as its error, and release all that was opened; idempotent."""
         self._refuse_own_thread()
         with self._life:
             with self._lock:
-                loop, thread, self._loop = self._loop, self._thread, None
-            if loop is None or thread is None:
-                return
-            asyncio.run_coroutine_threadsafe(self._close(), loop).result()
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join()
+                was_running, self._running = self._running, False
+            if was_running and self._thread is not None:
+                self._thread.run(self._close())
+                self._thread.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -218,12 +215,12 @@ class OpenHandsServer:
                 self._calls.discard(task)
 
         with self._lock:  # what is scheduled here begins before `_close` does
-            if self._loop is None:
+            if not self._running or self._thread is None:
                 raise NotRunningError("the server is not running; start() it first", retryable=True)
-            return asyncio.run_coroutine_threadsafe(tracked(), self._loop)
+            return self._thread.start(tracked())
 
     def _refuse_own_thread(self) -> None:
-        if threading.current_thread() is self._thread:
+        if self._thread is not None and self._thread.is_here:
             raise ConfigError(
                 "a handler works on the server's own loop, which this call would block for ever; use"
                 " await server.aprocess(...), or asyncio.to_thread"
@@ -339,20 +336,6 @@ class OpenHandsServer:
             raise UnknownJobError(f"no job '{job_id}' is under way", job_id=job_id)
         await self._pools.cancel(job, reason)
         return time.perf_counter() - start
-
-
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-    finally:
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.run_until_complete(loop.shutdown_default_executor())
-        loop.close()
 
 
 def _parameters(given: Any) -> dict[str, Any]:

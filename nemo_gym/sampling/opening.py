@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +13,7 @@ from typing import Any, Protocol, Self, TypeVar
 import orjson
 import structlog
 
+from nemo_gym._util.loop_thread import LoopThread
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.config.sampling import SamplingConfig
 from nemo_gym.contract.errors import ConfigError, RowError
@@ -229,19 +229,16 @@ class BlockingSampler:
     def __init__(self, *given: Any, opened_by: OpenSampler = open_sampler, **options: Any) -> None:
         """Takes what ``opened_by`` takes, and raises what it raises."""
         opened: Future[RolloutSampler] = Future()
-        self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
-        self._thread = threading.Thread(
-            target=lambda: self._loop.run_until_complete(self._serve(opened, opened_by(*given, **options))),
-            name="sampler",
-            daemon=True,
-        )
-        self._thread.start()
+        self._thread = LoopThread("sampler")
+        self._serving = self._thread.start(self._serve(opened, opened_by(*given, **options)))
         try:
             self._sampler = opened.result()
         except BaseException:
-            self._thread.join()
-            self._loop.close()
+            if not opened.done():  # the caller was interrupted
+                self._serving.cancel()
+            wait((self._serving,))
+            self._thread.close()
             raise
 
     async def _serve(
@@ -280,10 +277,12 @@ class BlockingSampler:
 
     def close(self) -> None:
         """Stop what is under way and keep it queued; idempotent."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._closing.set)
-            self._thread.join()
-            self._loop.close()
+        if not self._thread.loop.is_closed():
+            self._thread.loop.call_soon_threadsafe(self._closing.set)
+            try:
+                self._serving.result()
+            finally:
+                self._thread.close()
 
     def __enter__(self) -> Self:
         return self
@@ -294,12 +293,7 @@ class BlockingSampler:
         self.close()
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._loop.is_closed():
+        if self._thread.loop.is_closed():
             work.close()
             raise ConfigError("the sampler is closed", key="sampler")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # also what interrupts the trainer ends the wait
-            raise
+        return self._thread.run(work)

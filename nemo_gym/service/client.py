@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +19,7 @@ import aiohttp
 import orjson
 
 from nemo_gym._util.backoff import NETWORK_JITTER, Backoff
+from nemo_gym._util.loop_thread import LoopThread
 from nemo_gym.contract.errors import ConfigError, NemoGymError
 from nemo_gym.http.client import new_session
 
@@ -382,9 +382,8 @@ class RolloutClient:
 
     def __init__(self, url: str | None = None, token: str | None = None, **options: Any) -> None:
         self._client = AsyncRolloutClient(url, token, **options)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-client", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("rollout-client")
+        self._call = self._thread.run
         self._call(self._client.__aenter__())
 
     def submit(self, jobs: Iterable[Mapping[str, Any]]) -> Submission:
@@ -431,11 +430,9 @@ class RolloutClient:
 
     def close(self) -> None:
         """Idempotent."""
-        if not self._loop.is_closed():
+        if not self._thread.loop.is_closed():
             self._call(self._client.__aexit__(None, None, None))
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+            self._thread.close()
 
     def __enter__(self) -> Self:
         return self
@@ -444,14 +441,6 @@ class RolloutClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # also what interrupts the caller ends the wait
-            raise
 
     def _each(self, items: AsyncIterator[T]) -> Iterator[T]:
         end = object()

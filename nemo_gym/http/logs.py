@@ -1,7 +1,7 @@
 """Log lines of server processes: one JSON object per line on stderr, which is the server's log file.
 
-Every line carries the server's instance and run, and whatever is bound in the context (``rollout_id``, ``stage``).
-Lines of other libraries take the same form. Known secrets never reach the file.
+Every line carries the server's instance and run, the rollout that is being worked on, and what else is bound in the
+context. Lines of other libraries take the same form. Known secrets never reach the file.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import structlog
 
 from nemo_gym._util.secrets import redact_tokens, scrub, secret_values
 from nemo_gym.config.launch import ServerLaunch
+from nemo_gym.http.correlation import name_rollout
 
 
 def configure_server_logging(launch: ServerLaunch) -> None:
@@ -24,6 +25,7 @@ def configure_server_logging(launch: ServerLaunch) -> None:
         secrets |= {launch.credentials.audience_key.hex(), *launch.credentials.outgoing.values()}
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
+        name_rollout,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
@@ -57,6 +59,7 @@ def configure_plain_logging() -> None:
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
+            name_rollout,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="%H:%M:%S"),
             structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),

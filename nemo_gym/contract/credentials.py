@@ -90,12 +90,16 @@ class ServerCredentials:
     instance: str
     audience_key: bytes = field(repr=False)
     outgoing: Mapping[str, str] = field(default_factory=dict, repr=False)
+    _genuine: dict[str, Caller] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Callers by the credentials that were checked: as many as a stack gave out."""
 
     def check(self, credential: str | None) -> Caller:
         """The caller behind a credential; raises `CredentialError` when there is none, it is forged, or it is meant
         for another server. The message never holds the credential."""
         if not credential:
             raise CredentialError(f"server '{self.instance}' needs the header {CREDENTIAL_HEADER}")
+        if (known := self._genuine.get(credential)) is not None:
+            return known
         body, _, mac = credential.rpartition(".")
         parts = body.split(".")
         if len(parts) != 4 or parts[0] != _CREDENTIAL:
@@ -108,7 +112,8 @@ class ServerCredentials:
             role = Role(parts[1])
         except ValueError:
             raise CredentialError("the credential names an unknown role") from None
-        return Caller(role=role, name=unquote(parts[2]))
+        caller = self._genuine[credential] = Caller(role=role, name=unquote(parts[2]))
+        return caller
 
     def for_self(self, role: Role) -> str:
         """A credential with which this server may call its own routes."""

@@ -159,6 +159,17 @@ class SqliteWriter(GroupCommitThread[_Request]):
             self._put(_Request(future, operation=operation, row=row))
         return future
 
+    def call_here(self, operation: Callable[[sqlite3.Connection], T]) -> asyncio.Future[T]:
+        """Run ``operation``, which writes nothing that a commit would have to sync, on this thread when nothing waits;
+        otherwise in its turn. The connection must be one that any thread may use."""
+        if not self._idle or self._connection is None:
+            return self.call(operation)
+        future: asyncio.Future[T] = self._loop.create_future()
+        alone = [_Request(future, operation=operation, row=None)]
+        self._settle(alone)
+        resolve(alone)
+        return future
+
     def _settle(self, batch: list[_Request]) -> None:
         try:
             if self._broken is not None:

@@ -197,3 +197,25 @@ async def test_what_comes_after_the_end_or_the_first_verdict_of_an_attempt_is_re
     with pytest.raises(FencedError, match="was closed"):
         await store.keep_seed(rollout("r1"), Seed("d", {}, {}))
     await store.aclose()
+
+
+async def test_a_question_is_answered_after_those_asked_before_it() -> None:
+    store = AttemptStore()
+    await store.enter(rollout("r1"))
+    seed, verdict = Seed("d", {"a": 1}, {}), StoredVerdict("w", True, {"reward": 1.0})
+    await store.keep_seed(rollout("r1"), seed)
+
+    waiting = [
+        asyncio.ensure_future(asked)
+        for asked in (store.keep_verdict(rollout("r1"), verdict), store.admit_verdict(rollout("r1"), "d", "w"))
+    ]
+    assert await asyncio.gather(*waiting) == [verdict, verdict]
+
+    entered, asked = (
+        asyncio.ensure_future(each)
+        for each in (store.enter(rollout("r1", attempt=2)), store.seed_of(rollout("r1"), "d"))
+    )
+    await entered
+    with pytest.raises(FencedError, match="replaced by attempt 2"):
+        await asked
+    await store.aclose()

@@ -244,9 +244,7 @@ class SqlJobStore:
         query = f"SELECT {JOB_COLUMNS} FROM {JOB_SOURCE} WHERE seq = ?"
         return [job_of(connection.execute(query, (seq,)).fetchone(), now) for seq in places]
 
-    def _still_claimed(
-        self, connection: Connection, jobs: Sequence[Job], owner: str, lease_until: float
-    ) -> list[Job]:
+    def _still_claimed(self, connection: Connection, jobs: Sequence[Job], owner: str, lease_until: float) -> list[Job]:
         """Those of a claim made before whose commit stands although nobody was told."""
         query = (
             "UPDATE jobs SET lease_until = ? WHERE job_id = ? AND lease_owner = ? AND lease_epoch = ?"

@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """Of a name that stands in URL paths and in files."""
 
-# -- failure kinds ---------------------------------------------------------------------------------------------------
+# -- failure kinds: each constant is its own name in lower case ------------------------------------------------------
 
 AGENT_COMMAND_NOT_ALLOWED = "agent_command_not_allowed"
 AGENT_REQUEST_FAILED = "agent_request_failed"
@@ -52,32 +52,7 @@ TRANSPORT_TIMEOUT = "transport_timeout"
 TRANSPORT_UNREACHABLE = "transport_unreachable"
 VERIFIER_ERROR = "verifier_error"
 
-FAILURE_KINDS: Final = frozenset(
-    {
-        AGENT_COMMAND_NOT_ALLOWED,
-        AGENT_REQUEST_FAILED,
-        AGENT_RUN_ERROR,
-        AGENT_TIMEOUT,
-        CANCELLED,
-        COHORT_INCOMPLETE,
-        JUDGE_FAILED,
-        JUDGE_UNPARSEABLE,
-        KILL_SHAPED,
-        PERSISTENCE_FAILED,
-        PROVIDER_OOM_KILLED,
-        PROVIDER_QUOTA_EXHAUSTED,
-        PROVIDER_UNAVAILABLE,
-        SESSION_EXPIRED,
-        SESSION_LOST,
-        SESSION_RELEASE_FAILED,
-        SHUTDOWN,
-        TRANSPORT_LOCAL_RESOURCE,
-        TRANSPORT_PEER_DROP,
-        TRANSPORT_TIMEOUT,
-        TRANSPORT_UNREACHABLE,
-        VERIFIER_ERROR,
-    }
-)
+FAILURE_KINDS: Final = frozenset(value for name, value in list(globals().items()) if value == name.lower())
 """The kinds that NeMo Gym's components share. An environment may add its own, as ``<server>:<kind>``."""
 FailureStage = Literal["admission", "seed", "agent", "verification", "cleanup"]
 _OWN_KIND = re.compile(r"[a-z][a-z0-9_]*:[a-z][a-z0-9_]*")

@@ -10,7 +10,7 @@ fenced.*
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
@@ -338,8 +338,9 @@ class JobStore(Protocol):
         """Jobs of ``owner`` that another process cancelled, each with the reason."""
         ...
 
-    async def renew(self, owner: str, lease_s: float) -> frozenset[str]:
-        """Extend every lease of ``owner``; returns the ids of the jobs it still holds."""
+    async def renew(self, owner: str, lease_s: float, job_ids: Collection[str]) -> frozenset[str]:
+        """Extend the leases of ``owner`` on these jobs; returns the ids of those it still holds. A lease that it does
+        not name runs out: nobody works on that job."""
         ...
 
     def record_stage(self, job: Job, result: StageResult) -> Awaitable[None]:

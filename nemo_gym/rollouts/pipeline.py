@@ -313,8 +313,9 @@ class AsyncDispatcher:
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self._config.lease_s / 3)
-            before = list(self._held.values())
-            held = await self._store.renew(self._owner, self._config.lease_s)
+            if not (before := list(self._held.values())):
+                continue
+            held = await self._store.renew(self._owner, self._config.lease_s, [each.job.job_id for each in before])
             for attempt in before:
                 if attempt.job.job_id in held or attempt.has_result:
                     continue

@@ -1,7 +1,8 @@
 """A writer for PostgreSQL: one thread, one connection, one transaction for all who wait.
 
 A database that goes away is connected to again, and what waited is done again: every operation must be one that may be
-done twice, since nobody knows what became of a commit whose answer was lost.
+done twice, since nobody knows what became of a commit whose answer was lost. It is the same object that is called
+twice, so it may remember what it did.
 """
 
 from __future__ import annotations

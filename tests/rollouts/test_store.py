@@ -102,9 +102,17 @@ async def test_late_result_is_fenced_when_the_lease_ran_out(store: SqlJobStore) 
 async def test_renewed_lease_keeps_the_job(store: SqlJobStore) -> None:
     await store.submit([spec(0), spec(1)])
     jobs = await store.claim("w", 2, 0.0)
-    assert await store.renew("w", 60) == {job.job_id for job in jobs}
+    ids = [job.job_id for job in jobs]
+    assert await store.renew("w", 60, ids) == set(ids)
     assert await store.claim("other", 2, 60) == []
-    assert await store.renew("other", 60) == frozenset()
+    assert await store.renew("other", 60, ids) == frozenset()
+
+
+async def test_lease_that_is_not_renewed_gives_its_job_to_others(store: SqlJobStore) -> None:
+    await store.submit([spec(0), spec(1)])
+    first, second = await store.claim("w", 2, 0.0)
+    assert await store.renew("w", 60, [second.job_id]) == {second.job_id}
+    assert [job.job_id for job in await store.claim("other", 2, 60)] == [first.job_id]
 
 
 async def test_requeue_keeps_attempt_and_artifact_when_only_eval_failed(store: SqlJobStore) -> None:
@@ -346,6 +354,91 @@ async def test_store_goes_on_when_postgresql_is_back() -> None:
         server.start()
         assert (await counting)[JobState.QUEUED] == 1
         await store.aclose()
+
+
+class LosesAnswers:
+    """Between a store and its database: it lets so many commits through and breaks the connection before the store
+    hears of them."""
+
+    def __init__(self, server: PostgresServer) -> None:
+        self._server = server
+        self.commits = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> str:
+        self._listener = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return f"127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        database_reader, database_writer = await asyncio.open_connection("127.0.0.1", self._server.port)
+        told = asyncio.create_task(self._tell(database_reader, writer))
+        self._tasks.add(told)
+        try:
+            while data := await reader.read(1 << 16):
+                is_last = b"COMMIT" in data and self.commits > 0
+                if is_last:
+                    self.commits -= 1
+                    told.cancel()
+                    await asyncio.wait({told})
+                database_writer.write(data)
+                if is_last:
+                    assert b"COMMIT" in await database_reader.read(1 << 16)
+                    return
+        finally:
+            told.cancel()
+            for each in (writer, database_writer):
+                each.close()
+
+    async def _tell(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+
+    async def stop(self) -> None:
+        self._listener.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+
+
+@pytest.fixture
+async def answers(postgres: PostgresServer) -> AsyncIterator[LosesAnswers]:
+    between = LosesAnswers(postgres)
+    yield between
+    await between.stop()
+
+
+async def test_claim_whose_commit_was_not_answered_claims_the_same_jobs(
+    postgres: PostgresServer, answers: LosesAnswers
+) -> None:
+    url = postgres.new_database()
+    store = PostgresJobStore(url.replace(f"127.0.0.1:{postgres.port}", await answers.start()))
+    await store.submit([spec(number) for number in range(6)])
+    answers.commits = 2
+    jobs = await store.claim("w", 2, 60)
+    assert answers.commits == 0
+    assert [(job.job_id, job.attempt) for job in jobs] == [("run.0-0", 1), ("run.1-0", 1)]
+    counts = await store.counts()
+    assert (counts[JobState.CLAIMED], counts[JobState.QUEUED]) == (2, 4)
+    answers.commits = 1
+    await store.complete(jobs[0], b'{"kept":1}')
+    (record,) = await store.results(JobSelector(), 0, 9)
+    assert (record.job_id, record.result) == ("run.0-0", b'{"kept":1}')
+    with pytest.raises(FencedError):
+        await store.complete(jobs[0], b'{"kept":2}')
+    await store.aclose()
+
+
+async def test_overdue_jobs_are_claimed_once_when_a_commit_was_not_answered(
+    postgres: PostgresServer, answers: LosesAnswers
+) -> None:
+    url = postgres.new_database()
+    store = PostgresJobStore(url.replace(f"127.0.0.1:{postgres.port}", await answers.start()))
+    await store.submit([replace(spec(number), deadline_s=0.0) for number in range(3)])
+    answers.commits = 1
+    jobs = await store.claim_overdue("w", 2, 60)
+    assert [(job.job_id, job.attempt) for job in jobs] == [("run.0-0", 1), ("run.1-0", 1)]
+    assert (await store.counts())[JobState.CLAIMED] == 2
+    await store.aclose()
 
 
 async def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> None:

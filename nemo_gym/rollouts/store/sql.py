@@ -1,12 +1,13 @@
 """What every job store does, in the SQL that its databases share; SQLite and PostgreSQL bring connections and writers.
 
-Each operation runs on the writer's thread, in one transaction with those that wait with it.
+Each operation runs on the writer's thread, in one transaction with those that wait with it. One whose commit was not
+answered is called again, and finds what it did before where that stands.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import orjson
@@ -187,14 +188,19 @@ class SqlJobStore:
     # Claiming
 
     async def claim(self, owner: str, limit: int, lease_s: float, room: Room | None = None) -> list[Job]:
+        claimed: list[Job] = []
+
         def operation(connection: Connection) -> list[Job]:
             now = self._now(connection)
+            if still := self._still_claimed(connection, claimed, owner, now + lease_s):
+                return still
             connection.execute(
                 "UPDATE jobs SET state = 'queued', lease_owner = NULL WHERE seq IN (SELECT seq FROM jobs"
                 f" WHERE state = 'claimed' AND lease_until < ?{self._dialect.locking})",
                 (now,),
             )
-            return self._claimed(connection, self._best(connection, limit, now, room), owner, now, lease_s)
+            claimed[:] = self._claimed(connection, self._best(connection, limit, now, room), owner, now, lease_s)
+            return list(claimed)
 
         return await self._writer.call(operation)
 
@@ -212,12 +218,18 @@ class SqlJobStore:
         return room.pick(candidates, limit)
 
     async def claim_overdue(self, owner: str, limit: int, lease_s: float) -> list[Job]:
+        claimed: list[Job] = []
+
         def operation(connection: Connection) -> list[Job]:
             now = self._now(connection)
+            if still := self._still_claimed(connection, claimed, owner, now + lease_s):
+                return still
             due = "SELECT seq FROM jobs WHERE state = 'queued' AND {} LIMIT ?" + self._dialect.locking
             found = connection.execute(due.format("deadline_at <= ?"), (now, limit)).fetchall()
             found += connection.execute(due.format("cancel_reason IS NOT NULL"), (limit,)).fetchall()
-            return self._claimed(connection, list(dict.fromkeys(seq for (seq,) in found)), owner, now, lease_s)
+            places = list(dict.fromkeys(seq for (seq,) in found))
+            claimed[:] = self._claimed(connection, places, owner, now, lease_s)
+            return list(claimed)
 
         return await self._writer.call(operation)
 
@@ -232,12 +244,26 @@ class SqlJobStore:
         query = f"SELECT {JOB_COLUMNS} FROM {JOB_SOURCE} WHERE seq = ?"
         return [job_of(connection.execute(query, (seq,)).fetchone(), now) for seq in places]
 
-    async def renew(self, owner: str, lease_s: float) -> frozenset[str]:
+    def _still_claimed(self, connection: Connection, jobs: Sequence[Job], owner: str, lease_until: float) -> list[Job]:
+        """Those of a claim made before whose commit stands although nobody was told."""
+        query = (
+            "UPDATE jobs SET lease_until = ? WHERE job_id = ? AND lease_owner = ? AND lease_epoch = ?"
+            " AND state = 'claimed'"
+        )
+        return [
+            job
+            for job in jobs
+            if connection.execute(query, (lease_until, job.job_id, owner, job.lease_epoch)).rowcount
+        ]
+
+    async def renew(self, owner: str, lease_s: float, job_ids: Collection[str]) -> frozenset[str]:
+        held_ids = self._several(sorted(job_ids))
+
         def operation(connection: Connection) -> frozenset[str]:
             held = connection.execute(
                 f"UPDATE jobs SET lease_until = {self._dialect.now} + ? WHERE state = 'claimed' AND lease_owner = ?"
-                " RETURNING job_id",
-                (lease_s, owner),
+                f" AND {self._dialect.one_of.format('job_id')} RETURNING job_id",
+                (lease_s, owner, held_ids),
             )
             return frozenset(job_id for (job_id,) in held.fetchall())
 
@@ -269,8 +295,13 @@ class SqlJobStore:
 
     async def _finish(self, job: Job, state: JobState, failures: tuple[StageFailure, ...], result: bytes) -> None:
         blob = failures_blob(failures)
+        is_again = False
 
         def operation(connection: Connection) -> None:
+            nonlocal is_again
+            if is_again and self._is_recorded(connection, job, state):
+                return
+            is_again = True
             # The counter's row is this transaction's until it ends, so that numbers become visible in their order.
             counted = connection.execute(
                 "UPDATE counters SET value = value + 1 WHERE name = 'results' RETURNING value"
@@ -284,6 +315,10 @@ class SqlJobStore:
             )
 
         await self._writer.call(operation, row=(state.value, result))
+
+    def _is_recorded(self, connection: Connection, job: Job, state: JobState) -> bool:
+        query = "SELECT 1 FROM jobs WHERE job_id = ? AND lease_epoch = ? AND state = ?"
+        return connection.execute(query, (job.job_id, job.lease_epoch, state.value)).fetchone() is not None
 
     async def requeue(self, job: Job, failure: StageFailure | None = None, *, delay_s: float = 0.0) -> None:
         keep = failure is not None and not failure.new_attempt

@@ -142,15 +142,21 @@ def progress_lines(progress: Mapping[str, Any]) -> Iterator[str]:
     line = f"{progress['ended']} of {progress['total']} rollouts have ended ({state})"
     if progress["collecting"]:
         line += f"; {progress['running_count']} run, {progress['queued']} wait, {progress['retried']} are tried again"
+        if progress["waiting_for_retry"]:
+            line += f" ({progress['waiting_for_retry']} after a pause)"
         if progress["per_minute"] is not None:
             line += f"; {progress['per_minute']:.1f} per minute"
         if progress["seconds_left"] is not None:
             line += f", about {seconds_text(progress['seconds_left'])} left"
     yield line
     for job in progress["running"][:10]:
+        stage = f"{job['stage'] or 'ends'}{'' if job['works'] else ' (waits)'}"
+        if job["stage_seconds"] is not None:
+            stage += f" for {seconds_text(job['stage_seconds'])}"
         yield (
-            f"  {one_line(job['task_id'], 60)} #{job['sample_index']}: {job['stage']}, attempt {job['attempt']},"
-            f" {seconds_text(job['seconds'])}"
+            f"  {one_line(job['task_id'], 60)} #{job['sample_index']}: {stage} at"
+            f" {one_line(job['server'] or job['agent'], 40)}, attempt {job['attempt']}, {seconds_text(job['seconds'])}"
+            " in all"
         )
 
 

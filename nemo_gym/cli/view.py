@@ -28,21 +28,32 @@ def view(argv: Sequence[str]) -> int:
         NAME,
         "Show runs in a browser: their progress, tables, single rollouts with turns, diffs, logs and tokens, and two"
         " runs compared. It reads the result files that are named, or stand below folders that are named (default:"
-        " results), and follows runs that are under way. It listens on loopback and prints a URL with a token; on"
+        " results), and follows runs that are under way; with a URL those of a rollout service, live. It listens on"
+        " loopback and prints a URL with a token; on"
         f" another --host it wants a password, in {PASSWORD_VARIABLE} or with --password-file.",
     )
-    parser.add_argument("paths", nargs="*", metavar="RESULTS", help="result files or folders")
+    parser.add_argument("paths", nargs="*", metavar="RESULTS|URL", help="result files, folders, services")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, default=0, help="port to listen on (a free one)")
     parser.add_argument("--password-file", metavar="FILE", help="a file whose first line is the password")
+    parser.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help="the token of the service of a URL, or its service.json (NEMO_GYM_SERVICE_TOKEN)",
+    )
     parser.add_argument("--prices", metavar="FILE", help="what a million tokens cost, by agent, as YAML")
     arguments = parser.parse_args(argv)
     from nemo_gym.view.queries import Prices
     from nemo_gym.view.runs import Runs
     from nemo_gym.view.server import viewer
+    from nemo_gym.view.service import WatchedService
 
-    paths = [Path(each) for each in arguments.paths or ["results"]]
-    runs = Runs(paths, Prices.read(Path(arguments.prices)) if arguments.prices else None)
+    token_file = None if arguments.token_file is None else Path(arguments.token_file)
+    services = [WatchedService(each, token_file) for each in arguments.paths if "://" in each]
+    if token_file is not None and not services:
+        raise ConfigError("--token-file: is the token of a service; name its URL, too", key="--token-file")
+    paths = [Path(each) for each in arguments.paths or ["results"] if "://" not in each]
+    runs = Runs(paths, Prices.read(Path(arguments.prices)) if arguments.prices else None, services)
     app, token = viewer(runs, arguments.host, _password(arguments.password_file))
     listener = _listen(arguments.host, arguments.port)
     host, port = listener.getsockname()[:2]

@@ -41,6 +41,7 @@ from nemo_gym.rollouts.store import SqliteJobStore
 from nemo_gym.rollouts.store.sql import LOGS_KEY
 from nemo_gym.rollouts.store.sqlite import store_error
 from nemo_gym.rollouts.tally import RolloutSummary, RunProgress, Tally
+from nemo_gym.rollouts.under_way import told_in
 
 log = structlog.get_logger(__name__)
 
@@ -210,7 +211,8 @@ class Collection:
             )
             await dispatcher.start()
             try:
-                await dispatcher.drain()
+                async with told_in(self._files.running, dispatcher, self._client):
+                    await dispatcher.drain()
             except asyncio.CancelledError:
                 self._say(f"stopping; the same command continues (output {self._files.output})")
                 raise

@@ -10,6 +10,7 @@ fenced.*
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -214,6 +215,7 @@ class JobAttempt(Attempt):
     """Its lease is somebody else's by now."""
     has_result: bool = False
     """Its result is with the store, and its lease at an end; what is left is to close it."""
+    claimed_at: float = field(default_factory=time.monotonic)
 
     @classmethod
     def of(cls, job: Job, servers: Servers) -> JobAttempt:
@@ -253,6 +255,24 @@ class JobAttempt(Attempt):
         self.timings.update(held.get("timings") or {})
         if (session := held.get("session")) is not None:
             self.session = ModelSession(session["session_id"], "", "", session["control_token"])
+
+
+@dataclass(slots=True)
+class RunCounts:
+    """How far the jobs of one run are."""
+
+    run_id: str
+    jobs: dict[JobState, int]
+    retried: int = 0
+    """Of those that have not ended: how many failed before."""
+    waiting_for_retry: int = 0
+    recent: int = 0
+    """How many ended of late, within ``recent_s``."""
+    recent_s: float = 0.0
+    finished_at: float | None = None
+    """When one ended last."""
+    place: int = 0
+    """Of the job that was submitted last."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ from nemo_gym.rollouts.interfaces import (
 )
 from nemo_gym.rollouts.result_rows import failure_row, same_way
 from nemo_gym.rollouts.server_pool import ServerPool
-from nemo_gym.rollouts.stage_pool import StagePool, StageStatus
+from nemo_gym.rollouts.stage_pool import StagePlace, StagePool, StageStatus
 
 log = structlog.get_logger(__name__)
 
@@ -189,6 +189,11 @@ class AsyncDispatcher:
     def stages(self) -> list[StageStatus]:
         """What the stages do now, in their order."""
         return [pool.status for pool in (self._init, self._run, self._eval)]
+
+    def place_of(self, attempt: JobAttempt) -> StagePlace | None:
+        """The stage of an attempt under way; ``None`` while its end is recorded."""
+        places = (pool.place_of(attempt) for pool in (self._init, self._run, self._eval))
+        return next((place for place in places if place is not None), None)
 
     async def stopped(self) -> None:
         """Raise what stops the dispatcher, when something does."""

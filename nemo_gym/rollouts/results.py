@@ -63,6 +63,11 @@ class RunFiles:
         return self._beside("_index.sqlite")
 
     @property
+    def running(self) -> Path:
+        """What is under way, while a collector works on it."""
+        return self._beside("_running.json")
+
+    @property
     def logs(self) -> Path:
         """What grading printed: a directory with one file per rollout."""
         return self._beside("_logs")
@@ -89,6 +94,7 @@ class RunFiles:
             self.aggregate_metrics,
             self.configuration,
             self.reverified,
+            self.running,
             *(
                 path.with_name(path.name + suffix)
                 for path in (self.store, self.sampler, self.index)

@@ -30,6 +30,15 @@ class StageStatus:
     """How long the longest active attempt has been worked on; 0 where there is none."""
 
 
+@dataclass(frozen=True, slots=True)
+class StagePlace:
+    """Where an attempt is."""
+
+    stage: StageName
+    since: float | None
+    """When it began to be worked on, by the monotonic clock; ``None`` while it waits."""
+
+
 class StagePool:
     """``stage.workers`` workers over a queue of ``buffer`` places.
 
@@ -86,6 +95,13 @@ class StagePool:
         oldest_s = max((now - since for _, since in self._active.values()), default=0.0)
         queued = len(self._waiting) + len(self._blocked)
         return StageStatus(self._stage.name, queued, len(self._active), self._stage.workers, oldest_s)
+
+    def place_of(self, attempt: JobAttempt) -> StagePlace | None:
+        """``None`` for one that is not here."""
+        key = id(attempt)
+        if (active := self._active.get(key)) is not None:
+            return StagePlace(self._stage.name, active[1])
+        return StagePlace(self._stage.name, None) if key in self._waiting or key in self._blocked else None
 
     async def put(self, attempt: JobAttempt) -> bool:
         """Hand over an attempt, waiting for a place; ``False`` when it was stopped before it got one."""

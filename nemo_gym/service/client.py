@@ -279,6 +279,10 @@ class AsyncRolloutClient:
         """Have the service take nothing more, or with ``resume`` take jobs again."""
         return await self._call("POST", "/v1/drain", {"wait_s": wait_s, "resume": resume})
 
+    async def runs(self) -> dict[str, Any]:
+        """How far each run is, and what is under way where and for how long."""
+        return await self._call("GET", "/v1/runs")
+
     async def status(self) -> dict[str, Any]:
         return await self._call("GET", "/v1/status")
 
@@ -415,6 +419,10 @@ class RolloutClient:
     def drain(self, *, wait_s: float = 0.0, resume: bool = False) -> dict[str, Any]:
         """See `AsyncRolloutClient.drain`."""
         return self._call(self._client.drain(wait_s=wait_s, resume=resume))
+
+    def runs(self) -> dict[str, Any]:
+        """See `AsyncRolloutClient.runs`."""
+        return self._call(self._client.runs())
 
     def status(self) -> dict[str, Any]:
         """See `AsyncRolloutClient.status`."""

@@ -6,6 +6,7 @@ GET  /v1/jobs             pages: group= run= state= cursor=       read
 GET  /v1/results          results as they come (SSE)              read
 POST /v1/cancel           jobs, a group or a run                  operate
 POST /v1/drain            take nothing more                       operate
+GET  /v1/runs             how far each run is, what is where      read
 GET  /v1/status           stages, servers, counts                 read
 …    /v1/servers          register, drain, remove                 operate
 GET  /metrics             Prometheus' text                        read
@@ -106,6 +107,7 @@ class _Routes:
             ("/v1/jobs", "GET", read, self.jobs),
             ("/v1/jobs/{job_id}", "GET", read, self.job),
             ("/v1/results", "GET", read, self.results),
+            ("/v1/runs", "GET", read, self.runs),
             ("/v1/status", "GET", read, self.status),
             ("/v1/cancel", "POST", operate, self.cancel),
             ("/v1/drain", "POST", operate, self.drain),
@@ -187,6 +189,9 @@ class _Routes:
         is_quiet = await self._service.drain(body.wait_s)
         state = "drained" if is_quiet else "draining"
         return JsonResponse({"state": state, "under_way": len(self._service.dispatcher.held)})
+
+    async def runs(self, request: Request) -> Response:
+        return JsonResponse(await self._service.runs())
 
     async def status(self, request: Request) -> Response:
         return JsonResponse(await self._service.status())

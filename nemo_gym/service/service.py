@@ -26,6 +26,7 @@ from nemo_gym.rollouts.interfaces import CancelReport, JobEvent, JobRecord, JobS
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.server_pool import PooledServer, ServerPool, ServerState
 from nemo_gym.rollouts.store import SqliteJobStore, SqlJobStore
+from nemo_gym.rollouts.under_way import under_way
 from nemo_gym.service.submission import Submissions
 
 log = structlog.get_logger(__name__)
@@ -33,6 +34,8 @@ log = structlog.get_logger(__name__)
 POLL_S = 1.0
 """How often a store that others write to is looked at, where nothing tells of a change."""
 FEED_PAGE = 64
+RATE_WINDOW_S = 300.0
+"""Over which the rate of a run is told."""
 
 
 class NoSuchJobError(NemoGymError):
@@ -242,6 +245,30 @@ class RolloutService:
             "stages": [asdict(stage) for stage in self.dispatcher.stages],
             "servers": [each.told() for each in self.pool.all() if each.state is not ServerState.REMOVED],
             "agents": {agent: agent in self.core.routes for agent in self.core.agents},
+        }
+
+    async def runs(self) -> dict[str, Any]:
+        """How far each run is, and what is under way where."""
+        told = []
+        for run in await self.store.runs(RATE_WINDOW_S):
+            left = sum(count for state, count in run.jobs.items() if not state.terminal)
+            rate = run.recent / run.recent_s if run.recent > 1 and run.recent_s else None
+            told.append(
+                {
+                    "run_id": run.run_id,
+                    "jobs": {state.value: count for state, count in run.jobs.items()},
+                    "retried": run.retried,
+                    "waiting_for_retry": run.waiting_for_retry,
+                    "per_minute": None if rate is None else round(rate * 60, 3),
+                    "seconds_left": left / rate if rate and left else None,
+                    "finished_at": run.finished_at,
+                }
+            )
+        return {
+            "store": self.store_id,
+            "runs": told,
+            "under_way": len(self.dispatcher.held),
+            "running": under_way(self.dispatcher, self.core.client),
         }
 
     def view(self, record: JobRecord) -> dict[str, Any]:

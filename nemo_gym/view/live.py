@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import orjson
 
+from nemo_gym.rollouts import under_way
 from nemo_gym.rollouts.interfaces import JobState
 from nemo_gym.rollouts.results import RunFiles
 from nemo_gym.rollouts.store.schema import SCHEMA_VERSION
@@ -43,7 +44,7 @@ def progress(files: RunFiles) -> dict[str, Any] | None:
     collecting = is_collecting(files)
     try:
         with _reading(files.store) as connection:
-            return {"collecting": collecting, "note": None, **_progress(connection, collecting)}
+            return {"collecting": collecting, "note": None, **_progress(connection, files, collecting)}
     except sqlite3.Error as error:
         return {
             "collecting": collecting,
@@ -51,7 +52,7 @@ def progress(files: RunFiles) -> dict[str, Any] | None:
         }
 
 
-def _progress(connection: sqlite3.Connection, collecting: bool) -> dict[str, Any]:
+def _progress(connection: sqlite3.Connection, files: RunFiles, collecting: bool) -> dict[str, Any]:
     now = time.time()
     counts = {state.value: 0 for state in JobState}
     counts.update(connection.execute("SELECT state, count(*) FROM jobs GROUP BY state").fetchall())
@@ -73,8 +74,9 @@ def _progress(connection: sqlite3.Connection, collecting: bool) -> dict[str, Any
         if finished > 1:
             seconds = max((now if collecting else last) - first, 1e-3)
             rate = finished / seconds
-    running = []
-    if collecting:
+    running = under_way.told(files.running) if collecting else []
+    if running is None:
+        running = []
         since = "claimed_at" if timed else "NULL"
         for row in connection.execute(
             f"SELECT job_id, task_id, sample_index, agent, attempt, run_result IS NOT NULL, {since} FROM jobs"
@@ -89,7 +91,11 @@ def _progress(connection: sqlite3.Connection, collecting: bool) -> dict[str, Any
                     "agent": row[3],
                     "attempt": row[4],
                     "stage": "eval" if row[5] else "init or run",
+                    "works": True,
+                    "stage_seconds": None,
                     "seconds": None if row[6] is None else max(0.0, now - row[6]),
+                    "server": None,
+                    "url": None,
                 }
             )
     left = total - ended

@@ -218,6 +218,8 @@ def histogram(index: ResultIndex, column: str, bins: int = 20) -> list[tuple[flo
     low, high = connection.execute(f"SELECT min({column}), max({column}) FROM rollouts").fetchone()
     if low is None:
         return []
+    if column == "reward":  # one reward alone would stand at the left, whatever it is
+        low, high = min(0.0, low), max(1.0, high)
     width = (high - low) / bins or 1.0
     counts = dict(
         connection.execute(

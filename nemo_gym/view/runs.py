@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +13,12 @@ from typing import Any
 
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.rollouts.results import RunFiles
-from nemo_gym.view import live
+from nemo_gym.view import live, logs
 from nemo_gym.view.index import Reading, ResultIndex, ViewError
 from nemo_gym.view.lines import NoResultRow, index_line
 from nemo_gym.view.queries import Prices, summary
 from nemo_gym.view.rollout import TokenTexts
+from nemo_gym.view.service import WatchedService
 
 MAX_DEPTH = 4
 MAX_RUNS = 500
@@ -78,6 +79,8 @@ class Run:
     key: str
     name: str
     output: Path
+    service: WatchedService | None = None
+    """Of which this is a run, copied to ``output``."""
     index: ResultIndex | None = None
     reading: Reading | None = None
     problem: str | None = None
@@ -92,17 +95,31 @@ class Run:
             raise ViewError(self.problem or f"'{self.output}' is being read; ask again in a moment")
         return self.index
 
+    def progress(self) -> dict[str, Any] | None:
+        if self.service is not None:
+            return self.service.progress(self.name)
+        return live.progress(RunFiles(self.output))
+
+    def log_folders(self, row: Mapping[str, Any]) -> list[Path]:
+        """Where the servers of a rollout logged."""
+        if self.service is not None:
+            return [] if self.service.logs is None else [self.service.logs]
+        return logs.log_folders(RunFiles(self.output), row)
+
 
 class Runs:
     """All runs of a viewer. A thread of its own indexes what is new."""
 
-    def __init__(self, paths: Sequence[Path], prices: Prices | None = None) -> None:
+    def __init__(
+        self, paths: Sequence[Path], prices: Prices | None = None, services: Sequence[WatchedService] = ()
+    ) -> None:
         for path in paths:
             files = RunFiles(path)
             if not (path.exists() or files.failures.exists() or files.store.exists()):
                 raise ConfigError(f"there is no result file or folder '{path}'")
         self._paths = [path.resolve() for path in paths]
         self._prices = prices
+        self.services = services
         self._runs: dict[str, Run] = {}
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -111,6 +128,9 @@ class Runs:
         self._thread = threading.Thread(target=self._follow, name="view-index", daemon=True)
 
     def start(self) -> None:
+        """Raises `ConfigError` where a service cannot be read."""
+        for service in self.services:
+            service.start()
         self.all()
         self._thread.start()
 
@@ -121,15 +141,20 @@ class Runs:
         for run in self._runs.values():
             if run.index is not None:
                 run.index.close()
+        for service in self.services:
+            service.stop()
 
     def all(self) -> list[Run]:
         """Every run there is now; the latest first."""
         with self._lock:
             if time.monotonic() - self._scanned > 2.0 or not self._scanned:
-                outputs = find_outputs(self._paths)
                 runs = {}
-                for output in outputs:
-                    key = hashlib.blake2b(str(output).encode("utf-8", "surrogateescape"), digest_size=5).hexdigest()
+                for service in self.services:
+                    for run_id, output in [*service.outputs().items()][:MAX_RUNS]:
+                        key = _key(f"{service.url} {run_id}")
+                        runs[key] = self._runs.get(key) or Run(key, run_id, output, service)
+                for output in find_outputs(self._paths):
+                    key = _key(str(output))
                     runs[key] = self._runs.get(key) or Run(key, self._name(output), output)
                 self._runs = runs
                 self._scanned = time.monotonic()
@@ -161,13 +186,13 @@ class Runs:
         return {
             "key": run.key,
             "name": run.name,
-            "path": str(run.output),
+            "path": str(run.output) if run.service is None else f"{run.service.url}, run {run.name}",
             "version": run.index.version if run.index is not None else 0,
             "reading": reading
             and {"done": reading.done_bytes, "total": reading.total_bytes, "mb_per_s": reading.mb_per_s},
             "problem": run.problem,
-            "changed_at": _changed_at(files),
-            "progress": live.progress(files),
+            "changed_at": _changed_at(files) if run.service is None else run.service.changed_at(run.name),
+            "progress": run.progress(),
             "summary": self.summary(run) if run.index is not None else None,
         }
 
@@ -215,6 +240,10 @@ class Runs:
 
 class _Stopped(Exception):
     """The viewer ends while a file is read; what was read is kept."""
+
+
+def _key(of: str) -> str:
+    return hashlib.blake2b(of.encode("utf-8", "surrogateescape"), digest_size=5).hexdigest()
 
 
 def _size(path: Path) -> int:

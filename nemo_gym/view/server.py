@@ -29,8 +29,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nemo_gym.contract.errors import ConfigError, NemoGymError
-from nemo_gym.rollouts.results import RunFiles
-from nemo_gym.view import live, logs
+from nemo_gym.view import logs
 from nemo_gym.view.queries import (
     TableQuery,
     aggregate_metrics,
@@ -115,7 +114,10 @@ class Pages:
         return self._run(request).ready()
 
     def list_runs(self, request: Request) -> Any:
-        return {"runs": [self._runs.describe(run) for run in self._runs.all()]}
+        return {
+            "runs": [self._runs.describe(run) for run in self._runs.all()],
+            "services": [service.described() for service in self._runs.services],
+        }
 
     def one_run(self, request: Request) -> Any:
         run = self._run(request)
@@ -134,7 +136,7 @@ class Pages:
         return {
             "version": run.index.version if run.index is not None else 0,
             "reading": self._runs.describe(run)["reading"] if run.index is None else None,
-            "progress": live.progress(RunFiles(run.output)),
+            "progress": run.progress(),
             "problem": run.problem,
         }
 
@@ -146,7 +148,7 @@ class Pages:
     def rollout_logs(self, request: Request) -> Any:
         run = self._run(request)
         found = find_row(run.ready(), _given(request, "id"))
-        folders = logs.log_folders(RunFiles(run.output), found.row)
+        folders = run.log_folders(found.row)
         lines = logs.lines_of(folders, str(found.columns["rollout_id"]), found.row)
         return {
             "folders": [str(folder) for folder in folders],

@@ -287,6 +287,23 @@ async def test_listing_goes_on_behind_its_last_job(store: SqlJobStore) -> None:
     assert [record.spec.task_index for record in (*first, *rest)] == [0, 1, 2, 3, 4]
 
 
+async def test_runs_are_counted_with_their_rate_and_retries(store: SqlJobStore) -> None:
+    await store.submit([spec(number) for number in range(5)])
+    await store.submit([replace(spec(0), job_id="other.0-0", run_id="other")])
+    first, second, third, *_ = await store.claim("w", 6, 60)
+    await store.complete(first, b"{}")
+    failure = StageFailure(StageName.RUN, FailureKind.AGENT_CRASHED, "it fell")
+    await store.fail(second, failure, b"{}")
+    await store.requeue(third, failure, delay_s=60)
+    other, one = await store.runs(300)
+    assert [(each.run_id, each.jobs[JobState.CLAIMED]) for each in (other, one)] == [("other", 1), ("run", 2)]
+    assert (one.jobs[JobState.DONE], one.jobs[JobState.FAILED], one.jobs[JobState.QUEUED]) == (1, 1, 1)
+    assert (one.retried, one.waiting_for_retry, one.recent) == (1, 1, 2)
+    assert one.finished_at is not None and 0 <= one.recent_s < 60
+    assert (other.finished_at, other.recent) == (None, 0)
+    assert [each.recent for each in await store.runs(-3600)] == [0, 0]
+
+
 async def test_processes_that_share_postgresql_run_each_job_once(postgres: PostgresServer) -> None:
     url = postgres.new_database()
     stores = [PostgresJobStore(url, pipeline=f"p{number}") for number in range(3)]

@@ -155,6 +155,30 @@ async def test_cancel_tells_what_it_reclaimed(make_chain: MakeChain) -> None:
         assert (counts["cancelled"], counts["claimed"]) == (10, 0)
 
 
+async def test_runs_are_told_with_what_is_under_way_where_and_for_how_long(make_chain: MakeChain) -> None:
+    chain = make_chain(agent={"hang": ["t1"]})
+    async with serving(chain, concurrency=2) as served:
+        await served.client.submit([job(n, run_id="first" if n < 3 else "second") for n in range(4)])
+        await served.client.wait(run="second")
+        await served.wait(lambda: ("job-1", 1) in chain.notes("act"), "the one that hangs")
+        await served.client.job("job-2", wait_s=30)
+        told = await served.client.runs()
+        assert [(each["run_id"], each["jobs"]["done"], each["jobs"]["claimed"]) for each in told["runs"]] == [
+            ("second", 1, 0),
+            ("first", 2, 1),
+        ]
+        assert told["runs"][0]["finished_at"] is not None
+        (running,) = told["running"]
+        assert {key: running[key] for key in ("rollout_id", "run_id", "stage", "works", "server", "attempt")} == {
+            **{"rollout_id": "job-1", "run_id": "first", "stage": "run", "works": True},
+            **{"server": "trivial", "attempt": 1},
+        }
+        assert running["url"].startswith("http://127.0.0.1:")
+        assert running["seconds"] >= running["stage_seconds"] > 0
+        assert (await raw(served, "GET", "/v1/runs", role="read"))[0] == 200
+        await served.client.cancel(run="first")
+
+
 async def test_drain_finishes_what_is_under_way_and_takes_nothing_new(make_chain: MakeChain) -> None:
     async with serving(make_chain(agent={"delay_s": 0.3}), concurrency=1, init_workers=1) as served:
         await served.client.submit([job(n) for n in range(8)])

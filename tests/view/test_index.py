@@ -16,6 +16,7 @@ from nemo_gym.view.queries import (
     TableQuery,
     compared,
     find_row,
+    histogram,
     notes,
     reasons,
     summary,
@@ -269,3 +270,9 @@ def test_statistics() -> None:
     assert sign_test(10, 0) == pytest.approx(2 / 1024)
     assert 0 < sign_test(60_000, 40_000) < 1e-100 or sign_test(60_000, 40_000) == 0
     assert compare({"a": [1]}, {}).tasks == 0
+
+
+def test_rewards_stand_on_a_scale_from_0_to_1(tmp_path: Path) -> None:
+    index = open_result(write(tmp_path / "out.jsonl", row(1), row(3)))
+    assert [held for _, _, held in histogram(index, "reward", 4)] == [0, 0, 0, 2]
+    assert [held for _, _, held in histogram(index, "tokens_out", 4)] == [2, 0, 0, 0]

@@ -23,6 +23,7 @@ from nemo_gym.rollouts.interfaces import (
     JobState,
     Offer,
     Room,
+    RunCounts,
     StageResult,
     body_digest,
 )
@@ -411,6 +412,33 @@ class SqlJobStore:
             query = f"SELECT state, count(*) FROM jobs WHERE {where} GROUP BY state"
             found = dict(connection.execute(query, values).fetchall())
             return {state: found.get(state.value, 0) for state in JobState}
+
+        return await self._writer.call(operation)
+
+    async def runs(self, window_s: float) -> list[RunCounts]:
+        """How far the jobs of each run are, the latest run first, in one pass over the jobs."""
+
+        def operation(connection: Connection) -> list[RunCounts]:
+            now = self._now(connection)
+            found: dict[str, RunCounts] = {}
+            for run_id, state, count, retried, waiting, recent, first, last, place in connection.execute(
+                "SELECT run_id, state, count(*), sum(CASE WHEN failures IS NULL THEN 0 ELSE 1 END),"
+                " sum(CASE WHEN not_before > ? THEN 1 ELSE 0 END), sum(CASE WHEN finished_at > ? THEN 1 ELSE 0 END),"
+                " min(CASE WHEN finished_at > ? THEN finished_at END), max(finished_at), max(seq)"
+                " FROM jobs GROUP BY run_id, state",
+                (now, now - window_s, now - window_s),
+            ).fetchall():
+                run = found.setdefault(run_id, RunCounts(run_id, dict.fromkeys(JobState, 0)))
+                run.jobs[JobState(state)] = count
+                run.place = max(run.place, place)
+                if JobState(state).terminal:
+                    run.recent += recent
+                    run.recent_s = max(run.recent_s, now - (first or now))
+                    run.finished_at = max(run.finished_at or 0.0, last or 0.0) or None
+                else:
+                    run.retried += retried
+                    run.waiting_for_retry += waiting
+            return sorted(found.values(), key=lambda run: -run.place)
 
         return await self._writer.call(operation)
 

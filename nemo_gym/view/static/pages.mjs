@@ -1,7 +1,7 @@
 // The list of runs, one run, and two runs compared.
 import { useEffect, useMemo, useRef, useState } from "./vendor/htm-preact.mjs";
 import {
-  Interval, Loading, Problem, Progress, Reward, Text, count, duration, figure, go, html, large, link, plain, useAnswer,
+  Interval, Loading, Problem, Progress, Reward, Text, count, duration, figure, go, html, large, link, many, plain, useAnswer,
   useKeys, useLive, when,
 } from "./parts.mjs";
 
@@ -23,9 +23,12 @@ export function RunsPage() {
   if (error) return html`<${Problem}>${error}<//>`;
   if (!value) return html`<${Loading} what="runs" />`;
   const choose = (key) => setChosen(chosen.includes(key) ? chosen.filter((each) => each !== key) : [...chosen, key].slice(-2));
+  const services = value.services ?? [];
   return html`
     <h1>Runs</h1>
-    ${!value.runs.length && html`<p>There is no result file here yet. A run writes one with <code>ng_run … output=results/rollouts.jsonl</code>.</p>`}
+    ${services.map((service) => html`<${Service} key=${service.url} of=${service} />`)}
+    ${!value.runs.length && (services.length ? html`<p>The service has no jobs yet. <code>ng_jobs submit input=rows.jsonl</code> gives it some.</p>`
+      : html`<p>There is no result file here yet. A run writes one with <code>ng_run … output=results/rollouts.jsonl</code>.</p>`)}
     ${value.runs.length > 1 && html`<p class="actions">
       <button disabled=${chosen.length !== 2} onClick=${() => go("/compare", { a: chosen[0], b: chosen[1] })}>Compare two runs</button>
       <span class="faint">${chosen.length === 2 ? "" : `choose ${2 - chosen.length} ${chosen.length ? "more" : "of them"}`}</span>
@@ -36,6 +39,29 @@ export function RunsPage() {
         <th class="number narrow-off">tokens</th><th class="number narrow-off">cost</th><th class="narrow-off">changed</th></tr></thead>
       <tbody>${value.runs.map((run) => html`<${RunRow} key=${run.key} run=${run} chosen=${chosen.includes(run.key)} choose=${choose} />`)}</tbody>
     </table></div>`}`;
+}
+
+// A model server's rollouts are counted only where there are several of it to choose from.
+const isCounted = (server) => server.kind !== "responses_api_models" || server.busy || server.done;
+
+// What a rollout service says of itself: its stages and servers.
+function Service({ of }) {
+  const kind = of.problem || of.state === "stopped" ? "stopped" : "running";
+  return html`<section class="service" aria-label=${`service ${of.url}`}>
+    <p class="progress"><span class=${`state ${kind}`}>${of.problem ? "trouble" : of.state}</span> <b>${of.url}</b>
+      <span>${many(of.under_way ?? 0, "rollout")} under way</span></p>
+    ${of.problem && html`<p class="note"><${Text}>${of.problem}<//></p>`}
+    ${of.failure && html`<p class="problem"><${Text}>${of.failure}<//></p>`}
+    <details open><summary>Stages and servers</summary><div class="pair">
+      <div class="scroll"><table class="rows"><thead><tr><th>stage</th><th class="number">at work</th><th class="number">wait</th><th class="number">workers</th><th class="number">oldest</th></tr></thead>
+        <tbody>${(of.stages ?? []).map((stage) => html`<tr><th scope="row">${stage.stage}</th><td class="number">${count(stage.active)}</td>
+          <td class="number">${count(stage.queued)}</td><td class="number">${count(stage.workers)}</td><td class="number">${stage.active ? duration(stage.oldest_s) : "–"}</td></tr>`)}</tbody></table></div>
+      <div class="scroll"><table class="rows"><thead><tr><th>server</th><th class="number">busy</th><th class="number narrow-off">places</th><th class="number">done</th><th class="number narrow-off">each</th><th>state</th><th class="narrow-off">at</th></tr></thead>
+        <tbody>${(of.servers ?? []).map((server) => html`<tr><th scope="row"><${Text}>${server.server_id}<//></th><td class="number">${isCounted(server) ? count(server.busy) : "–"}</td>
+          <td class="number narrow-off">${server.capacity == null ? "any" : count(server.capacity)}</td><td class="number">${isCounted(server) ? count(server.done) : "–"}</td>
+          <td class="number narrow-off">${duration(server.seconds_per_rollout)}</td><td><span class=${server.health === "ready" ? "good" : "warned"}>${server.health}</span>
+          ${server.reason && html` <span class="faint"><${Text}>${server.reason}<//></span>`}</td><td class="narrow-off faint"><${Text}>${server.url}<//></td></tr>`)}</tbody></table></div>
+    </div></details></section>`;
 }
 
 function RunRow({ run, chosen, choose }) {
@@ -87,7 +113,7 @@ export function RunPage({ run, words }) {
     <${Progress} of=${state.progress ?? value.progress} />
     ${value.summary.notes.map((note) => html`<p class="note"><${Text}>${note}<//></p>`)}
     <${Figures} value=${value} />
-    <${Running} run=${run} of=${state.progress} />
+    <${Running} of=${state.progress} />
     <${Reasons} run=${run} reasons=${value.reasons} chosen=${words.way} set=${set} />
     <${Filters} value=${value} words=${words} set=${set} />
     ${words.by === "task"
@@ -110,7 +136,7 @@ function Figures({ value }) {
     <div class="card"><h2>tokens</h2><b>${large(of.tokens_in + of.tokens_out)}</b>
       <div>${large(of.tokens_in)} in, ${large(of.tokens_out)} out</div>
       ${of.cost != null && html`<div>cost ${figure(of.cost, 2)}</div>`}
-      <div>${figure(of.turns, 1)} turns, ${duration(of.rollouts ? of.seconds / of.rollouts : null)} each</div></div>
+      <div>${figure(of.turns, 1)} turn${of.turns === 1 ? "" : "s"}, ${duration(of.rollouts ? of.seconds / of.rollouts : null)} each</div></div>
     ${of.agents.length > 1 && html`<div class="card"><h2>agents</h2>
       ${of.agents.map((agent) => html`<div><${Text}>${agent.agent}<//> <${Reward} value=${agent.reward} /> <span class="faint">(${agent.valid})</span></div>`)}</div>`}
   </section>`;
@@ -125,11 +151,17 @@ function Histogram({ bins }) {
   </svg>`;
 }
 
-function Running({ run, of }) {
+const MAX_RUNNING = 40;
+
+function Running({ of }) {
   if (!of?.running?.length) return null;
   return html`<details class="running" open><summary>${of.running_count} running now</summary>
-    <ul>${of.running.slice(0, 40).map((job) => html`<li><${Text}>${job.task_id}<//> #${job.sample_index}
-      <span class="faint">${job.stage}${job.attempt > 1 ? `, attempt ${job.attempt}` : ""}, <${Text}>${job.agent}<//></span> ${duration(job.seconds)}</li>`)}</ul></details>`;
+    <div class="scroll"><table class="rows"><thead><tr><th>task</th><th>stage</th><th class="number narrow-off">in it for</th><th class="number">under way for</th><th class="narrow-off">at</th><th class="number narrow-off">attempt</th></tr></thead>
+      <tbody>${of.running.slice(0, MAX_RUNNING).map((job) => html`<tr key=${job.rollout_id}><th scope="row"><${Text}>${job.task_id}<//> #${job.sample_index}</th>
+        <td>${job.stage ?? "ends"}${job.works || !job.stage ? "" : html` <span class="faint">waits</span>`}</td><td class="number narrow-off">${duration(job.stage_seconds)}</td>
+        <td class="number">${duration(job.seconds)}</td><td class="narrow-off"><${Text}>${job.server ?? job.agent}<//> ${job.url && html`<span class="faint"><${Text}>${job.url}<//></span>`}</td>
+        <td class="number narrow-off">${job.attempt > 1 ? html`<span class="warned">${job.attempt}</span>` : job.attempt}</td></tr>`)}</tbody></table></div>
+    ${of.running_count > MAX_RUNNING && html`<p class="faint">the ${MAX_RUNNING} oldest are shown</p>`}</details>`;
 }
 
 function Reasons({ run, reasons, chosen, set }) {
@@ -179,7 +211,7 @@ function RolloutTable({ run, words, version, set }) {
     const first = words.sort !== name;
     set(first ? { sort: name, descending: "" } : words.descending ? { sort: "", descending: "" } : { sort: name, descending: "1" });
   };
-  return html`<p class="faint" role="status" data-asked=${path}>${count(value.total)} rollouts${words.sort ? "" : ", worst first"}</p>
+  return html`<p class="faint" role="status" data-asked=${path}>${many(value.total, "rollout")}${words.sort ? "" : ", worst first"}</p>
     <div class="scroll"><table class="rows" ref=${table}><thead><tr>
       ${COLUMNS.map(([name, label, kind]) => html`<th class=${kind} aria-sort=${words.sort === name ? (words.descending ? "descending" : "ascending") : "none"}>
         <button class="plain" onClick=${() => sort(name)}>${label}${words.sort === name ? (words.descending ? " ↓" : " ↑") : ""}</button></th>`)}
@@ -203,7 +235,7 @@ function TaskTable({ run, words, version, set }) {
   useRowKeys(table);
   if (error) return html`<${Problem}>${error}<//>`;
   if (!value) return html`<${Loading} />`;
-  return html`<p class="faint" role="status">${count(value.total)} tasks, the least solved first</p>
+  return html`<p class="faint" role="status">${many(value.total, "task")}, the least solved first</p>
     <div class="scroll"><table class="rows" ref=${table}><thead><tr><th>task</th><th class="number">mean reward</th><th>samples</th></tr></thead>
     <tbody>${value.rows.map((task) => html`<tr><th scope="row"><a href=${link(`/run/${run}/rollout`, { id: task.samples[0]?.rollout_id })}><${Text}>${task.task_id}<//></a></th>
       <td class="number"><${Reward} value=${task.mean} /></td>

@@ -100,6 +100,7 @@ export function LongText({ of, all, label, lines = FOLDED_LINES }) {
   </div>`;
 }
 
+export const many = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 export const count = (value) => value == null ? "–" : Number(value).toLocaleString("en");
 export const figure = (value, digits = 3) => value == null ? "–" : Number.isInteger(value) ? String(value) : value.toFixed(digits);
 export function large(value) {

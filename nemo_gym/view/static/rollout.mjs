@@ -1,6 +1,6 @@
 // One rollout: what happened, turn by turn, what it left, how it was graded, its tokens and its logs.
 import { useEffect, useState } from "./vendor/htm-preact.mjs";
-import { Loading, LongText, Problem, Reward, Text, ask, count, duration, go, html, link, useAnswer, useKeys, when } from "./parts.mjs";
+import { Loading, LongText, Problem, Reward, Text, ask, count, duration, go, html, link, many, useAnswer, useKeys, when } from "./parts.mjs";
 import { Diff } from "./diff.mjs";
 import { Sample } from "./pages.mjs";
 import { Chain } from "./tokens.mjs";
@@ -28,7 +28,7 @@ export function RolloutPage({ run, id, tab }) {
       ${value.outcome_detail && html`<span class="faint"><${Text}>${value.outcome_detail}<//></span>`}
       ${value.findings.length > 0 && html`<span class="warned">⚑ ${value.findings.length} finding${value.findings.length > 1 ? "s" : ""}</span>`}
       <span class="faint"><${Text}>${value.agent}<//>${value.topology ? `, ${value.topology}` : ""}${value.validation ? `, validation ${value.validation}` : ""}</span>
-      <span class="faint">${value.turns.length} turns, ${duration(value.seconds)}, ${count(value.tokens_in)} tokens in, ${count(value.tokens_out)} out</span></p>
+      <span class="faint">${many(value.turns.length, "turn")}, ${duration(value.seconds)}, ${count(value.tokens_in)} tokens in, ${count(value.tokens_out)} out</span></p>
     ${value.samples.length > 1 && html`<p class="samples" aria-label="samples of this task">${value.samples.map((sample) => html`<${Sample} run=${run} of=${sample} current=${sample.rollout_id === value.rollout_id} />`)}</p>`}
     <div class="tabs" role="tablist">${tabs.map(([name, label], place) => html`<button role="tab" id=${`tab-${name}`} aria-controls="tab-panel" aria-selected=${name === current} onClick=${() => open(name)} title=${`${place + 1}`}>${label}</button>`)}</div>
     <div role="tabpanel" id="tab-panel" aria-labelledby=${`tab-${current}`}>
@@ -101,7 +101,7 @@ function Turns({ of, all }) {
   const wanted = only.toLowerCase();
   const shown = of.turns.filter((turn) => !wanted || JSON.stringify(turn).toLowerCase().includes(wanted));
   return html`<p class="actions"><label class="search">find <input type="search" value=${only} placeholder="in these turns" onInput=${(event) => setOnly(event.target.value)} /></label>
-      <button onClick=${() => setOpened(!opened)}>${opened ? "fold all" : "open all"}</button> <span class="faint">${shown.length} of ${of.turns.length} turns</span></p>
+      <button onClick=${() => setOpened(!opened)}>${opened ? "fold all" : "open all"}</button> <span class="faint">${shown.length} of ${many(of.turns.length, "turn")}</span></p>
     ${shown.map((turn) => html`<${Turn} key=${`${turn.number}${opened}`} turn=${turn} all=${all} open=${opened} />`)}`;
 }
 

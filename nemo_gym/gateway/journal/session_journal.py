@@ -163,6 +163,7 @@ class SessionJournal:
         self._sessions: dict[str, _Session] = {}
         self._leaving: dict[str, _Session] = {}
         self._log: JournalLog
+        self._oldest_segment = 0
 
     @classmethod
     def open(
@@ -204,6 +205,7 @@ class SessionJournal:
             self._sessions[session_id] = _Session(
                 found.record, found.state, len(found.turns), found.result, found.reason, segments[session_id]
             )
+        self._oldest_segment = self._first_segment()
         self._drop_segments()
         return self, [*replayed.values()]
 
@@ -348,19 +350,20 @@ class SessionJournal:
     def _drop_segments(self) -> None:
         """Remove the oldest segments that no session needs. Never one from between: a session's last word must
         outlive all that came before it."""
-        needed = min(
-            (
-                number
-                for sessions in (self._sessions, self._leaving)
-                for session in sessions.values()
-                for number in session.segments
-            ),
-            default=self._log.segment,
+        # Asked with every session that is forgotten: while the oldest segment is written to, there is nothing to find.
+        while self._oldest_segment < self._log.segment and not self._is_needed(self._oldest_segment):
+            self._log.drop_segment(self._oldest_segment)
+            self._oldest_segment = self._first_segment()
+
+    def _is_needed(self, segment: int) -> bool:
+        return any(
+            segment in session.segments
+            for sessions in (self._sessions, self._leaving)
+            for session in sessions.values()
         )
-        for number in self._log.segments():
-            if number >= needed:
-                break
-            self._log.drop_segment(number)
+
+    def _first_segment(self) -> int:
+        return next(iter(self._log.segments()), self._log.segment)
 
 
 def _apply(replayed: dict[str, ReplayedSession], header: dict[str, Any], body: bytes) -> None:

@@ -1,11 +1,14 @@
-"""The rollout service: no-op rollouts per second over HTTP, memory of those in flight, and cancelling boxes at work.
+"""The rollout service: no-op rollouts per second over HTTP, memory of those in flight, servers that come and go, and
+cancelling boxes at work.
 
-    python -m campaigns.bench.pipeline [--json] [--only rate memory cancel] [--runs 5] [--rollouts 500]
+    python -m campaigns.bench.pipeline [--json] [--only rate memory pool cancel] [--runs 5] [--rollouts 500]
         [--in-flight 1000] [--boxes 500]
 
 *Rate*: a client submits over HTTP, with a durable store, and follows the results; beside it, in the same run, the bare
 chain of `campaigns.bench.rollouts`. *Memory*: what the service's process grows by when so many rollouts are in flight,
-each with an agent that answers after a while, and the time from submission to result of each. *Cancel*: rollouts whose
+each with an agent that answers after a while, and the time from submission to result of each. *Pool*:
+agent servers that are added while jobs run, one as fast as the first and one twice as fast, with the share of the
+rollouts that each gets from one job time on; then one that is killed and one that hangs. *Cancel*: rollouts whose
 command never ends in local boxes; from the request to the answer, and until each box is gone.
 """
 
@@ -17,7 +20,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -32,7 +35,7 @@ from campaigns.bench.rollouts import bare_rollouts, suite_stack, write_rows
 from campaigns.faults.kills import HANGING_POLICY, LEASE_S, ROWS
 from campaigns.faults.leftovers import Scope, leftovers
 from nemo_gym.service.client import AsyncRolloutClient
-from tests.rollouts.chain_process import ChainServer
+from tests.rollouts.chain_process import ChainServer, chain_stack
 
 ROOT = Path(__file__).resolve().parents[2]
 RATE_RATIO_AT_LEAST = 0.5
@@ -129,22 +132,14 @@ async def rates(runs: int, rollouts: int) -> tuple[dict[str, Any], list[Bar]]:
 
 async def memory(in_flight: int) -> tuple[dict[str, Any], list[Bar]]:
     """Growth of the service's memory at so many rollouts in flight, after as many have warmed it up."""
-    slow = {"plain": True, "delay_s": LONG_S}
-    chain = {role: ChainServer(role, slow if role == "agent" else {"plain": True}) for role in ROLES}
+    chain = {role: ChainServer(role, {"plain": True, **_paced(role, LONG_S)}) for role in ROLES}
     try:
         for server in chain.values():
             await asyncio.to_thread(server.wait_ready)
-        ports = {role: {"host": "127.0.0.1", "port": server.port} for role, server in chain.items()}
-        references = {"resources_server": {"name": "env"}, "model_server": {"name": "policy"}}
-        stack = {
-            "env": {"resources_servers": {"chain": ports["environment"]}},
-            "policy": {"responses_api_models": {"chain": ports["model"]}},
-            "trivial": {"responses_api_agents": {"chain": {**ports["agent"], **references}}},
-        }
         with tempfile.TemporaryDirectory() as directory:
             rows = write_rows(Path(directory, "in.jsonl"), in_flight)
             keys: dict[str, Any] = {"concurrency": 64, "run_workers": in_flight, "ready_buffer": in_flight}
-            async with service_over(stack, Path(directory), **keys) as (client, pid):
+            async with service_over(chain_stack(chain), Path(directory), **keys) as (client, pid):
                 process = psutil.Process(pid)
                 await client.submit(jobs_of(rows[:16], "warm"))
                 await finished(client, "warm", 16)
@@ -180,6 +175,108 @@ async def memory(in_flight: int) -> tuple[dict[str, Any], list[Bar]]:
 
 
 ROLES = ("environment", "agent", "model")
+JOB_S = 0.5
+PLACES = 8
+"""Of each agent server."""
+WINDOW_S = 20.0
+"""In which shares are counted."""
+SHARE_WITHIN = 0.05
+HANG_DEADLINE_S = 5.0
+DRAIN_ALLOWANCE_S = 2.0
+BACKLOG = 300
+
+
+class Fed:
+    """A service that always has jobs waiting, and agent servers that are lent to it."""
+
+    def __init__(self, client: AsyncRolloutClient, rows: list[dict[str, Any]]) -> None:
+        self.client, self.rows, self.submitted = client, rows, 0
+
+    async def feed(self) -> None:
+        while True:
+            if (await self.client.status())["jobs"]["queued"] < BACKLOG:
+                await self.client.submit(jobs_of(self.rows, f"pool-{self.submitted}"))
+                self.submitted += len(self.rows)
+            await asyncio.sleep(0.5)
+
+    async def lend(self, server: ChainServer) -> str:
+        url = f"http://127.0.0.1:{server.port}"
+        return str((await self.client.register_server("trivial", url, capacity=PLACES))["server_id"])
+
+    async def servers(self) -> dict[str, dict[str, Any]]:
+        return {each["server_id"]: each for each in (await self.client.status())["servers"]}
+
+    async def share(self, server_id: str) -> float:
+        """Of all rollouts that agent servers finish within the window, from one job time on."""
+        await asyncio.sleep(JOB_S)
+        before = await self.servers()
+        await asyncio.sleep(WINDOW_S)
+        after = await self.servers()
+        done = {name: each["done"] - before[name]["done"] for name, each in after.items() if "trivial" in name}
+        return float(done[server_id] / sum(done.values()))
+
+    async def until_health(self, server_id: str, health: str, patience_s: float) -> float:
+        """How long that took."""
+        begun = time.perf_counter()
+        while (await self.servers())[server_id]["health"] != health:
+            if time.perf_counter() - begun > patience_s:
+                break
+            await asyncio.sleep(0.05)
+        return time.perf_counter() - begun
+
+
+async def pool() -> tuple[dict[str, Any], list[Bar]]:
+    """Servers that are added hot, that die and that hang, while jobs run."""
+    chain = {role: ChainServer(role, {"plain": True, **_paced(role, JOB_S)}) for role in ROLES}
+    same, fast, hung = (ChainServer("agent", {"plain": True, "delay_s": delay}) for delay in (JOB_S, JOB_S / 2, 3600))
+    try:
+        for server in (*chain.values(), same, fast, hung):
+            await asyncio.to_thread(server.wait_ready)
+        with tempfile.TemporaryDirectory() as directory:
+            rows = write_rows(Path(directory, "in.jsonl"), BACKLOG)
+            keys: dict[str, Any] = {"concurrency": 8 * PLACES, "capacities": {"trivial": PLACES}}
+            keys |= {"run_timeout_s": HANG_DEADLINE_S, "watch_s": 0.5, "silent_s": 3.0, "retry_delay_s": 0.1}
+            async with service_over(chain_stack(chain), Path(directory), **keys) as (client, _):
+                fed = Fed(client, rows)
+                feeding = asyncio.create_task(fed.feed())
+                await asyncio.sleep(2.0)
+                same_share = await fed.share(await fed.lend(same))
+                fast_id = await fed.lend(fast)
+                fast_share = await fed.share(fast_id)
+                fast.kill()
+                lost_s = await fed.until_health(fast_id, "lost", READY_S)
+                hung_id = await fed.lend(hung)
+                drained_s = await fed.until_health(hung_id, "draining", READY_S)
+                feeding.cancel()
+                await asyncio.wait({feeding})
+                counts = await client.wait()
+                attempts = [view.attempt async for view in client.results(follow=False)]
+    finally:
+        for server in (*chain.values(), same, fast, hung):
+            server.stop()
+    figures = {
+        "share_of_one_as_fast": round(same_share, 4),
+        "share_of_one_twice_as_fast": round(fast_share, 4),
+        "dead_server_noticed_s": round(lost_s, 2),
+        "hung_server_drained_s": round(drained_s, 2),
+        "stage_deadline_s": HANG_DEADLINE_S,
+        "rollouts": fed.submitted,
+        "results": sum(counts.values()),
+        "attempted_again": sum(attempt > 1 for attempt in attempts),
+    }
+    lost = fed.submitted - counts.get("done", 0)
+    return figures, [
+        Bar.at_most("share of a server added hot, off its fair half", abs(same_share / 0.5 - 1), SHARE_WITHIN),
+        Bar.at_most("share of one twice as fast, off its fair half", abs(fast_share / 0.5 - 1), SHARE_WITHIN),
+        Bar.at_most(
+            "a hung server is drained", drained_s, HANG_DEADLINE_S + DRAIN_ALLOWANCE_S, "s after it was added"
+        ),
+        Bar("rows that the dead server and the hung one cost", lost, "rows", "= 0", lost == 0),
+    ]
+
+
+def _paced(role: str, delay_s: float) -> dict[str, Any]:
+    return {"delay_s": delay_s} if role == "agent" else {}
 
 
 async def cancel(boxes: int) -> tuple[dict[str, Any], list[Bar]]:
@@ -256,15 +353,18 @@ async def _in_run(client: AsyncRolloutClient) -> int:
 
 def main() -> int:
     parser = argument_parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=["rate", "memory", "cancel"], default=["rate", "memory"])
+    parser.add_argument(
+        "--only", nargs="+", choices=["rate", "memory", "pool", "cancel"], default=["rate", "memory", "pool"]
+    )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--rollouts", type=int, default=500)
     parser.add_argument("--in-flight", type=int, default=1000)
     parser.add_argument("--boxes", type=int, default=500)
     chosen = parser.parse_args()
-    work = {
+    work: dict[str, Callable[[], Coroutine[Any, Any, tuple[dict[str, Any], list[Bar]]]]] = {
         "rate": lambda: rates(chosen.runs, chosen.rollouts),
         "memory": lambda: memory(chosen.in_flight),
+        "pool": pool,
         "cancel": lambda: cancel(chosen.boxes),
     }
     figures: dict[str, Any] = {}

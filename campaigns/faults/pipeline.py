@@ -35,7 +35,7 @@ from campaigns.bench.report import Bar, print_report
 from campaigns.faults.service_process import BOUNDARIES
 from nemo_gym.service.client import AsyncRolloutClient
 from resources_servers.sandbox.tests.postgres import running_postgres
-from tests.rollouts.chain_process import ChainServer
+from tests.rollouts.chain_process import ChainServer, chain_stack
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 15.0
@@ -97,16 +97,6 @@ class World:
             with socket.create_server(("127.0.0.1", 0)) as probe:
                 self.ports.append(probe.getsockname()[1])
 
-    @property
-    def stack(self) -> dict[str, Any]:
-        ports = {role: {"host": "127.0.0.1", "port": server.port} for role, server in self.servers.items()}
-        references = {"resources_server": {"name": "env"}, "model_server": {"name": "policy"}}
-        return {
-            "env": {"resources_servers": {"chain": ports["environment"]}},
-            "policy": {"responses_api_models": {"chain": ports["model"]}},
-            "trivial": {"responses_api_agents": {"chain": {**ports["agent"], **references}}},
-        }
-
     async def start_service(self, number: int, kill: str | None = None) -> None:
         serve = {
             "port": self.ports[number],
@@ -118,7 +108,12 @@ class World:
             "silent_s": 5.0,
             "lease_s": 10.0,
         }
-        given = {"stack": self.stack, "serve": serve, "state_dir": str(self.directory / f"s{number}"), "kill": kill}
+        given = {
+            "stack": chain_stack(self.servers),
+            "serve": serve,
+            "state_dir": str(self.directory / f"s{number}"),
+            "kill": kill,
+        }
         log = (self.directory / f"service-{number}.log").open("ab")
         with log:
             self.services[number] = await asyncio.create_subprocess_exec(

@@ -33,7 +33,7 @@ def status(argv: Sequence[str]) -> int:
         health = asyncio.run(health_of(stack))
         servers = public_listing(stack)
         for server in servers:
-            server["health"] = health[server["instance"]]
+            server["health"] = health[server["url"]]
             server["pss_mib"] = round(pss_mib([server["pid"]] if server["pid"] else []), 1)
         report.append({"run_id": stack.run_id, "run_dir": stack.run_dir, "pid": stack.pid, "servers": servers})
     if arguments.json:

@@ -88,10 +88,10 @@ def _check_place(server: ServerBlock, warnings: list[str]) -> None:
             key=".".join((*server.path, "port")),
         )
     workers = server.values.get("num_workers")
-    if workers not in (None, 1):
+    if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
         problem = ConfigError(
-            f"{server.where}.num_workers: only 1 is served, got {workers!r}; remove the key (a server keeps its"
-            " sessions in one process)",
+            f"{server.where}.num_workers must be a whole number from 1: so many processes serve it, each with its own"
+            f" rollouts; got {workers!r}",
             key=".".join((*server.path, "num_workers")),
         )
         refuse(problem, server.source, warnings)
@@ -101,28 +101,30 @@ def _check_run_keys(composition: Composition) -> None:
     """The values of run keys, also without a run; half of a run is a mistake."""
     run = composition.run_values()
     has_output = "output" in run or "output_jsonl_fpath" in run
-    if composition.has_run != has_output:
-        missing = "output" if composition.has_run else "input"
-        raise ConfigError(f"a rollout run needs both input= and output=; add {missing}=<file>.jsonl", key=missing)
     join = composition.values.get("join")
     if join is not None:
         if not isinstance(join, str) or not join.startswith(("http://", "https://")):
             raise ConfigError("join must be the URL of a rollout service, as in join=http://10.0.0.1:8210", key="join")
-        if composition.has_run or composition.serves:
+        if composition.has_run or has_output or composition.serves:
             raise ConfigError(
                 "join lends a stack's servers to a service elsewhere; leave out input=, output= and serve", key="join"
             )
     if composition.serves:
         from nemo_gym.config.service import ServiceConfig
 
-        if composition.has_run:
+        if composition.has_run or has_output:
             raise ConfigError(
-                "a stack either serves rollouts (serve) or runs those of input=; leave one of them out", key="serve"
+                "a stack either serves rollouts (serve), and jobs come over HTTP, or runs those of input= and writes"
+                " output=; leave out serve, or input= and output=",
+                key="serve",
             )
         serve = composition.values["serve"]
         if not isinstance(serve, Mapping):
             raise ConfigError("serve must be a block of keys, as in +serve.port=8210", key="serve")
         ServiceConfig.parse(composition.serve_values())
+    elif composition.has_run != has_output:
+        missing = "output" if composition.has_run else "input"
+        raise ConfigError(f"a rollout run needs both input= and output=; add {missing}=<file>.jsonl", key=missing)
     if run:
         from nemo_gym.config.run import RolloutRunConfig
 

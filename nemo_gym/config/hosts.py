@@ -172,6 +172,12 @@ def _check_places(composition: Composition, replicas: Mapping[str, list[Address]
             key=f"{HOSTS}.machines",
         )
     for server in composition.servers.values():
+        if server.workers > 1:
+            raise ConfigError(
+                f"{server.where}.num_workers: how many replicas a server has is said by {HOSTS}.machines; remove the"
+                " key, and name the server on several machines",
+                key=".".join((*server.path, "num_workers")),
+            )
         for key in _PLACE_KEYS:
             if server.values.get(key):
                 raise ConfigError(

@@ -28,6 +28,12 @@ class ServerBlock:
         return (self.instance, self.server_type, self.implementation)
 
     @property
+    def workers(self) -> int:
+        """Processes that serve it on one host."""
+        given = self.values.get("num_workers")
+        return given if isinstance(given, int) else 1
+
+    @property
     def where(self) -> str:
         """The block's name in messages: file and dotted path."""
         return f"{self.source}: {'.'.join(self.path)}"

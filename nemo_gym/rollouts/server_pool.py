@@ -254,12 +254,16 @@ class ServerPool:
                 self._leave(held[1].pop(), is_done=True)
 
     def failed(self, attempt: JobAttempt, failure: StageFailure) -> None:
-        """A server that lets rollouts run into their deadlines, one after the other, gets no more while others do."""
+        """A server that lets rollouts run into their deadlines, one after the other, gets no more while others do: the
+        deadline of a stage, or the job's own where most of it passed at this server."""
         held = self._places.get(id(attempt))
-        if held is None or failure.kind is not FailureKind.DEADLINE or attempt.stop is not None:
+        if held is None or failure.kind is not FailureKind.DEADLINE:
             return
+        own_s = 0.0 if attempt.stop is None else (attempt.job.spec.deadline_s or 0.0)
         for place in held[1]:
             server = place.server
+            if time.monotonic() - place.since < own_s / 2:
+                continue
             server.strikes += 1
             others = [each for each in self.replicas(server.instance) if each is not server]
             if server.strikes >= STRIKES and any(each.state is ServerState.READY for each in others):

@@ -26,8 +26,11 @@ class ServiceRole(StrEnum):
     """May do everything: cancel, drain, change servers."""
 
     def covers(self, other: ServiceRole) -> bool:
-        order = list(ServiceRole)
-        return order.index(self) >= order.index(other)
+        return self.rank >= other.rank
+
+    @property
+    def rank(self) -> int:
+        return list(ServiceRole).index(self)
 
 
 class ServiceTokens:
@@ -64,9 +67,10 @@ class ServiceTokens:
         ]
         if not found:
             raise CredentialError("the bearer token is none of this service's")
-        if not any(each.covers(role) for each in found):
-            raise RoleError(f"{route} needs a token of role '{role}'; this one is of role '{found[0]}'", route=route)
-        return found[0]
+        has = max(found, key=lambda each: each.rank)  # a token may stand under several roles
+        if not has.covers(role):
+            raise RoleError(f"{route} needs a token of role '{role}'; this one is of role '{has}'", route=route)
+        return has
 
 
 def variable_of(role: ServiceRole) -> str:

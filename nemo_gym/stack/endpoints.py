@@ -227,11 +227,11 @@ def health_word(status: int | None) -> str:
 
 
 async def health_of(stack: StackEntry, timeout_s: float = 2.0) -> dict[str, str]:
-    """Health of every server of a stack, asked at once."""
+    """Health of every server of a stack by its URL, asked at once."""
     statuses: list[int | None] = await asyncio.gather(
         *(http_status(server.url, "/health", timeout_s) for server in stack.servers)
     )
-    return {server.instance: health_word(status) for server, status in zip(stack.servers, statuses, strict=True)}
+    return {server.url: health_word(status) for server, status in zip(stack.servers, statuses, strict=True)}
 
 
 def public_listing(stack: StackEntry) -> list[dict[str, Any]]:

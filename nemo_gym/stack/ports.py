@@ -12,7 +12,7 @@ import os
 import random
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_gym._util.backoff import Backoff
@@ -35,6 +35,13 @@ class Listener:
     instance: str
     socket: socket.socket
     address: Address
+    number: int = 0
+    """Among the instance's replicas on this host."""
+
+    @property
+    def name(self) -> str:
+        """The instance, with the number of a replica that is not the first."""
+        return f"{self.instance}.{self.number}" if self.number else self.instance
 
 
 def bind_listeners(
@@ -43,9 +50,10 @@ def bind_listeners(
     places: Mapping[str, Address] | None = None,
     free: Sequence[int] | None = None,
 ) -> dict[str, Listener]:
-    """A listening socket per server, on its configured port or a free one (of ``free``, where given); in a composition
-    on several hosts, for the servers of ``places`` alone, there. When one cannot be bound, all are closed again and
-    `ConfigError` names the instance, the port, who has it, and the fix."""
+    """A listening socket by name for each server, on its configured port or a free one (of ``free``, where given), and
+    one on a free port for each further replica (``num_workers``); in a composition on several hosts, for the servers
+    of ``places`` alone, there. When one cannot be bound, all are closed again and `ConfigError` names the instance,
+    the port, who has it, and the fix."""
     listeners: dict[str, Listener] = {}
     if places is not None:
         servers = [server for server in servers if server.instance in places]
@@ -58,6 +66,10 @@ def bind_listeners(
             else:
                 address, setting = places[server.instance], f"{HOSTS}.machines.<this host>.servers.{server.instance}"
             listeners[server.instance] = _bind(server, address, setting, listeners, free)
+            for number in range(1, server.workers if places is None else 1):
+                elsewhere = Address(address.host, 0, address.scheme)
+                replica = replace(_bind(server, elsewhere, setting, listeners, free), number=number)
+                listeners[replica.name] = replica
     except BaseException:
         close_listeners(listeners.values())
         raise

@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,11 @@ class Server:
     def instance(self) -> str:
         return self.block.instance
 
+    @property
+    def name(self) -> str:
+        """The instance, with its number where it is one of several replicas."""
+        return self.listener.name
+
 
 ROLES = {AGENT_TYPE: Role.AGENT, ENVIRONMENT_TYPE: Role.ENVIRONMENT, MODEL_TYPE: Role.MODEL}
 STOP_ORDER = (AGENT_TYPE, ENVIRONMENT_TYPE, MODEL_TYPE)
@@ -124,9 +129,10 @@ class Supervisor:
         self._nursery_pid, self._channel = nursery_process
         self._secrets = secret_values(composition.values) | {keys.to_hex()}
         self._hosts = hosts
-        self._replicas = hosts.replicas if hosts is not None else {}
+        self._replicas = hosts.replicas if hosts is not None else _replicas(listeners.values())
         self._addresses: dict[str, Address] = {name: places[0] for name, places in self._replicas.items()}
-        self._addresses |= {name: listener.address for name, listener in listeners.items()}
+        if hosts is not None:
+            self._addresses |= {name: listener.address for name, listener in listeners.items()}
         self._stopping = False
         self._tasks = BackgroundTasks()
         self.failure: asyncio.Future[ServerError | ConfigError] = asyncio.get_running_loop().create_future()
@@ -134,16 +140,15 @@ class Supervisor:
         logs = run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         self.servers = {
-            block.instance: Server(
+            listener.name: Server(
                 number=number,
-                block=block,
-                listener=listeners[block.instance],
+                block=(block := composition.servers[listener.instance]),
+                listener=listener,
                 app=entrypoint(block, composition.roots),
                 python=interpreters.get(block.instance),
-                log=logs / f"{block.instance}.log",
+                log=logs / f"{listener.name}.log",
             )
-            for number, block in enumerate(composition.servers.values())
-            if block.instance in listeners
+            for number, listener in enumerate(_in_order(composition, listeners.values()))
         }
         self._by_number = {server.number: server for server in self.servers.values()}
 
@@ -186,13 +191,14 @@ class Supervisor:
     def _launch(self, server: Server) -> None:
         instance, block = server.instance, server.block
         targets = call_targets(self.composition, instance)
+        own = {**self._addresses, instance: server.listener.address}
         launch = ServerLaunch(
             instance=instance,
-            config=server_view(self.composition, instance, self._addresses, self._replicas),
+            config=server_view(self.composition, instance, own, self._replicas),
             credentials=self.keys.for_server(instance, ROLES[block.server_type], targets),
             run_id=self.run_id,
-            state_dir=str(self._state_dir(instance)),
-            endpoints=endpoints(self.composition, instance, self._addresses, self._replicas),
+            state_dir=str(self._state_dir(server.name)),
+            endpoints=endpoints(self.composition, instance, own, self._replicas),
             **self._outside(server),
         )
         ready_read, ready_write = os.pipe()
@@ -228,8 +234,8 @@ class Supervisor:
         files = {"certificate_file": str(tls.certificate_file), "key_file": str(tls.key_file)} if tls else {}
         return {"url": server.listener.address.url, **files}
 
-    def _state_dir(self, instance: str) -> Path:
-        folder = self.run_dir / "state" / instance
+    def _state_dir(self, name: str) -> Path:
+        folder = self.run_dir / "state" / name
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         return folder
 
@@ -271,14 +277,14 @@ class Supervisor:
             answer = await http_answer(server.listener.address.url, "/ready", timeout_s=5.0)
             server.not_ready = why_not_ready(answer)
             if loop.time() > tell_at and server.not_ready is not None:
-                self._say(f"waiting for server '{server.instance}': {server.not_ready}")
+                self._say(f"waiting for server '{server.name}': {server.not_ready}")
                 tell_at = loop.time() + NEXT_WORD_AFTER_S
             if answer is not None and answer[0] == 200:
                 server.ready_at = asyncio.get_running_loop().time()
                 server.was_ready.set()
                 if server.restarts:
                     self.write_stack()
-                    self._say(f"server '{server.instance}' is ready again (pid {server.pid})")
+                    self._say(f"server '{server.name}' is ready again (pid {server.pid})")
                 return
             await backoff.again()
 
@@ -318,7 +324,7 @@ class Supervisor:
         await asyncio.sleep(0.02)
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         why = f": {server.error}" if server.error else ""
-        what = f"server '{server.instance}' ended with {how}{why}"
+        what = f"server '{server.name}' ended with {how}{why}"
         if not server.was_ready.is_set() or server.is_permanent:
             problem = ConfigError if server.is_permanent else ServerError
             shown = "" if server.is_permanent else f"\n{self.tail(server)}"
@@ -371,7 +377,7 @@ class Supervisor:
             done, _ = await asyncio.wait([orderly], timeout=self.settings.shutdown_timeout_s)
             for task in done:
                 task.result()
-            if late := [server.instance for server in self.servers.values() if not server.ended.is_set()]:
+            if late := [server.name for server in self.servers.values() if not server.ended.is_set()]:
                 self._say(f"killing what did not stop in {self.settings.shutdown_timeout_s:g} s: {', '.join(late)}")
         finally:
             orderly.cancel()
@@ -456,4 +462,17 @@ def stop_nursery(pid: int) -> None:
 
 
 def _late(server: Server) -> str:
-    return f"{server.instance} ({server.not_ready})" if server.not_ready else server.instance
+    return f"{server.name} ({server.not_ready})" if server.not_ready else server.name
+
+
+def _in_order(composition: Composition, listeners: Iterable[Listener]) -> list[Listener]:
+    """As the composition has the servers, each with its replicas."""
+    order = list(composition.servers)
+    return sorted(listeners, key=lambda listener: (order.index(listener.instance), listener.number))
+
+
+def _replicas(listeners: Iterable[Listener]) -> dict[str, tuple[Address, ...]]:
+    found: dict[str, tuple[Address, ...]] = {}
+    for listener in sorted(listeners, key=lambda listener: listener.number):
+        found[listener.instance] = (*found.get(listener.instance, ()), listener.address)
+    return found

@@ -86,7 +86,7 @@ def test_an_environment_server_that_drives_by_itself_is_refused(root: Path) -> N
 
 
 STRAY = "stray: {a: 1}\n"
-UNKNOWN = ENVIRONMENT.replace("domain: other", "domain: other, max_steps: 4, num_workers: 3")
+UNKNOWN = ENVIRONMENT.replace("domain: other", "domain: other, max_steps: 4, num_workers: none")
 BOXED = ENVIRONMENT.replace("domain: other", "domain: other, sandbox_provider: sandbox")
 DEEP = ENVIRONMENT.replace("domain: other", "domain: other, more: {a: {type: resources_servers, name: nobody}}")
 
@@ -96,7 +96,7 @@ DEEP = ENVIRONMENT.replace("domain: other", "domain: other, more: {a: {type: res
     [
         (ENVIRONMENT + STRAY, "unknown block 'stray'"),
         (UNKNOWN, "unknown key 'max_steps'"),
-        (UNKNOWN.replace("max_steps: 4, ", ""), "only 1 is served"),
+        (UNKNOWN.replace("max_steps: 4, ", ""), "num_workers must be"),
         (BOXED, "needs a sandbox"),
         (DEEP, "no server instance 'nobody'"),
     ],

@@ -42,6 +42,13 @@ def test_top_level_variable_that_is_used_is_accepted(root: Path) -> None:
     assert checked(root, "+config_paths=[main.yaml]").servers["policy_model"].values["base_url"] == "http://x/v1"
 
 
+@pytest.mark.parametrize("words", [["input=rows.jsonl"], ["output=out.jsonl"], ["input=a.jsonl", "output=b.jsonl"]])
+def test_service_is_told_that_its_jobs_come_over_http(root: Path, words: list[str]) -> None:
+    for how in ("serve={}", "join=http://127.0.0.1:8210"):
+        with pytest.raises(ConfigError, match=r"leave out (serve|input=)"):
+            checked(root, f"+{how}", *words)
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [
@@ -50,7 +57,7 @@ def test_top_level_variable_that_is_used_is_accepted(root: Path) -> None:
         ("policy_model.responses_api_models.echo.api_kye=1", r"did you mean 'api_key'\?"),
         ("mathy.resources_servers.mathy.port=ten", "port must be a whole number from 0"),
         ("mathy.resources_servers.mathy.port=70000", "port must be a whole number from 0"),
-        ("mathy.resources_servers.mathy.num_workers=4", "only 1 is served"),
+        ("mathy.resources_servers.mathy.num_workers=0", "num_workers must be a whole number from 1"),
         ("mathy.resources_servers.mathy.entrypoint=nope.py", r"entrypoint 'nope\.py' does not exist"),
         ("max_restarts=many", "max_restarts must be a number"),
         ("input=rows.jsonl", r"add output="),

@@ -7,6 +7,7 @@ import multiprocessing.process
 import os
 import socket
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,17 @@ ROOT = Path(__file__).parents[2]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(["tests.rollouts.chain"])
+
+
+def chain_stack(servers: Mapping[str, ChainServer]) -> dict[str, Any]:
+    """The blocks of one environment, agent and model server, by role."""
+    ports = {role: {"host": "127.0.0.1", "port": server.port} for role, server in servers.items()}
+    references = {"resources_server": {"name": "env"}, "model_server": {"name": "policy"}}
+    return {
+        "env": {"resources_servers": {"chain": ports["environment"]}},
+        "policy": {"responses_api_models": {"chain": ports["model"]}},
+        "trivial": {"responses_api_agents": {"chain": {**ports["agent"], **references}}},
+    }
 
 
 class ChainServer:

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from nemo_gym.contract.credentials import RoleError
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.service.access import ServiceRole, ServiceTokens
 from nemo_gym.service.client import RolloutClient, ServiceError
@@ -213,6 +214,11 @@ def test_tokens_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
     assert tokens.one_of(ServiceRole.OPERATE) is None
     given = ServiceTokens.load(None, {"NEMO_GYM_SERVICE_READ_TOKEN": "d" * 20})
     assert given.one_of(ServiceRole.READ) == "d" * 20
+    path.write_text("read: aaaaaaaaaaaaaaaaaaaa\nsubmit: aaaaaaaaaaaaaaaaaaaa\n")
+    of_two_roles = ServiceTokens.load(path)
+    assert of_two_roles.require("Bearer aaaaaaaaaaaaaaaaaaaa", ServiceRole.READ, "GET /") is ServiceRole.SUBMIT
+    with pytest.raises(RoleError, match="this one is of role 'submit'"):
+        of_two_roles.require("Bearer aaaaaaaaaaaaaaaaaaaa", ServiceRole.OPERATE, "POST /")
     path.write_text("submitter: [aaaaaaaaaaaaaaaaaaaa]\n")
     with pytest.raises(ConfigError, match="did you mean 'submit'"):
         ServiceTokens.load(path)

@@ -1,0 +1,92 @@
+"""A server that hangs or is stopped among others that work: it gets no more, and no job is lost to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.rollouts.chain_process import ChainServer
+from tests.service.conftest import Chain, Served, job, serving
+
+MakeChain = Callable[..., Chain]
+CAPACITY = 4
+
+
+@pytest.fixture
+def hung() -> Iterator[ChainServer]:
+    """An agent server that takes jobs and never answers."""
+    server = ChainServer("agent", {"delay_s": 3600.0})
+    server.wait_ready()
+    yield server
+    server.stop()
+
+
+async def health_of(served: Served, server_id: str) -> tuple[str, str | None, int]:
+    told: dict[str, Any] = {each["server_id"]: each for each in (await served.client.status())["servers"]}
+    return told[server_id]["health"], told[server_id]["reason"], told[server_id]["busy"]
+
+
+async def lend(served: Served, server: ChainServer) -> None:
+    await served.client.register_server("trivial", f"http://127.0.0.1:{server.port}", capacity=CAPACITY)
+
+
+async def test_server_that_hangs_is_drained_by_the_stages_deadline(make_chain: MakeChain, hung: ChainServer) -> None:
+    keys = {"capacities": {"trivial": CAPACITY}, "concurrency": 2 * CAPACITY, "run_timeout_s": 2.0}
+    async with serving(make_chain(agent={"delay_s": 0.05}), **keys) as served:
+        await lend(served, hung)
+        await served.client.submit([job(n) for n in range(60)])
+        assert await served.client.wait() == {"done": 60}
+        drained = ("draining", "4 rollouts in a row ran into their deadline", 0)
+        assert await health_of(served, "trivial.1") == drained
+        attempts = [view.attempt async for view in served.client.results(follow=False)]
+        assert sorted(attempts)[-CAPACITY:] == [2] * CAPACITY and attempts.count(1) == 60 - CAPACITY
+
+
+async def test_server_that_hangs_is_drained_by_the_jobs_deadlines(make_chain: MakeChain, hung: ChainServer) -> None:
+    keys = {"capacities": {"trivial": CAPACITY}, "concurrency": 2 * CAPACITY}
+    async with serving(make_chain(agent={"delay_s": 0.05}), **keys) as served:
+        await lend(served, hung)
+        await served.client.submit([job(n, deadline_s=6.0) for n in range(2 * CAPACITY)])
+        assert await served.client.wait() == {"done": CAPACITY, "failed": CAPACITY}
+        assert (await health_of(served, "trivial.1"))[0] == "draining"
+        await served.client.submit([job(n, deadline_s=60.0, group_id="later") for n in range(100, 120)])
+        assert await served.client.wait(group="later") == {"done": 20}
+
+
+async def test_server_whose_jobs_were_late_before_they_came_keeps_its_place(
+    make_chain: MakeChain, hung: ChainServer
+) -> None:
+    async with serving(make_chain(agent={"delay_s": 0.05}), concurrency=2 * CAPACITY) as served:
+        await served.service.drain(0)
+        await served.client.submit([job(n, deadline_s=4.0) for n in range(CAPACITY)])
+        await lend(served, hung)
+        for other in served.service.pool.replicas("trivial")[:1]:
+            served.service.pool.drain(other, "the test wants the jobs elsewhere")
+        queued = await served.client.job("job-0", wait_s=2.5)
+        assert queued.state == "queued"
+        await served.client.drain(resume=True)
+        assert await served.client.wait() == {"failed": CAPACITY}
+        assert (await health_of(served, "trivial.1"))[0] == "ready"
+
+
+async def test_server_process_that_is_stopped_gives_its_jobs_to_others(make_chain: MakeChain) -> None:
+    other = ChainServer("agent", {"delay_s": 0.2})
+    keys = {"capacities": {"trivial": CAPACITY}, "concurrency": 2 * CAPACITY}
+    try:
+        other.wait_ready()
+        async with serving(make_chain(agent={"delay_s": 0.05}), **keys) as served:
+            await lend(served, other)
+            await served.client.submit([job(n) for n in range(80)])
+            pool = served.service.pool
+            await served.wait(lambda: pool.of_id("trivial.1").busy == CAPACITY, "work at the second server")
+            os.kill(other.process.pid or 0, signal.SIGSTOP)
+            assert await served.client.wait() == {"done": 80}
+            assert (await health_of(served, "trivial.1"))[0] == "lost"
+            os.kill(other.process.pid or 0, signal.SIGCONT)
+            await served.wait(lambda: pool.of_id("trivial.1").state == "ready", "it to be back")
+    finally:
+        other.stop()

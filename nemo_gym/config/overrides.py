@@ -80,7 +80,7 @@ def _spelled(value: Any) -> str:
 
 
 def _bare(key: str) -> str:
-    """A key of a mapping: there, quotes do not exist."""
+    """A key of a mapping: there, quotes do not exist, and one that holds a quote is refused when it is read."""
     return re.sub(r"([\\()\[\]{}:=,'\"\s])", r"\\\1", key)
 
 

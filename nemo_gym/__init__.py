@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nemo_gym.agent.server import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
+    from nemo_gym.cli.program import RunResult, run, run_async, start, start_async
     from nemo_gym.contract.errors import NemoGymError
     from nemo_gym.contract.session import (
         ActRequest,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from nemo_gym.server_utils import ServerClient
 
 _MODULES: dict[str, tuple[str, ...]] = {
+    "nemo_gym.cli.program": ("RunResult", "run", "run_async", "start", "start_async"),
     "nemo_gym.environment.server": ("BaseResourcesServerConfig", "SimpleResourcesServer"),
     "nemo_gym.agent.server": ("BaseResponsesAPIAgentConfig", "SimpleResponsesAPIAgent"),
     "nemo_gym.gateway.model_server": ("BaseResponsesAPIModelConfig", "SimpleResponsesAPIModel"),
@@ -73,6 +75,7 @@ __all__ = [
     "InferenceEndpoint",
     "NemoGymError",
     "RolloutIdentity",
+    "RunResult",
     "ServerClient",
     "SessionDescriptor",
     "SimpleResourcesServer",
@@ -80,6 +83,10 @@ __all__ = [
     "SimpleResponsesAPIModel",
     "Topology",
     "Verdict",
+    "run",
+    "run_async",
+    "start",
+    "start_async",
 ]
 
 

@@ -47,6 +47,7 @@ PLACES: Mapping[str, str] = {
     "tests/architecture/test_docs.py::test_example_environment": "box stack",
     "tests/architecture/test_docs.py::test_example_provider": "box",
     "tests/architecture/test_docs.py::test_readme_example": "box stack",
+    "tests/architecture/test_python_api_page.py": "stack",
     "tests/architecture/test_sampling_page.py": "stack",
     "tests/architecture/test_service_page.py": "stack",
     "tests/cli": "stack",

@@ -41,13 +41,27 @@ def collect_command(argv: Sequence[str]) -> int:
     values = given_values(arguments.settings)
     # NeMo Gym's address of its head server says nothing here: the stack is found on this machine.
     values.pop("head_server", None)
+    dataset, split = values.pop("dataset", None), values.pop("split", None)
     reject_unknown_keys(values, RUN_KEYS, where="the command line")
     stack = find_stack(values.get("run_dir"), None if values.get("run_dir") else values.get("run_id"))
     if not values.get("run_dir"):
         values.pop("run_id", None)
     if "agent_name" not in values and "agent" not in values and "agent" in stack.chosen:
         values["agent_name"] = stack.chosen["agent"]
+    if dataset is not None:
+        from nemo_gym.config.datasets import DataSet
+
+        values["input"] = DataSet.parse(str(dataset), split, _environment_of(stack)).prepared()
     return uvloop.run(_collect_until_signal(stack, values))
+
+
+def _environment_of(stack: StackEntry) -> Path | None:
+    from nemo_gym.config.roots import find_plugin
+
+    if "environment" not in stack.chosen:
+        return None
+    server = stack.server(stack.chosen["environment"])
+    return find_plugin(server.server_type, server.implementation)
 
 
 async def _collect_until_signal(stack: StackEntry, values: Mapping[str, Any]) -> int:

@@ -38,7 +38,7 @@ class Command:
 
 
 COMMANDS: Final = {
-    "eval run": Command("start servers, run rows, write results", "run:run_command"),
+    "eval run": Command("start servers, run rows, write results", "run:evaluate_command"),
     "eval prepare": Command("make what an environment needs: images, data", "prepare:prepare"),
     "eval reverify": Command("grade stored rollouts again, and compare", "reverify:reverify_command"),
     "eval profile": Command("metrics of each task of a result file", "profile:profile", plain=True),
@@ -48,7 +48,7 @@ COMMANDS: Final = {
     "eval submit": Command("a job on a cluster", instead="start `ng eval run` from the cluster's own scheduler"),
     "eval health-check": Command("check result files", instead="`ng env validate` checks a run's rows"),
     "env init": Command("write a new environment, which runs at once", "scaffold:init_environment", plain=True),
-    "env start": Command("start servers and keep them", "run:run_command"),
+    "env start": Command("start servers and keep them", "run:start_command"),
     "env test": Command("run a plugin's own tests", "plugin_tests:run_tests", plain=True),
     "env validate": Command("compose and check, start nothing", "validate:validate"),
     "env resolve": Command("print the whole configuration", "validate:validate", ("--dump",)),
@@ -61,7 +61,7 @@ COMMANDS: Final = {
     "dataset collate": Command("join data sets", instead="rows are JSON lines: `cat a.jsonl b.jsonl`"),
     "dataset render": Command("rows with the prompts of a template", "profile:render", plain=True),
     "dataset migrate": Command("rows of an old form", instead="old and new forms are read as they are"),
-    "dataset download": Command("fetch rows", instead="fetch with `huggingface-cli download`, then input=<file>"),
+    "dataset download": Command("fetch rows by name, pinned", "dataset:download", plain=True),
     "dataset upload": Command("share rows", instead="`huggingface-cli upload`"),
     "dataset rm": Command("remove rows from a registry", instead="`huggingface-cli repo` or the registry's own page"),
     "view": Command("runs in a browser", "view:view", plain=True),
@@ -85,6 +85,7 @@ OLD_NAMES: Final = {
     "ng_reward_profile": "eval profile",
     "ng_aggregate_rollouts": "eval aggregate",
     "ng_e2e_collect_rollouts": "eval run",
+    "ng_download_dataset_from_hf": "dataset download",
     "ng_prepare_benchmark": "eval prepare",
     "ng_list_benchmarks": "list",
     "ng_help": "",
@@ -115,6 +116,8 @@ FLAGS: Final = (
     Flag(("--model-url",), "policy_base_url", "the endpoint, ending in /v1"),
     Flag(("--model-api-key",), "policy_api_key", "its key; better in env.yaml"),
     Flag(("--input", "-i"), "input", "rows, a .jsonl file"),
+    Flag(("--dataset",), "dataset", "rows by name: owner/name[@revision], fetched by eval prepare"),
+    Flag(("--split",), "split", "of the data set"),
     Flag(("--output", "-o"), "output", "results, a .jsonl file"),
     Flag(("--limit",), "limit", "only so many tasks"),
     Flag(("--num-repeats",), "num_repeats", "samples for each task"),
@@ -130,7 +133,6 @@ NO_SERVE = "--no-serve"
 SEARCH_DIR = "--search-dir"
 _BY_NAME: Final = {name: flag for flag in FLAGS for name in flag.names}
 _MEANINGLESS: Final = {
-    "--split": "rows are what --input names; each split is a file of its own",
     "--prompt-config": "word the rows first: ng dataset render --prompt-config FILE -i ROWS -o ROWS",
 }
 

@@ -17,6 +17,8 @@ from nemo_gym.contract.errors import ConfigError
 NAME = "ng_prepare"
 AGENTS = "agents"
 """In place of an environment."""
+_OF_A_DATASET = ("dataset=", "split=", "sha256=", "refresh=")
+"""Words about the data set; an environment's ``prepare.py`` gets its rows instead."""
 
 
 def main() -> None:
@@ -31,6 +33,7 @@ def prepare(argv: Sequence[str]) -> int:
         parser = command.parser(
             NAME,
             "Prepare an environment: whatever its prepare.py makes (sandbox images, datasets). Safe to repeat."
+            " dataset=NAME[@revision] split=SPLIT fetches rows for it first; ng_run takes them by the same words."
             f" 'ng_prepare <environment> --help' shows its settings; 'ng_prepare {AGENTS}' fetches the CLIs of agents,"
             f" 'ng_prepare {AGENTS} agents=a,b' some of them. Environments: {', '.join(preparable())}.",
             words="environment key=value",
@@ -45,7 +48,18 @@ def prepare(argv: Sequence[str]) -> int:
     from nemo_gym.config.roots import find_plugin, plugin_roots
 
     roots = plugin_roots()
-    script = find_plugin(ENVIRONMENT_TYPE, environment, roots) / "prepare.py"
+    folder = find_plugin(ENVIRONMENT_TYPE, environment, roots)
+    script = folder / "prepare.py"
+    values = dict(word.lstrip("+").partition("=")[::2] for word in words if word.lstrip("+").startswith(_OF_A_DATASET))
+    if dataset := values.pop("dataset", None):
+        from nemo_gym.cli.dataset import fetch_words
+
+        rows = fetch_words(dataset, values, folder)
+        print(rows)
+        if not script.is_file():
+            return command.EXIT_OK
+        words = [word for word in words if not word.lstrip("+").startswith((*_OF_A_DATASET, "rows="))]
+        words.append(f"rows={rows}")
     if not script.is_file():
         raise ConfigError(
             f"environment '{environment}' needs no preparation: {script} does not exist;"

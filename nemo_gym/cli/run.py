@@ -30,13 +30,39 @@ def run_command(argv: Sequence[str]) -> int:
     """Parse, start the nursery, compose, check, run. The nursery warms up while the rest is worked out."""
     arguments = command.parser(
         NAME,
-        "Start the servers of a composition and keep them running. With input= and output=, run the rollouts and"
-        " exit.",
+        "Run rollouts: input= names their rows (left out, the environment's own examples), output= their results"
+        " (results/<time>/rollouts.jsonl). Without an agent= and an environment=, and where the stack is named"
+        " (run_id= or run_dir=), nothing runs unless input= or output= is there: the servers start and stay, as with"
+        " `ng env start` and with input=null.",
     ).parse_args(argv)
+    return _run_or_serve(arguments.settings, wanted=is_a_whole_run(arguments.settings))
+
+
+def evaluate_command(argv: Sequence[str]) -> int:
+    """``ng eval run``: the same, and always a run where there are rows."""
+    arguments = command.parser("ng eval run", "Start servers, run rows, write results.").parse_args(argv)
+    return _run_or_serve(arguments.settings, wanted=True)
+
+
+def start_command(argv: Sequence[str]) -> int:
+    """``ng env start``: the servers, until a signal, unless the words begin a run."""
+    arguments = command.parser("ng env start", "Start servers and keep them running.").parse_args(argv)
+    return _run_or_serve(arguments.settings, wanted=False)
+
+
+def _run_or_serve(words: Sequence[str], *, wanted: bool) -> int:
     try:
-        return with_stack(lambda: compose_stack(arguments.settings))
+        return with_stack(lambda: compose_stack(words, wants_run=wanted))
     except _NothingLeft as finished:
         return finished.exit_code
+
+
+def is_a_whole_run(words: Sequence[str]) -> bool:
+    """Whether words say what is to run without saying which rows, and name no stack that others are to find."""
+    keys = {word.lstrip("+").split("=", 1)[0] for word in words}
+    return {"agent", "environment"} <= keys and not {"run_id", "run_dir", "host", "hosts", "serve", "join"} & {
+        key.split(".")[0] for key in keys
+    }
 
 
 class _NothingLeft(Exception):
@@ -84,14 +110,19 @@ def _dry_run(composition: Composition, topology: Topology | None) -> int:
     return command.EXIT_OK
 
 
-def compose_stack(words: Sequence[str], *, serves: bool = False) -> tuple[Composition, Topology | None, Work]:
+def compose_stack(
+    words: Sequence[str], *, serves: bool = False, wants_run: bool = False
+) -> tuple[Composition, Topology | None, Work]:
     from nemo_gym._util.secrets import is_secret_name
     from nemo_gym.config.check import check_everything, notices
     from nemo_gym.config.compose import compose
+    from nemo_gym.config.run_defaults import complete_run
 
     composition = compose(words)
     if serves:
         composition.values["serve"] = composition.values.get("serve") or {}
+    if not composition.serves and composition.values.get("join") is None:
+        complete_run(composition, wanted=wants_run)
     topology = check_everything(composition)
     for notice in notices(composition):
         say(notice)

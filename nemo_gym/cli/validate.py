@@ -74,8 +74,10 @@ def inspect(words: Sequence[str]) -> tuple[Composition, dict[str, Any]]:
     from nemo_gym.cli.sandbox_check import check_sandbox
     from nemo_gym.config.check import check_everything, notices
     from nemo_gym.config.compose import compose
+    from nemo_gym.config.run_defaults import complete_run
 
     composition = compose(words)
+    complete_run(composition, wanted=False)
     topology = check_everything(composition)
     check_sandbox(composition, topology)
     return composition, {

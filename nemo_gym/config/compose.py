@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -38,7 +37,7 @@ from nemo_gym.config.layers import Layer, Merged, leaves
 from nemo_gym.config.nemo_gym_files import take_environment_servers
 from nemo_gym.config.overrides import COMMAND_LINE, Mode, Override, apply_overrides, parse_overrides
 from nemo_gym.config.resolve import MISSING, resolve
-from nemo_gym.config.roots import plugin_roots
+from nemo_gym.config.roots import cache_directory, plugin_roots
 from nemo_gym.config.servers import ServerBlock
 from nemo_gym.config.strict import check_top_level, known_keys
 from nemo_gym.contract.errors import ConfigError
@@ -295,11 +294,3 @@ def _hand_down(merged: Merged, blocks: Mapping[str, ServerBlock]) -> None:
 def run_directory_root() -> Path:
     """Where run directories are made by default: ``$NEMO_GYM_CACHE_DIR/runs`` or ``~/.cache/nemo-gym/runs``."""
     return cache_directory() / "runs"
-
-
-def cache_directory() -> Path:
-    """``$NEMO_GYM_CACHE_DIR``, else ``nemo-gym`` below ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    if own := os.environ.get("NEMO_GYM_CACHE_DIR"):
-        return Path(own).expanduser().resolve()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return (Path(base).expanduser() / "nemo-gym").resolve()

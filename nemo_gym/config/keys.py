@@ -58,6 +58,8 @@ SUITE_KEYS: Final = frozenset(
         "error_on_almost_servers",
         "error_on_unknown_keys",
         "validation",
+        "dataset",
+        "split",
         "disallowed_ports",
         "port_range_low",
         "port_range_high",

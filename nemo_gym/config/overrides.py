@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -55,6 +56,32 @@ def given_values(words: Sequence[str]) -> dict[str, Any]:
             node = node.setdefault(part, {})
         node[last] = override.value
     return values
+
+
+def word_of(key: str, value: Any) -> str:
+    """The word that says ``value``, plain data, whatever characters it holds."""
+    return f"{key}={_spelled(value)}"
+
+
+def _spelled(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{_bare(str(key))}:{_spelled(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(_spelled(item) for item in value) + "]"
+    # Hydra's quotes: backslashes count only before a quote.
+    quoted = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), str(value))
+    return f"'{quoted}'"
+
+
+def _bare(key: str) -> str:
+    """A key of a mapping: there, quotes do not exist, and one that holds a quote is refused when it is read."""
+    return re.sub(r"([\\()\[\]{}:=,'\"\s])", r"\\\1", key)
 
 
 def _parse(word: str) -> Override:

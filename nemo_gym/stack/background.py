@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -19,12 +20,13 @@ from nemo_gym.stack.endpoints import StackEntry, read_stack
 STOP_TIMEOUT_S = 60.0
 _READY = "servers ready!"
 _PROGRAM = (
-    "import sys\n"
+    "import json, sys\n"
     "from nemo_gym.config.launch import die_with_parent\n"
     "die_with_parent(int(sys.argv.pop(1)))\n"
-    "from nemo_gym.cli.run import main\n"
-    "main()\n"
+    "from nemo_gym.cli import command, run\n"
+    "command.run(run.NAME, run.start_command, json.load(sys.stdin))\n"
 )
+"""Its settings come over its standard input: among them may be keys, which no argv shows."""
 _TAIL_CHARS = 3000
 _started: list[Path] = []
 
@@ -76,9 +78,13 @@ class BackgroundStack:
                 yaml.safe_dump(self._values, stream, sort_keys=False, allow_unicode=True)
             paths.append(str(file))
         words = [*self._words, *([f"+config_paths=[{','.join(paths)}]"] if paths else [])]
-        command = [sys.executable, "-c", _PROGRAM, str(os.getpid()), *words, f"run_dir={self.run_dir}"]
+        command = [sys.executable, "-c", _PROGRAM, str(os.getpid())]
         with self.log.open("wb") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.PIPE)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and its log says why
+            self._process.stdin.write(json.dumps([*words, f"run_dir={self.run_dir}"]).encode())
+            self._process.stdin.close()
         give_up = time.monotonic() + timeout_s
         while _READY not in self._said():
             if (code := self._process.poll()) is not None:

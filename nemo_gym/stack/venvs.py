@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from nemo_gym.config.compose import cache_directory
+from nemo_gym.config.roots import cache_directory
 from nemo_gym.contract.errors import ConfigError, ServerError
 
 OWN_NAMES = frozenset({"nemo-gym", "nemo-gym-suite"})

@@ -29,6 +29,7 @@ from nemo_gym.cli.prepare_agents import chosen, cli_packages
 from nemo_gym.config import sandbox_blocks
 from nemo_gym.config.check import check_everything
 from nemo_gym.config.compose import compose
+from nemo_gym.config.datasets import DataSet
 from nemo_gym.config.keys import SUITE_KEYS
 from nemo_gym.config.overrides import given_values, parse_overrides
 from nemo_gym.config.run import RUN_KEYS, RolloutRunConfig
@@ -199,6 +200,8 @@ def test_command_lines_use_keys_that_exist(line: CommandLine, place: Path) -> No
             assert set(given_values(settings[1:])) <= set(jobs.KEYS[settings[0]])
         case "ng_prepare" if settings[:1] == ["agents"]:
             assert set(chosen(settings[1:], cli_packages())) <= set(cli_packages())
+        case "ng_prepare" if settings[1].startswith("dataset="):
+            DataSet.parse(settings[1].partition("=")[2], None, ROOT / "resources_servers" / settings[0])
         case "ng_prepare":
             prepare.Options.parse(settings[1:])
         case "ng_export_trajectories":

@@ -279,7 +279,8 @@ def test_agents_that_cannot_be_fetched_keep_no_other_from_being_tried(root: Path
     [
         ("run", [], "nothing to run"),
         ("run", ["agent=addr"], "unknown agent 'addr' (did you mean 'adder'?)"),
-        ("run", [*GROUPS, "input=rows.jsonl"], "add output=<file>.jsonl"),
+        ("run", [*GROUPS, "input=rows.jsonl"], "input 'rows.jsonl' does not exist"),
+        ("run", [*GROUPS, "output=o.jsonl"], "add input=<file>.jsonl"),
         ("run", [*GROUPS, "input=rows.jsonl", "output=o.jsonl", "num_repeats=0"], "error: num_repeats: Input"),
         ("run", [*GROUPS, "input=rows.jsonl", "output=o.json"], "error: output 'o.json' must end in .jsonl"),
         ("run", ["agnt=adder"], "unknown key 'agnt' (did you mean 'agent'?)"),

@@ -28,7 +28,7 @@ def test_flags_of_nemo_gym_are_settings() -> None:
     words = "--agent simple_agent --environment mcqa --model m --model-url http://h/v1 -i a.jsonl -o b.jsonl --limit 2"
     words += " --num-repeats=3 --concurrency 4 --resume --temperature 0.5 ++x=1"
     runs, settings = gym.translated("eval run", words.split())
-    assert runs == "run:run_command"
+    assert runs == "run:evaluate_command"
     assert settings == [
         *("agent=simple_agent", "environment=mcqa", "policy_model_name=m", "policy_base_url=http://h/v1"),
         *("input=a.jsonl", "output=b.jsonl", "limit=2", "num_repeats=3", "concurrency=4", "resume=true"),
@@ -63,7 +63,7 @@ def test_names_of_nemo_gyms_plugins_become_their_files(tmp_path: Path, monkeypat
         ("eval runn", "did you mean 'eval run'"),
         ("eval run --limitt 3", "did you mean '--limit'"),
         ("eval run --limit", "--limit needs a value"),
-        ("eval run --split test", "means nothing here"),
+        ("eval run --prompt-config p.yaml", "means nothing here"),
         ("dataset upload", "does not exist here: `huggingface-cli upload`"),
     ],
 )

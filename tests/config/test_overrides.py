@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_gym.config.compose import compose
+from nemo_gym.config.overrides import given_values, word_of
 from nemo_gym.contract.errors import ConfigError
 
 from .conftest import write
@@ -92,3 +93,15 @@ def test_nemo_gym_spellings_of_run_keys_are_known(root: Path) -> None:
         "output_jsonl_fpath": "b.jsonl",
         "num_samples_in_parallel": 3,
     }
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(1, 2.5, True, None, "a", "it's", "a\\'b", "c:\\x\\", "", "1", "null", "two\nlines", "a=b,c{}[]", "${x}"),
+        *([1, "x", {"a b": "c d", "e": [None]}], {"k:": {"nested": "it's"}}),
+    ],
+)
+def test_word_of_a_value_says_that_value(value: object) -> None:
+    (said,) = given_values([word_of("key", value)]).values()
+    assert (said, type(said)) == (value, type(value))

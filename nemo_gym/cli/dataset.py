@@ -1,0 +1,264 @@
+"""``ng dataset download`` and ``ng_prepare ENVIRONMENT dataset=NAME``: fetch rows once, pinned by commit and checksum.
+
+They come from the first of: a directory of ``NEMO_GYM_DATASETS`` (``<directory>/<owner>/<name>``, as a clone or
+``hf download --local-dir`` leaves it), and the hub or its mirror that ``HF_ENDPOINT`` names. The command is the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from nemo_gym._util.suggest import nearest
+from nemo_gym.cli import command
+from nemo_gym.config.datasets import DataSet, digest_of
+from nemo_gym.contract.errors import ConfigError
+
+DIRECTORIES = "NEMO_GYM_DATASETS"
+_EXTRA = "pip install 'nemo-gym-suite[data]'"
+_PATTERNS: Final = [f"*.{ending}" for ending in ("json", "jsonl", "parquet", "csv", "tsv", "txt", "arrow")]
+_READ: Final = [*_PATTERNS, *(f"{name}.*" for name in _PATTERNS), "README.md", "*.yaml"]
+"""Data, also compressed, and what says which files a split is. No program is fetched."""
+_TIMEOUT_S = 30.0
+_NEMO_GYM = {"repo_id": "dataset", "output_fpath": "output", "dataset_name": "dataset"}
+"""Its words → ours."""
+
+
+def download(argv: Sequence[str]) -> int:
+    """``ng dataset download NAME[@REVISION] [split=SPLIT] [output=ROWS.jsonl]``."""
+    parser = command.parser(
+        "ng dataset download", "Fetch a data set's rows from the hub, a mirror or a directory.", words="NAME"
+    )
+    parser.add_argument("--repo-id", "--name", dest="dataset", help="owner/name, in place of the word")
+    parser.add_argument("--revision", help="a commit, tag or branch, as NAME@REVISION")
+    parser.add_argument("--split", help="which split (default: the only one)")
+    parser.add_argument("--environment", help="its short names and its fields' names count")
+    parser.add_argument("--output", "-o", help="a copy of the rows, a .jsonl file")
+    arguments = parser.parse_intermixed_args(argv)
+    given = {key: value for key, value in vars(arguments).items() if key != "settings" and value is not None}
+    for word in arguments.settings:
+        key, equals, value = word.lstrip("+").partition("=")
+        given |= {_NEMO_GYM.get(key, key): value} if equals else {"dataset": word}
+    name = given.pop("dataset", None)
+    if not name:
+        raise ConfigError("which data set? ng dataset download owner/name", key="dataset")
+    if revision := given.pop("revision", None):
+        name = f"{name.partition('@')[0]}@{revision}"
+    folder = _environment(given.pop("environment", None))
+    output = given.pop("output", None)
+    rows = fetch_words(name, given, folder)
+    if given:
+        wrong = next(iter(given))
+        raise ConfigError(
+            f"'ng dataset download' knows no key '{wrong}'{nearest(wrong, ('split', 'output', 'refresh', 'sha256'))}",
+            key=wrong,
+        )
+    if output is not None:
+        Path(output).parent.mkdir(parents=True, exist_ok=True)
+        Path(output).write_bytes(rows.read_bytes())
+        rows = Path(output)
+    print(rows)
+    return command.EXIT_OK
+
+
+def _environment(name: str | None) -> Path | None:
+    if name is None:
+        return None
+    from nemo_gym.config.keys import ENVIRONMENT_TYPE
+    from nemo_gym.config.roots import find_plugin
+
+    return find_plugin(ENVIRONMENT_TYPE, name)
+
+
+def fetch_words(name: str, values: dict[str, Any], environment: Path | None) -> Path:
+    """The rows of the data set ``name``; takes ``split``, ``sha256`` and ``refresh`` out of ``values``."""
+    refresh = str(values.pop("refresh", "false")).lower() in ("true", "1", "yes")
+    pinned = values.pop("sha256", None)
+    dataset = DataSet.parse(name, values.pop("split", None), environment)
+    return fetch(dataset, refresh=refresh, pinned=pinned)
+
+
+def fetch(dataset: DataSet, *, refresh: bool = False, pinned: str | None = None) -> Path:
+    """The rows of ``dataset``, which are fetched unless they are there. Raises `ConfigError`."""
+    if not refresh:
+        try:
+            return _checked(dataset.prepared(), dataset, pinned)
+        except ConfigError as error:
+            if error.message != dataset.absent().message:
+                raise
+    local = _local_copy(dataset)
+    with tempfile.TemporaryDirectory(prefix="nemo-gym-dataset-") as scratch:
+        if local is not None:
+            source, commit, where = local, None, str(local)
+        else:
+            source, commit, where = _from_hub(dataset, Path(scratch))
+        split, rows = _load(dataset, source, Path(scratch))
+        return _keep(dataset, split, rows, {"commit": commit, "source": where}, pinned)
+
+
+def _local_copy(dataset: DataSet) -> Path | None:
+    """A directory that holds it; one for a revision is named ``<name>@<revision>``."""
+    for directory in filter(None, os.environ.get(DIRECTORIES, "").split(os.pathsep)):
+        for name in (f"{dataset.repo}@{dataset.revision}", dataset.repo):
+            path = Path(directory).expanduser() / name
+            if path.is_dir():
+                if name == dataset.repo and dataset.revision != "main":
+                    raise ConfigError(
+                        f"{path} does not say that it is revision {dataset.revision}; name the directory"
+                        f" {path.name}@{dataset.revision}, or ask for '{dataset.repo}'",
+                        key="dataset",
+                    )
+                return path.resolve()
+    return None
+
+
+def _from_hub(dataset: DataSet, scratch: Path) -> tuple[Path, str, str]:
+    """A snapshot at one commit, each large file checked against the hub's digest."""
+    try:
+        from huggingface_hub import HfApi, constants, snapshot_download
+        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+    except ImportError:
+        raise ConfigError(f"data sets by name need huggingface_hub: {_EXTRA}", key="dataset") from None
+    endpoint = constants.ENDPOINT
+    try:
+        info = HfApi(endpoint=endpoint).dataset_info(
+            dataset.repo, revision=dataset.revision, files_metadata=True, timeout=_TIMEOUT_S
+        )
+        assert info.sha is not None
+        folder = Path(
+            snapshot_download(
+                dataset.repo,
+                repo_type="dataset",
+                revision=info.sha,
+                endpoint=endpoint,
+                allow_patterns=_READ,
+                local_dir=scratch / "snapshot",
+            )
+        )
+    except RevisionNotFoundError:
+        raise ConfigError(
+            f"data set '{dataset.repo}' has no revision '{dataset.revision}' at {endpoint}", key="dataset"
+        ) from None
+    except RepositoryNotFoundError:
+        raise ConfigError(
+            f"{endpoint} has no data set '{dataset.repo}', or not for you (a private one needs HF_TOKEN)",
+            key="dataset",
+        ) from None
+    except Exception as error:
+        raise ConfigError(
+            f"data set '{dataset.asked}' cannot be fetched from {endpoint}: {_first_line(error)}; without a network,"
+            f" name a mirror with HF_ENDPOINT, or a directory that holds {dataset.repo} with {DIRECTORIES}",
+            key="dataset",
+        ) from error
+    for sibling in info.siblings or ():
+        file = folder / sibling.rfilename
+        if sibling.lfs is not None and file.is_file() and digest_of(file) != sibling.lfs.sha256:
+            raise ConfigError(
+                f"{sibling.rfilename} of '{dataset.repo}' arrived damaged (its sha256 is not {sibling.lfs.sha256});"
+                " fetch it again",
+                key="dataset",
+            )
+    return folder, info.sha, endpoint
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def _load(dataset: DataSet, source: Path, scratch: Path) -> tuple[str, Iterable[Mapping[str, Any]]]:
+    """The split and its rows, as the `datasets` package reads the files."""
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(f"data sets by name need the package datasets: {_EXTRA}", key="dataset") from None
+    datasets.disable_progress_bars()
+    try:
+        splits = datasets.load_dataset(str(source), dataset.subset, cache_dir=str(scratch / "cache"))
+    except Exception as error:
+        raise ConfigError(
+            f"data set '{dataset.asked}' cannot be read: {_first_line(error)}"
+            + ("" if dataset.subset else "; one of several subsets is named owner/name:subset"),
+            key="dataset",
+        ) from error
+    names = list(splits)
+    if dataset.split is None and len(names) > 1:
+        raise ConfigError(f"data set '{dataset.asked}' has {', '.join(names)}; say which with split=", key="split")
+    chosen = dataset.split or names[0]
+    if chosen not in splits:
+        raise ConfigError(
+            f"data set '{dataset.asked}' has no split '{chosen}'{nearest(chosen, names)}; it has: {', '.join(names)}",
+            key="split",
+        )
+    return chosen, splits[chosen]
+
+
+def _keep(
+    dataset: DataSet,
+    split: str,
+    rows: Iterable[Mapping[str, Any]],
+    origin: Mapping[str, Any],
+    pinned: str | None,
+) -> Path:
+    """Write the rows and the record of where they are from, whole or not at all."""
+    dataset.folder.mkdir(parents=True, exist_ok=True)
+    final, record = dataset.rows_file(split), dataset.record_file(split)
+    temporary = final.with_name(f".{final.name}.{os.getpid()}")
+    count = 0
+    try:
+        with temporary.open("wb") as stream:
+            for row in _renamed(rows, dataset):
+                stream.write(orjson.dumps(row, default=str) + b"\n")
+                count += 1
+        _checked(temporary, dataset, pinned)
+        told = {"dataset": dataset.repo, "subset": dataset.subset, "revision": dataset.revision, **origin}
+        told |= {"split": split, "rows": count, "sha256": digest_of(temporary)}
+        _refuse_another(record, told)
+        temporary.replace(final)
+        record.write_text(json.dumps(told, indent=1) + "\n")
+    finally:
+        temporary.unlink(missing_ok=True)
+    commit = f" at commit {told['commit']}" if told["commit"] else ""
+    print(f"{count} rows of {dataset.repo}{commit} from {told['source']}, sha256 {told['sha256']}", file=sys.stderr)
+    return final
+
+
+def _refuse_another(record: Path, told: Mapping[str, Any]) -> None:
+    """The same commit never has other rows."""
+    try:
+        before = json.loads(record.read_text())
+    except (OSError, ValueError):
+        return
+    if told["commit"] and before.get("commit") == told["commit"] and before.get("sha256") != told["sha256"]:
+        raise ConfigError(
+            f"commit {told['commit']} of '{told['dataset']}' had rows of sha256 {before['sha256']} and now has"
+            f" {told['sha256']}; where they come from ({told['source']}) is not what it says. {record} is the record",
+            key="dataset",
+        )
+
+
+def _checked(rows: Path, dataset: DataSet, pinned: str | None) -> Path:
+    wanted = pinned or dataset.sha256
+    if wanted and (digest := digest_of(rows)) != wanted:
+        raise ConfigError(f"data set '{dataset.asked}' has sha256 {digest}, not {wanted} as pinned", key="sha256")
+    return rows
+
+
+def _renamed(rows: Iterable[Mapping[str, Any]], dataset: DataSet) -> Iterator[dict[str, Any]]:
+    for number, row in enumerate(rows):
+        given = dict(row)
+        for ours, theirs in dataset.rename.items():
+            if theirs not in given:
+                raise ConfigError(
+                    f"row {number} of '{dataset.asked}' has no field '{theirs}', which '{ours}' is made of; it has:"
+                    f" {', '.join(given)}",
+                    key="rename",
+                )
+            given[ours] = given.pop(theirs)
+        yield given

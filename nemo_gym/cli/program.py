@@ -1,0 +1,319 @@
+"""Runs from a program: ``from nemo_gym import run`` for notebooks and scripts, ``run_async`` for trainers.
+
+The servers run in a process beside the program, as with `ng env start`; the rollouts run here, through the pipeline of
+``ng_run`` (`run_collection`), with its files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import orjson
+
+from nemo_gym._util.loop_thread import LoopThread
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.rows import ROLLOUT_INDEX_KEY, TASK_INDEX_KEY
+from nemo_gym.rollouts.collection import CollectionResult, RunOutlook, finished_result, run_collection
+from nemo_gym.rollouts.results import OutputLock
+from nemo_gym.stack.background import BackgroundStack
+from nemo_gym.stack.stack import CONFIG_FILE, pipeline_client
+
+if TYPE_CHECKING:
+    import pandas
+
+    from nemo_gym.config.composition import Composition
+    from nemo_gym.config.run import RolloutRunConfig
+
+Rows = str | Path | Iterable[Mapping[str, Any]]
+"""A JSONL file, or rows that the program holds."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run came to. The files stay where ``collection.files`` says."""
+
+    collection: CollectionResult
+
+    @property
+    def output(self) -> Path:
+        return self.collection.files.output
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The result row of every rollout with a verdict, by task and sample."""
+        return _read(self.collection.files.output)
+
+    @property
+    def failures(self) -> list[dict[str, Any]]:
+        """The row of every rollout without a verdict: its reward is ``None``, ``failure_kind`` says why."""
+        return _read(self.collection.files.failures)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Aggregate metrics, an entry for each agent."""
+        return self.collection.aggregates
+
+    @property
+    def mean_reward(self) -> float | None:
+        """Over rollouts with a verdict; ``None`` when there are none."""
+        rewards = [each.reward for each in self.collection.summaries if each.reward is not None]
+        return sum(rewards) / len(rewards) if rewards else None
+
+    def data_frame(self) -> pandas.DataFrame:
+        """One line for each rollout, those without a verdict too (their reward is missing). Needs pandas."""
+        try:
+            import pandas
+        except ImportError:
+            raise ConfigError(
+                "data_frame needs pandas, which is not installed: pip install 'nemo-gym-suite[data]'; `rows` holds the"
+                " same as plain data",
+                key="data_frame",
+            ) from None
+        usage = {_place(row): (row.get("response") or {}).get("usage") or {} for row in (*self.rows, *self.failures)}
+        lines = [
+            {
+                "task_id": each.task_id,
+                "task": each.task_index,
+                "sample": each.sample_index,
+                "agent": each.agent,
+                "reward": each.reward,
+                "valid": each.reward is not None,
+                "outcome": each.outcome,
+                "findings": each.findings,
+                "turns": each.turns,
+                "input_tokens": usage.get((each.task_index, each.sample_index), {}).get("input_tokens"),
+                "output_tokens": usage.get((each.task_index, each.sample_index), {}).get("output_tokens"),
+                "seconds": each.seconds,
+                "attempts": each.attempts,
+                "reason": each.reason,
+            }
+            for each in sorted(self.collection.summaries, key=lambda item: (item.task_index, item.sample_index))
+        ]
+        return pandas.DataFrame(lines, columns=FRAME_COLUMNS)
+
+
+FRAME_COLUMNS = [
+    *("task_id", "task", "sample", "agent", "reward", "valid", "outcome", "findings", "turns"),
+    *("input_tokens", "output_tokens", "seconds", "attempts", "reason"),
+]
+"""Of `RunResult.data_frame`."""
+
+
+def _place(row: Mapping[str, Any]) -> tuple[int, int]:
+    return row[TASK_INDEX_KEY], row[ROLLOUT_INDEX_KEY]
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    if not file.is_file():
+        return []
+    return sorted((orjson.loads(line) for line in file.read_bytes().splitlines() if line), key=_place)
+
+
+class AsyncStack:
+    """Running servers and what they were composed of; ``run`` as often as wanted. Made by `start_async`."""
+
+    def __init__(self, settings: Sequence[str], background: BackgroundStack) -> None:
+        self._settings = list(settings)
+        self._background = background
+
+    async def run(self, input: Rows | None = None, *settings: str, show: bool = False, **keys: Any) -> RunResult:
+        """Run ``input`` (left out, the environment's own rows) on these servers; ``keys`` are run keys."""
+        words = [*self._settings, *_words(settings, keys)]
+        planned = await asyncio.to_thread(_plan, words, input)
+        return await _collect(planned, self._background, show=show)
+
+    async def aclose(self) -> None:
+        """Stop the servers; idempotent."""
+        await asyncio.to_thread(self._background.stop)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
+class Stack:
+    """`AsyncStack` for programs without an event loop, and for notebooks, whose loop is taken. Made by `start`."""
+
+    def __init__(self, loop: LoopThread, stack: AsyncStack) -> None:
+        self._loop = loop
+        self._stack = stack
+
+    def run(self, input: Rows | None = None, *settings: str, show: bool = False, **keys: Any) -> RunResult:
+        return self._loop.run(self._stack.run(input, *settings, show=show, **keys))
+
+    def close(self) -> None:
+        """Stop the servers; idempotent."""
+        if not self._loop.loop.is_closed():
+            self._loop.run(self._stack.aclose())
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+async def start_async(*settings: str, **keys: Any) -> AsyncStack:
+    """Start the servers of a composition and wait until they are ready. Raises `ConfigError`, `ServerError`."""
+    words = _words(settings, keys)
+    background = await asyncio.to_thread(_start, words)
+    return AsyncStack(words, background)
+
+
+def start(*settings: str, **keys: Any) -> Stack:
+    """`start_async` without an event loop of the caller's."""
+    loop = LoopThread("nemo-gym-stack")
+    try:
+        return Stack(loop, loop.run(start_async(*settings, **keys)))
+    except BaseException:
+        loop.close()
+        raise
+
+
+async def run_async(*settings: str, input: Rows | None = None, show: bool = False, **keys: Any) -> RunResult:
+    """Compose, start servers, run rollouts, stop the servers.
+
+    Args:
+        settings: words as on ng_run's command line (``"mcqa.resources_servers.mcqa.grading_mode=strict"``).
+        input: a JSONL file or rows; left out, ``dataset``'s or the environment's own.
+        show: print progress and the tables that ng_run prints.
+        keys: settings as ``agent="simple_agent", environment="mcqa", num_repeats=4``. ``output`` is
+            ``results/<time>/rollouts.jsonl`` unless given; one that holds the same run is continued.
+
+    Raises:
+        ConfigError: the composition, a key or the input is wrong; no server was started.
+        RowError: rows cannot be used.
+        ServerError: the servers do not come up.
+    """
+    words = _words(settings, keys)
+    planned = await asyncio.to_thread(_plan, words, input)
+    try:
+        if planned.outlook.finished:
+            return RunResult(await _finished(planned))
+        background = await asyncio.to_thread(_start, words)
+        try:
+            return await _collect(planned, background, show=show)
+        finally:
+            await asyncio.to_thread(background.stop)
+    finally:
+        planned.outlook.inputs.close()
+
+
+def run(*settings: str, input: Rows | None = None, show: bool = False, **keys: Any) -> RunResult:
+    """`run_async` without an event loop of the caller's: in scripts, and in notebooks, whose own loop runs already."""
+    loop = LoopThread("nemo-gym-run")
+    try:
+        return loop.run(run_async(*settings, input=input, show=show, **keys))
+    finally:
+        loop.close()
+
+
+@dataclass(frozen=True)
+class _Planned:
+    composition: Composition
+    config: RolloutRunConfig
+    outlook: RunOutlook
+
+
+def _words(settings: Sequence[str], keys: Mapping[str, Any]) -> list[str]:
+    from nemo_gym.config.overrides import word_of
+
+    given = {key: str(value) if isinstance(value, Path) else value for key, value in keys.items()}
+    return [*settings, *(word_of(key, value) for key, value in given.items())]
+
+
+def _start(words: Sequence[str]) -> BackgroundStack:
+    """The servers of ``words``, ready; their run is left out."""
+    from nemo_gym.config.pipeline import PipelineConfig
+    from nemo_gym.config.run import RUN_KEYS
+
+    of_the_run = {*RUN_KEYS, "dataset", "split"} - {*PipelineConfig.spellings(), "agent", "run_id"}
+    background = BackgroundStack(
+        [word for word in words if word.lstrip("+~").split("=", 1)[0] not in of_the_run],
+        run_dir=_given(words, "run_dir"),
+    )
+    background.start()
+    return background
+
+
+def _given(words: Sequence[str], key: str) -> Path | None:
+    from nemo_gym.config.overrides import parse_overrides
+
+    found = [override.value for override in parse_overrides(words) if override.key == key]
+    return Path(str(found[-1])).expanduser().resolve() if found and found[-1] is not None else None
+
+
+def _plan(words: Sequence[str], rows: Rows | None) -> _Planned:
+    """Compose and check: everything that can be refused is refused here, before any server starts."""
+    from nemo_gym.cli.run import check_rollout_run
+    from nemo_gym.config.check import check_everything
+    from nemo_gym.config.compose import compose
+    from nemo_gym.config.run_defaults import complete_run, default_output
+
+    composition = compose(words)
+    if rows is not None:
+        given = composition.run_values()
+        if "input" in given or "input_jsonl_fpath" in given or "dataset" in composition.values:
+            raise ConfigError("input is given twice: as an argument and among the settings", key="input")
+        if not isinstance(rows, str | Path):
+            output = Path(given.get("output") or given.get("output_jsonl_fpath") or default_output())
+            composition.values["output"] = str(output)
+            rows = _keep(rows, output)
+        composition.values["input"] = str(rows)
+    complete_run(composition, wanted=True)
+    if not composition.has_run:
+        raise ConfigError(
+            "there are no rows: the environment has none of its own (data/example.jsonl); give input= or dataset=",
+            key="input",
+        )
+    check_everything(composition)
+    return _Planned(composition, *check_rollout_run(composition, keep=True))
+
+
+def _keep(rows: Iterable[Mapping[str, Any]], output: Path) -> Path:
+    """Rows of a program as a file beside the results, which name it."""
+    file = output.with_name(f"{output.stem}_input.jsonl")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    return file
+
+
+async def _finished(planned: _Planned) -> CollectionResult:
+    assert planned.outlook.recorded is not None
+    lock = OutputLock(planned.outlook.recorded.files)
+    lock.acquire()
+    try:
+        return await finished_result(planned.config, planned.outlook.recorded)
+    finally:
+        lock.release()
+
+
+async def _collect(planned: _Planned, background: BackgroundStack, *, show: bool) -> RunResult:
+    from nemo_gym.cli.collect_rollouts import result_console
+    from nemo_gym.http.client import close_global_aiohttp_client
+    from nemo_gym.stack.endpoints import read_stack
+
+    stack = await asyncio.to_thread(read_stack, background.run_dir)
+    try:
+        collected = await run_collection(
+            pipeline_client(stack),
+            planned.config,
+            console=result_console() if show else None,
+            configuration=Path(stack.run_dir, CONFIG_FILE),
+            inputs=planned.outlook.inputs,
+        )
+    finally:
+        await close_global_aiohttp_client()
+    return RunResult(collected)

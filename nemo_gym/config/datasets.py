@@ -1,0 +1,155 @@
+"""Data sets by name: which one a word means, where its rows are kept, and whether they are what was fetched.
+
+``dataset=NAME[:SUBSET][@REVISION]``: ``NAME`` is ``owner/name`` as on the Hugging Face hub, or a short name from the
+environment's ``data/datasets.yaml``. Nothing here fetches; `nemo_gym.cli.dataset` does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from nemo_gym._util.suggest import nearest
+from nemo_gym.config.files import read_yaml
+from nemo_gym.config.roots import cache_directory
+from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
+
+SHORT_NAMES: Final = Path("data", "datasets.yaml")
+"""Of an environment's folder: short name → `DataSet`'s ``repo``, ``subset``, ``revision``, ``split``, ``rename``,
+``sha256``."""
+_ENTRY_KEYS: Final = ("repo", "subset", "revision", "split", "rename", "sha256")
+_NAME = re.compile(r"(?P<repo>[\w.-]+(/[\w.-]+)?)(:(?P<subset>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A data set of the hub, one split of it, and what becomes of its fields."""
+
+    asked: str
+    """As it was named."""
+    repo: str
+    subset: str | None = None
+    revision: str = "main"
+    split: str | None = None
+    """``None``: the only one."""
+    rename: dict[str, str] = field(default_factory=dict)
+    """Field of the environment's rows → field of the data set."""
+    sha256: str | None = None
+    """Of the rows, where somebody pinned it."""
+    environment: str | None = None
+
+    @classmethod
+    def parse(cls, text: str, split: object = None, environment: Path | None = None) -> DataSet:
+        """``text`` as a user writes it, for the environment in that folder. Raises `ConfigError`."""
+        found = _NAME.fullmatch(text)
+        if found is None or ".." in text:
+            raise ConfigError(
+                f"'{text}' is no name of a data set; write owner/name, owner/name@revision or owner/name:subset",
+                key="dataset",
+            )
+        known = short_names(environment)
+        entry = dict(known.get(found["repo"], {}))
+        if not entry and "/" not in found["repo"]:
+            raise ConfigError(
+                f"there is no data set '{found['repo']}'{nearest(found['repo'], known)}; short names here:"
+                f" {', '.join(known) or 'none'}; a data set of the hub is written owner/name",
+                key="dataset",
+            )
+        if found["revision"]:
+            entry |= {"revision": found["revision"]}
+            entry.pop("sha256", None)
+        if found["subset"]:
+            entry["subset"] = found["subset"]
+        if split:
+            if entry.get("split") != str(split):
+                entry.pop("sha256", None)
+            entry["split"] = str(split)
+        place = environment.name if environment is not None else None
+        return cls(asked=text, environment=place, **{"repo": found["repo"], **entry})
+
+    @property
+    def folder(self) -> Path:
+        """Where its rows are kept: one folder for each revision that was asked for."""
+        whose = f"{self.environment}--" if self.rename and self.environment else ""
+        name = f"{whose}{self.repo.replace('/', '--')}{f'--{self.subset}' if self.subset else ''}"
+        return cache_directory() / "datasets" / name / self.revision.replace("/", "--")
+
+    @property
+    def command(self) -> str:
+        """What fetches it."""
+        split = [f"split={self.split}"] if self.split else []
+        if self.environment is None:
+            return shlex.join(["ng", "dataset", "download", self.asked, *split])
+        return shlex.join(["ng_prepare", self.environment, f"dataset={self.asked}", *split])
+
+    def prepared(self) -> Path:
+        """Its rows. Raises `ConfigError` when they were not fetched, or are not what was fetched."""
+        split = self.split or self._only_split()
+        rows = self.rows_file(split)
+        try:
+            record = json.loads(self.record_file(split).read_text())
+        except (OSError, ValueError):
+            raise self.absent() from None
+        if not rows.is_file():
+            raise self.absent()
+        if digest_of(rows) != record["sha256"]:
+            raise ConfigError(
+                f"{rows} is not what was fetched as '{self.asked}' (its sha256 is another); fetch it again:"
+                f" {self.command} refresh=true",
+                key="dataset",
+            )
+        if self.sha256 not in (None, record["sha256"]):
+            raise ConfigError(
+                f"data set '{self.asked}' is pinned to sha256 {self.sha256}, and what was fetched has"
+                f" {record['sha256']}; name the revision that is meant with @",
+                key="dataset",
+            )
+        return rows
+
+    def rows_file(self, split: str) -> Path:
+        return self.folder / f"{split}.jsonl"
+
+    def record_file(self, split: str) -> Path:
+        """What was fetched, from where, and its digest."""
+        return self.folder / f"{split}.json"
+
+    def absent(self) -> ConfigError:
+        return ConfigError(f"data set '{self.asked}' is not on this machine; fetch it: {self.command}", key="dataset")
+
+    def _only_split(self) -> str:
+        there = sorted(path.stem for path in self.folder.glob("*.json"))
+        if not there:
+            raise self.absent()
+        if len(there) > 1:
+            raise ConfigError(
+                f"of data set '{self.asked}' there are {', '.join(there)}; say which with split=", key="split"
+            )
+        return there[0]
+
+
+def short_names(environment: Path | None) -> dict[str, dict[str, Any]]:
+    """What the environment in this folder calls data sets by. Raises `ConfigError`."""
+    file = environment / SHORT_NAMES if environment is not None else None
+    if file is None or not file.is_file():
+        return {}
+    names = read_yaml(file)
+    for name, entry in names.items():
+        if not isinstance(entry, dict) or not entry.get("repo"):
+            raise ConfigError(f"{file}: '{name}' needs 'repo', the data set's name on the hub", key=str(name))
+        reject_unknown_keys(entry, _ENTRY_KEYS, where=f"{file}: '{name}'")
+    return names
+
+
+def digest_of(file: Path) -> str:
+    """The sha256 of a file."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

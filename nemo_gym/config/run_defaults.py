@@ -1,0 +1,55 @@
+"""What a run takes where its words leave something out: the environment's own rows, and results named by the time."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_gym.config.datasets import DataSet
+from nemo_gym.config.roots import find_plugin
+from nemo_gym.contract.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nemo_gym.config.composition import Composition
+
+OWN_ROWS = Path("data", "example.jsonl")
+"""Of an environment's folder."""
+
+
+def complete_run(composition: Composition, *, wanted: bool) -> None:
+    """Give a run what its words leave out: the environment's own rows, or those of ``dataset``, as ``input``; a
+    directory named after the time as ``output``. Without ``wanted`` only a run that is begun (one of ``input``,
+    ``output`` and ``dataset`` is there) is completed; a wanted one needs an environment that ships rows.
+
+    Raises:
+        ConfigError: ``dataset`` is not prepared, or stands beside ``input``.
+    """
+    values = composition.values
+    given = composition.run_values()
+    has_input = "input" in given or "input_jsonl_fpath" in given
+    has_output = "output" in given or "output_jsonl_fpath" in given
+    dataset, split = values.pop("dataset", None), values.pop("split", None)
+    if split is not None and dataset is None:
+        raise ConfigError("split= is a part of a data set; name one with dataset=, or leave it out", key="split")
+    plugin = _environment_folder(composition)
+    if dataset is not None:
+        if has_input:
+            raise ConfigError("dataset= and input= both name rows; leave one of them out", key="dataset")
+        values["input"] = str(DataSet.parse(str(dataset), split, plugin).prepared())
+    elif not has_input and (wanted or has_output) and "input" not in values:
+        own = plugin / OWN_ROWS if plugin is not None else None
+        if own is not None and own.is_file():
+            values["input"] = str(own)
+    if (values.get("input") is not None or has_input) and not has_output:
+        values["output"] = str(default_output())
+
+
+def default_output() -> Path:
+    """``results/<time>/rollouts.jsonl``."""
+    return Path("results", time.strftime("%Y%m%d-%H%M%S"), "rollouts.jsonl")
+
+
+def _environment_folder(composition: Composition) -> Path | None:
+    server = composition.servers.get(composition.chosen.get("environment", ""))
+    return None if server is None else find_plugin(server.server_type, server.implementation, composition.roots)

@@ -1,0 +1,96 @@
+"""The page on runs from Python says what the code does, and its programs run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_gym import run
+from nemo_gym.cli.program import FRAME_COLUMNS, RunResult
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.stack.endpoints import running_stacks
+from tests.architecture.docs import PAGES, ROOT, example_files, table
+
+PAGE = PAGES / "python-api.md"
+PROGRAMS = example_files(PAGE)
+CHOSEN = {"agent": "simple_agent", "environment": "mcqa", "model": "scripted"}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NEMO_GYM_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_columns_and_members_are_documented() -> None:
+    assert set(table(PAGE, "column")) >= {"task_id", "reward", "outcome", "turns"}
+    text = PAGE.read_text(encoding="utf-8")
+    assert all(f"`{name}`" in text for name in FRAME_COLUMNS)
+    members = {name for name in vars(RunResult) if not name.startswith("_")} - {"collection", "data_frame"}
+    assert set(table(PAGE, "member")) == members
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_of_the_page_runs(place: Path, name: str) -> None:
+    (place / name).write_text(PROGRAMS[name], encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, name],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    said = {
+        "whole_run.py": "0.8 10 rollouts in results/",
+        "own_rows.py": "planet",
+        "several_runs.py": "3 1.0",
+        "trainer.py": "4 4",
+    }
+    assert said[name] in done.stdout
+    assert not running_stacks()
+
+
+def test_import_of_the_package_loads_none_of_it() -> None:
+    shown = "import sys, nemo_gym; print(sorted(name for name in sys.modules if name.startswith('nemo_gym')))"
+    done = subprocess.run([sys.executable, "-c", shown], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "['nemo_gym']"
+
+
+async def test_run_works_beside_a_running_loop_and_reads_a_finished_run_again(place: Path) -> None:
+    first = run(**CHOSEN, limit=2, output="out.jsonl")
+    again = await asyncio.to_thread(lambda: run(**CHOSEN, limit=2, output=Path("out.jsonl")))
+    assert first.rows == again.rows
+    assert (len(first.rows), first.collection.seconds is None, again.collection.seconds) == (2, False, None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"agent": "simple_agnt"}, "did you mean 'simple_agent'"),
+        ({**CHOSEN, "num_repeat": 2}, "did you mean 'num_repeats'"),
+        ({**CHOSEN, "num_repeats": 0}, "num_repeats"),
+        ({**CHOSEN, "input": "none.jsonl"}, "none.jsonl' does not exist"),
+        ({**CHOSEN, "input": [], "input_jsonl_fpath": "x.jsonl"}, "input is given twice"),
+        ({**CHOSEN, "dataset": "nobody/nothing"}, "ng_prepare mcqa dataset=nobody/nothing"),
+    ],
+)
+def test_what_is_wrong_is_refused_before_a_server_starts(place: Path, keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(**keys)  # type: ignore[arg-type]
+
+
+def test_keys_stand_in_no_command_line(place: Path) -> None:
+    """The servers' words go over a pipe; what a value holds does not matter."""
+    result = run(**CHOSEN, limit=1, policy_api_key="it's {secret}, [k]=v\\", output="out.jsonl")
+    assert len(result.rows) == 1
+    configuration = Path("out_config.yaml").read_text()
+    assert "it's" not in configuration
+    assert json.loads(Path("out.jsonl").read_text())["reward"] == 1.0

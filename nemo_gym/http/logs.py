@@ -1,6 +1,7 @@
 """Log lines of server processes: one JSON object per line on stderr, which is the server's log file.
 
-Every line carries the server's instance and run, and whatever is bound in the context (``rollout_id``, ``stage``).
+Every line carries the server's instance and run, and whatever is bound in the context (``rollout_id``, ``stage``),
+and where traces are on the ids of the span that is open.
 Lines of other libraries take the same form. Known secrets never reach the file.
 """
 
@@ -15,6 +16,7 @@ import structlog
 
 from nemo_gym._util.secrets import redact_tokens, scrub, secret_values
 from nemo_gym.config.launch import ServerLaunch
+from nemo_gym.http.tracing import current, is_on
 
 
 def configure_server_logging(launch: ServerLaunch) -> None:
@@ -71,6 +73,9 @@ class _Identity:
     def __call__(self, logger: Any, name: str, event: Any) -> Any:
         event.setdefault("server", self.server)
         event.setdefault("run_id", self.run_id)
+        if is_on() and (span := current()) is not None:
+            event.setdefault("trace_id", span.trace_id)
+            event.setdefault("span_id", span.span_id)
         return event
 
 

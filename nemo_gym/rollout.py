@@ -34,7 +34,9 @@ from nemo_gym.contract.verdict import (
     failure_of_outcome,
     failure_of_reply,
 )
+from nemo_gym.http.correlation import ROLLOUT_ID_PATTERN, rollout_context
 from nemo_gym.http.peers import PeerError, Peers, Reply, failure_of_peer
+from nemo_gym.http.tracing import Span, SpanKind, step
 
 log = structlog.get_logger(__name__)
 
@@ -140,6 +142,8 @@ class Attempt:
     closers: list[Closer] = field(default_factory=list)
     numbers: Mapping[str, int] = field(default_factory=dict)
     """Members that a run adds to the row."""
+    span: Span | None = field(default=None, repr=False)
+    """The root of its trace, where there is one."""
 
     def row_with(self, **members: Any) -> dict[str, Any]:
         """The row, the run's numbers, and more members."""
@@ -159,7 +163,11 @@ class Attempt:
         by itself."""
         if not self.closers:
             return
-        await finish(self._close(timeout_s))
+        root = self.span.context if self.span is not None else None
+        rollout_id = str(self.rollout["rollout_id"])
+        named = rollout_context(rollout_id if ROLLOUT_ID_PATTERN.match(rollout_id) else None)
+        with named, step("close", parent=root):
+            await finish(self._close(timeout_s))
 
     async def _close(self, timeout_s: float) -> None:
         rollout_id = self.rollout["rollout_id"]
@@ -215,21 +223,30 @@ class RolloutSteps:
             await attempt.close(budgets.close_s)
 
     async def prepare(self, attempt: Attempt) -> None:
-        if attempt.servers.model is not None:
-            await self.open_session(attempt, attempt.servers.model)
-        if attempt.servers.environment is not None:
+        servers = attempt.servers
+        if servers.model is not None:
+            with step("open_session", kind=SpanKind.CLIENT, peer=servers.model):
+                await self.open_session(attempt, servers.model)
+        if servers.environment is not None:
             attempt.closers.append(lambda: self.close_environment(attempt))
-            await self.seed(attempt)
+            with step("seed", kind=SpanKind.CLIENT, peer=servers.environment):
+                await self.seed(attempt)
 
     async def work(self, attempt: Attempt) -> None:
-        await self.act(attempt)
+        with step("act", kind=SpanKind.CLIENT, peer=attempt.servers.agent):
+            await self.act(attempt)
         if attempt.heartbeat is not None:
-            await self.harvest(attempt)
+            with step("harvest", kind=SpanKind.CLIENT, peer=attempt.servers.environment):
+                await self.harvest(attempt)
 
     async def judge(self, attempt: Attempt) -> dict[str, Any]:
-        verified = attempt.verified = attempt.verified or await self.verify(attempt)
-        verified |= await self.finalize(attempt, verified)
-        return verified
+        if attempt.verified is None:
+            with step("verify", kind=SpanKind.CLIENT, peer=attempt.servers.environment):
+                attempt.verified = await self.verify(attempt)
+        if attempt.session is not None:
+            with step("finalize", kind=SpanKind.CLIENT, peer=attempt.servers.model):
+                attempt.verified |= await self.finalize(attempt, attempt.verified)
+        return attempt.verified
 
     # The steps, in their order
 

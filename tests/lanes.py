@@ -83,6 +83,8 @@ PLACES: Mapping[str, str] = {
     "tests/service": "stack",
     "tests/stack": "stack",
     "tests/topology": "box",
+    "tests/telemetry/test_dashboard.py": "box stack",
+    "tests/telemetry/test_servers.py": "stack",
     "tests/view/test_chromium.py": "stack",
     "tests/view/test_commands.py": "stack",
     "tests/view/test_runs_walked.py": "box stack",

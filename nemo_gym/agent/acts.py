@@ -24,10 +24,13 @@ from nemo_gym.contract.rows import SESSION_KEY
 from nemo_gym.contract.session import RolloutIdentity
 from nemo_gym.http.client import attach_headers
 from nemo_gym.http.delivery import CallerGoneError, end, while_connected
+from nemo_gym.http.metrics import Counter
 from nemo_gym.http.problems import json_object, send_problem
 
 REMEMBERED = 4096
 """Rollouts whose older attempts are known for such: about 1 MB."""
+
+ACTS = Counter("nemo_gym_acts", "Acts of an agent that were answered, by outcome", ("outcome",))
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
@@ -37,6 +40,11 @@ log = structlog.get_logger(__name__)
 class _Act:
     attempt: int
     task: asyncio.Task[object]
+
+
+def invoked(agent: str) -> dict[str, str]:
+    """What a span says of an act, by the conventions for generative AI."""
+    return {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": agent}
 
 
 class ActRegistry:

@@ -9,7 +9,7 @@ row reference instead of the private part of its row.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from uuid import uuid4
 
@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from nemo_gym.agent.acts import ActRegistry, RowRefMiddleware
+from nemo_gym.agent.acts import ACTS, ActRegistry, RowRefMiddleware, invoked
 from nemo_gym.agent.sessions import (
     AgentCloseSessionRequest,
     AgentCloseSessionResponse,
@@ -65,11 +65,13 @@ from nemo_gym.http.correlation import (
     rollout_path_prefix,
 )
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError
+from nemo_gym.http.metrics import Reading
 from nemo_gym.http.middleware import TOKEN_CAPTURE, require_role
 from nemo_gym.http.peers import PeerError, Peers, Reply
 from nemo_gym.http.plugin_call import PluginCall, plain
 from nemo_gym.http.problems import JsonResponse, parse_json_object, validated
 from nemo_gym.http.server import Application, BaseServer, SimpleServer
+from nemo_gym.http.telemetry import describe_request
 from nemo_gym.reward_profile import AggregateMetricsMixin, compute_aggregate_metrics
 from nemo_gym.rollout import MODEL_SESSION_KEYS, Attempt, Budgets, RolloutSteps, Servers
 
@@ -199,6 +201,10 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
             "limits": sorted(self.kept_limits()),
         }
 
+    def readings(self) -> Iterable[Reading]:
+        yield from super().readings()
+        yield Reading("nemo_gym_acts_running", "Acts under way", [({}, float(self._acts.active))])
+
     def kept_limits(self) -> frozenset[str]:
         """Names of the `Limits` that this agent keeps to. Default: all, as `act_in_world` does; of NeMo Gym's agents,
         one that answers by ``responses`` is stopped at its wall clock, and one with its own ``run`` keeps none."""
@@ -250,6 +256,7 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
                 " may"
             )
         cookies = dict(request.cookies)
+        describe_request(request.scope, f"invoke_agent {self.config.name}", invoked(self.config.name))
 
         async def work() -> ActResponse:
             with rollout_context(asked.descriptor.rollout.rollout_id):
@@ -259,6 +266,7 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
             answer = await self._acts.run(asked.descriptor.rollout, work, request)
         except CallerGoneError:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
+        ACTS.add(str(answer.outcome))
         if (failure := failure_of_outcome(answer.outcome, answer.outcome_detail)) is not None:
             rollout = asked.descriptor.rollout
             log.warning(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_gym.cli import command
+from nemo_gym.config.keys import OBSERVABILITY
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,16 +86,28 @@ async def collect(stack: StackEntry, config: RolloutRunConfig, inputs: Materiali
     from nemo_gym.stack.stack import CONFIG_FILE, pipeline_client
 
     try:
-        result = await run_collection(
-            pipeline_client(stack),
-            config,
-            console=result_console(),
-            configuration=Path(stack.run_dir, CONFIG_FILE),
-            inputs=inputs,
-        )
+        async with stack_telemetry(stack, lambda text: print(text, flush=True)):
+            result = await run_collection(
+                pipeline_client(stack),
+                config,
+                console=result_console(),
+                configuration=Path(stack.run_dir, CONFIG_FILE),
+                inputs=inputs,
+            )
     finally:
         await close_global_aiohttp_client()
     return exit_code_of(result)
+
+
+def stack_telemetry(stack: StackEntry, say: Callable[[str], None]) -> AbstractAsyncContextManager[None]:
+    """What the pipeline of ``stack`` shows of itself, as its composition says."""
+    from nemo_gym.config.observability import ObservabilityConfig
+    from nemo_gym.contract.credentials import StackKeys
+    from nemo_gym.rollouts.metrics import pipeline_telemetry
+
+    config = ObservabilityConfig.of({OBSERVABILITY: stack.observability})
+    token = StackKeys.from_hex(stack.root_key).metrics_token
+    return pipeline_telemetry(config, run_id=stack.run_id, run_dir=Path(stack.run_dir), token=token, say=say)
 
 
 def exit_code_of(result: CollectionResult) -> int:

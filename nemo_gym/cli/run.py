@@ -317,6 +317,7 @@ def _serving(composition: Composition) -> Work:
     config = ServiceConfig.parse(values)
 
     async def serve_rollouts(supervisor: Supervisor) -> int:
+        from nemo_gym.cli.collect_rollouts import stack_telemetry
         from nemo_gym.http.client import close_global_aiohttp_client
         from nemo_gym.service.hosting import host
         from nemo_gym.stack.stack import pipeline_client
@@ -324,7 +325,8 @@ def _serving(composition: Composition) -> Work:
         _print_table(supervisor)
         stack = supervisor.stack()
         try:
-            await host(pipeline_client(stack), config, Path(stack.run_dir), lambda text: print(text, flush=True))
+            async with stack_telemetry(stack, say):
+                await host(pipeline_client(stack), config, Path(stack.run_dir), lambda text: print(text, flush=True))
         finally:
             await close_global_aiohttp_client()
         return command.EXIT_OK

@@ -36,6 +36,7 @@ def _attach(run_dir: Path, words: Sequence[str]) -> int:
 
     import uvloop
 
+    from nemo_gym.cli.collect_rollouts import stack_telemetry
     from nemo_gym.cli.signals import until_signal
     from nemo_gym.config.overrides import given_values
     from nemo_gym.config.service import ServiceConfig
@@ -53,7 +54,8 @@ def _attach(run_dir: Path, words: Sequence[str]) -> int:
 
     async def serve() -> int:
         try:
-            await host(pipeline_client(stack), config, run_dir, lambda text: print(text, flush=True))
+            async with stack_telemetry(stack, lambda text: print(text, flush=True)):
+                await host(pipeline_client(stack), config, run_dir, lambda text: print(text, flush=True))
         finally:
             await close_global_aiohttp_client()
         return command.EXIT_OK

@@ -10,6 +10,7 @@ from nemo_gym.config.composition import Composition
 from nemo_gym.config.hosts import Hosts
 from nemo_gym.config.keys import UNREAD_NEMO_GYM_KEYS
 from nemo_gym.config.nemo_gym_files import refuse
+from nemo_gym.config.observability import ObservabilityConfig
 from nemo_gym.config.plugin_keys import check_server_keys, entrypoint
 from nemo_gym.config.servers import ServerBlock
 from nemo_gym.contract.errors import ConfigError
@@ -40,6 +41,7 @@ def check_everything(composition: Composition) -> Topology | None:
         if not isinstance(value := composition.values.get(key, False), bool):
             raise ConfigError(f"{key} must be true or false, got {value!r}", key=key)
     free_ports(composition.values)
+    ObservabilityConfig.of(composition.values).check()
     Hosts.of(composition)
     _check_run_keys(composition)
     return compatibility.check(composition)

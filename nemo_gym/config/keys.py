@@ -27,6 +27,8 @@ HOSTS: Final = "hosts"
 HOST: Final = "host"
 SERVE: Final = "serve"
 """The block that makes a stack a rollout service."""
+OBSERVABILITY: Final = "observability"
+"""The block that says where traces go."""
 
 INHERIT_FROM: Final = "_inherit_from"
 COPY: Final = "_copy"
@@ -42,6 +44,7 @@ SUITE_KEYS: Final = frozenset(
         HOSTS,
         HOST,
         SERVE,
+        OBSERVABILITY,
         "join",
         "run_dir",
         "run_id",

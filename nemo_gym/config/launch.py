@@ -49,6 +49,8 @@ class ServerLaunch:
     certificate_file: str | None = None
     key_file: str | None = None
     """Of TLS; without them it speaks plain HTTP."""
+    metrics_token: str | None = field(default=None, repr=False)
+    """Who has it may read every server's metrics, and do nothing else."""
 
     def to_json(self) -> bytes:
         return orjson.dumps(
@@ -65,6 +67,7 @@ class ServerLaunch:
                 "endpoints": self.endpoints,
                 "certificate_file": self.certificate_file,
                 "key_file": self.key_file,
+                "metrics_token": self.metrics_token,
             },
             option=orjson.OPT_NON_STR_KEYS,  # as YAML has them; their names are read as numbers again
         )

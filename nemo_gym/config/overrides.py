@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from nemo_gym._util.suggest import nearest
-from nemo_gym.config.keys import SERVE
+from nemo_gym.config.keys import OBSERVABILITY, SERVE
 from nemo_gym.config.layers import Layer, Merged, lookup
 from nemo_gym.contract.errors import ConfigError
 
@@ -131,9 +131,9 @@ def _plain(value: Any) -> Any:
 
 
 def apply_overrides(merged: Merged, overrides: Iterable[Override], known: Iterable[str]) -> None:
-    """Change ``merged`` in place. ``k=v`` needs a key that exists, is ``known``, or lies in the block of a server, of
-    a sandbox provider or of the service (whose classes check it later). ``+k=v`` and ``++k=v`` may add; ``~k`` needs
-    one that is there."""
+    """Change ``merged`` in place. ``k=v`` needs a key that exists, is ``known``, or lies in a block that is checked
+    later: of a server, of a sandbox provider, of the service, of what is observed. ``+k=v`` and ``++k=v`` may add;
+    ``~k`` needs one that is there."""
     known_names = set(known)
     for override in overrides:
         if override.mode is Mode.DELETE:
@@ -146,7 +146,7 @@ def apply_overrides(merged: Merged, overrides: Iterable[Override], known: Iterab
 
 def _require_known(merged: Merged, override: Override, known: set[str]) -> None:
     path = override.path
-    if (len(path) == 1 and path[0] in known) or (len(path) > 1 and path[0] == SERVE):
+    if (len(path) == 1 and path[0] in known) or (len(path) > 1 and path[0] in (SERVE, OBSERVABILITY)):
         return
     try:
         lookup(merged.values, path)

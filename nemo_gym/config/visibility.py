@@ -13,7 +13,7 @@ from typing import Any
 
 from nemo_gym._util.secrets import is_secret_name, without_password
 from nemo_gym.config.composition import Composition
-from nemo_gym.config.keys import COMPOSITION, ENVIRONMENT_TYPE, HOSTS, MODEL_TYPE
+from nemo_gym.config.keys import COMPOSITION, ENVIRONMENT_TYPE, HOSTS, MODEL_TYPE, OBSERVABILITY
 from nemo_gym.config.layers import leaves
 from nemo_gym.config.resolve import interpolated_keys
 from nemo_gym.config.servers import references
@@ -66,7 +66,7 @@ def server_view(
     for key, value in composition.values.items():
         if key in composition.servers or key == HOSTS:
             continue
-        if key in used or key in named:
+        if key in used or key in named or key == OBSERVABILITY:  # whole: every server sends its own spans
             view[key] = value
         elif not is_secret_name(key):
             view[key] = _without_secrets(value)

@@ -159,6 +159,11 @@ class StackKeys:
     def audience_key(self, instance: str) -> bytes:
         return hmac.digest(self.root, f"audience:{instance}".encode(), hashlib.sha256)
 
+    @property
+    def metrics_token(self) -> str:
+        """With which a scraper reads the metrics of every server of the stack."""
+        return hmac.digest(self.root, b"purpose:metrics", hashlib.sha256).hex()
+
     def caller(self, role: Role | str, name: str, target: str) -> str:
         """A credential with which ``name`` may call ``target`` in ``role``."""
         return _sign(self.audience_key(target), Role(role), name, target)

@@ -15,12 +15,16 @@ from nemo_gym.contract.rows import PARAMS_KEY, RESPONSE_KEY
 from nemo_gym.contract.session import Artifact, RolloutIdentity
 from nemo_gym.contract.verdict import FailureKind, Verdict, decide_validity, verdict_of_error
 from nemo_gym.environment.judge import JudgeError, judge_failure_fields
+from nemo_gym.http.metrics import Counter
 from nemo_gym.http.plugin_call import PluginCall, plain
+from nemo_gym.http.tracing import step
 
 if TYPE_CHECKING:
     from nemo_gym.environment.hooks import EnvironmentHooks
 
 log = structlog.get_logger(__name__)
+
+VERDICTS = Counter("nemo_gym_verdicts", "Verdicts by outcome: valid, or the kind of failure", ("outcome",))
 
 
 def work_digest(response: Any, artifacts: Sequence[Artifact]) -> str:
@@ -72,6 +76,23 @@ class Grader:
         rollout: RolloutIdentity,
     ) -> dict[str, Any]:
         """The verdict of an attempt as fields of its result row. Every failure of ours becomes an invalid verdict."""
+        with step("verify", title="grade") as grading:
+            fields = await self._graded(request, row, response, artifacts, rollout)
+            outcome = "valid" if fields["valid"] else str(fields.get("failure_kind") or "invalid")
+            VERDICTS.add(outcome)
+            if not fields["valid"]:
+                grading.outcome = outcome
+            grading.set(valid=fields["valid"], reward=fields.get("reward"), task_id=rollout.task_id)
+        return fields
+
+    async def _graded(
+        self,
+        request: Request,
+        row: dict[str, Any],
+        response: dict[str, Any],
+        artifacts: Sequence[Artifact],
+        rollout: RolloutIdentity,
+    ) -> dict[str, Any]:
         try:
             if self._server.overrides("grade"):
                 return (await self._server.grade(row, response, artifacts, rollout)).as_fields()

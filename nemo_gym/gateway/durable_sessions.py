@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -96,6 +96,11 @@ class DurableSessions(Generic[C, D]):
 
     def __len__(self) -> int:
         return len(self._table)
+
+    @property
+    def states(self) -> Mapping[str, int]:
+        """How many sessions are kept, by their state."""
+        return Counter(str(live.state) for live in self._table)
 
     # -- routes --------------------------------------------------------------------------------------------------
 

@@ -51,6 +51,7 @@ from nemo_gym.gateway.streaming import (
     KeepAlive,
     pieces,
 )
+from nemo_gym.gateway.telemetry import answered, model_call
 from nemo_gym.gateway.wire_data import size_of
 from nemo_gym.http.body_values import check_values
 from nemo_gym.http.delivery import (
@@ -182,14 +183,25 @@ class Inference(Generic[C, D]):
         if self._return_token_ids:
             call.lowered = replace(call.lowered, token_ids=True)
         if live is None:
-            return await self._reply(call, self._alone(call))
+            return await self._reply(call, self._observed(call, request, self._alone(call)))
         live.share.worked(working)
         await self.turns.wait(live.share)
         working = step_begins(call.body_bytes)
         call.fingerprint = request_fingerprint(call.dialect, call.body, live.cache)
         live.share.worked(working)
         hints = request_hints(request.headers, call.connection, live.answered_on(call.fingerprint))
-        return await self._reply(call, self._once(call, live, hints))
+        return await self._reply(call, self._observed(call, request, self._once(call, live, hints)))
+
+    async def _observed(self, call: Call[C], request: CallRequest, work: Coroutine[Any, Any, None]) -> None:
+        session = call.live.session if call.live is not None else None
+        rollout, session_id = (session.rollout, session.session_id) if session is not None else (None, None)
+        with model_call(self._model, str(call.dialect), call.body, request.headers, rollout, session_id) as calling:
+            await work
+            if call.committed is not None:
+                answer, repeated = call.committed.answer, call.delivery is not None and call.delivery.repeated
+                said = {"gen_ai.response.id": answer.answer_id, "gen_ai.response.finish_reasons": (str(answer.end),)}
+                usage = Usage(answer.usage.prompt_tokens, answer.usage.completion_tokens)
+                answered(calling, None if repeated else usage, repeated=repeated, **said)
 
     async def _once(self, call: Call[C], live: LiveSession[C], hints: RequestHints) -> None:
         """The session's answer: sampled now, or the one that this call repeats."""

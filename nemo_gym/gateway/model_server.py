@@ -41,6 +41,7 @@ from nemo_gym.gateway.sessions import (
     opener_of,
     token_in,
 )
+from nemo_gym.gateway.telemetry import answered, model_call
 from nemo_gym.http.body_values import check_messages
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
 from nemo_gym.http.middleware import caller_of, require_role
@@ -294,9 +295,17 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
         return self._accounted(call, reply)
 
     async def _infer_in_time(self, call: InferenceCall) -> Response:
-        limits = call.session.limits if call.session is not None else NONE_CHOSEN
-        async with limited_call(limits, self.config.request_timeout_s):
-            return await self.infer(call)
+        session = call.session
+        limits = session.limits if session is not None else NONE_CHOSEN
+        rollout, session_id = (session.rollout, session.session_id) if session is not None else (None, None)
+        observed = model_call(
+            self.model_name(), str(call.dialect), call.body, call.request.headers, rollout, session_id
+        )
+        with observed as calling:
+            async with limited_call(limits, self.config.request_timeout_s):
+                reply = await self.infer(call)
+            answered(calling, call.usage)
+            return reply
 
     def _accounted(self, call: InferenceCall, reply: Response) -> Response:
         """Count a successful call for its session: a reply at once, a stream when it has completed."""

@@ -36,6 +36,7 @@ from nemo_gym.http.correlation import (
     current_rollout_id,
     encode_replicas,
 )
+from nemo_gym.http.tracing import inject
 
 MAX_NUM_TRIES = 6
 TRIES_OF_ONE_REPLICA = 2
@@ -388,6 +389,7 @@ class ServerClient(BaseModel):
         urls = self.replica_urls(server_name)
         if (replicas := current_replicas()) and REPLICAS_HEADER not in headers:
             headers[REPLICAS_HEADER] = encode_replicas(replicas)
+        inject(headers)
         *others, last = self._replicas_for(server_name, urls)
         for number in others:
             try:

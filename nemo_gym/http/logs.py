@@ -1,7 +1,8 @@
 """Log lines of server processes: one JSON object per line on stderr, which is the server's log file.
 
-Every line carries the server's instance and run, the rollout that is being worked on, and what else is bound in the
-context. Lines of other libraries take the same form. Known secrets never reach the file.
+Every line carries the server's instance and run, the rollout that is being worked on, what else is bound in the
+context, and the open span's ids where traces are on. Lines of other libraries take the same form. Known secrets never
+reach the file.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import structlog
 from nemo_gym._util.secrets import redact_tokens, scrub, secret_values
 from nemo_gym.config.launch import ServerLaunch
 from nemo_gym.http.correlation import name_rollout
+from nemo_gym.http.tracing import current, is_on
 
 
 def configure_server_logging(launch: ServerLaunch) -> None:
@@ -74,6 +76,9 @@ class _Identity:
     def __call__(self, logger: Any, name: str, event: Any) -> Any:
         event.setdefault("server", self.server)
         event.setdefault("run_id", self.run_id)
+        if is_on() and (span := current()) is not None:
+            event.setdefault("trace_id", span.trace_id)
+            event.setdefault("span_id", span.span_id)
         return event
 
 

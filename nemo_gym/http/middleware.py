@@ -37,7 +37,9 @@ from nemo_gym.http.correlation import (
     replica_context,
     rollout_context,
 )
+from nemo_gym.http.metrics import METRICS_PATH
 from nemo_gym.http.problems import refused, refused_by_framework, send_problem, unexpected
+from nemo_gym.http.telemetry import note_route
 
 
 class BodyTooLargeError(NemoGymError):
@@ -358,7 +360,7 @@ class CredentialMiddleware:
                 credential = value.decode("latin-1")
                 break
         try:
-            if credential is None and self._authenticates_itself is not None and self._authenticates_itself(scope):
+            if credential is None and self._checks_callers(scope):
                 checked = None
             else:
                 checked = self._credentials.check(credential)
@@ -368,6 +370,12 @@ class CredentialMiddleware:
         if checked is not None:
             scope[_CALLER] = checked
         await self.app(scope, receive, send)
+
+    def _checks_callers(self, scope: Scope) -> bool:
+        """Whether the route checks the sender itself: one of `authenticates_itself`, and the metrics."""
+        if self._authenticates_itself is not None and self._authenticates_itself(scope):
+            return True
+        return bool(scope["path"] == METRICS_PATH)
 
 
 def _is_open(scope: Scope) -> bool:
@@ -416,7 +424,10 @@ class DirectRoutesMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         endpoint = self._find(scope) if scope["type"] == "http" else None
         if endpoint is None:
-            await self.app(scope, receive, send)
+            try:
+                await self.app(scope, receive, send)
+            finally:
+                note_route(scope, getattr(scope.get("route"), "path", None))
             return
         started = False
 
@@ -450,7 +461,10 @@ class DirectRoutesMiddleware:
                 match, found = route.matches(scope)
                 if match is Match.FULL:
                     scope.update(found)
+                    note_route(scope, route.path)
                     return route.endpoint
+        if endpoint is not None:
+            note_route(scope, scope["path"])
         return endpoint
 
     def _learn(self) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 from typing import Any, ClassVar, Self, cast, get_args
 
 import structlog
@@ -21,8 +22,10 @@ from nemo_gym.config.launch import ServerLaunch, current_launch
 from nemo_gym.config_types import BaseRunServerInstanceConfig
 from nemo_gym.contract.credentials import Role, ServerCredentials
 from nemo_gym.contract.errors import ConfigError, NemoGymError
+from nemo_gym.http import tracing
 from nemo_gym.http.client import ServerClient, close_global_aiohttp_client, server_config_of, server_path
 from nemo_gym.http.logs import configure_plain_logging
+from nemo_gym.http.metrics import CONTENT_TYPE, METRICS_PATH, Reading, render
 from nemo_gym.http.middleware import (
     BodyLimitMiddleware,
     BodyLimits,
@@ -33,8 +36,10 @@ from nemo_gym.http.middleware import (
     SessionGuard,
     SessionMiddleware,
     UnknownErrorMiddleware,
+    caller_of,
 )
 from nemo_gym.http.problems import JsonResponse, install_problem_handlers
+from nemo_gym.http.telemetry import ObserveMiddleware, require_scraper
 
 CONFIG_PATH_ENV = "NEMO_GYM_CONFIG_PATH"
 """The instance's name, for a server that is started by hand or by NeMo Gym's own tools."""
@@ -268,9 +273,11 @@ class SimpleServer(BaseServer):
             CredentialMiddleware, credentials=self._credentials, authenticates_itself=authenticates_itself
         )
         app.add_middleware(RolloutMiddleware)
+        app.add_middleware(ObserveMiddleware, follows_anybody=not self.secured)
         for path in self.HEALTH_PATHS:
             app.router.routes.append(Route(path, _health, methods=["GET"]))
         app.router.routes.append(Route("/ready", self._ready_route, methods=["GET"]))
+        app.router.routes.append(Route(METRICS_PATH, self._metrics_route, methods=["GET"]))
         return app
 
     def setup_session_middleware(self, app: FastAPI) -> None:
@@ -302,6 +309,25 @@ class SimpleServer(BaseServer):
         """``None`` when the server can do its work; otherwise plain data that says why not."""
         return None
 
+    def readings(self) -> Iterable[Reading]:
+        """What this server tells with its metrics beside what is counted in its process."""
+        run_id = self._launch.run_id if self._launch is not None else ""
+        labels = {"server": self.config.name, "run_id": run_id, "version": version("nemo-gym-suite")}
+        yield Reading("nemo_gym_server_info", "Which server this is; always 1", [(labels, 1.0)])
+
+    def require_scraper(self, request: Request) -> None:
+        """Raise unless the sender may read this server's metrics."""
+        token = self._launch.metrics_token if self._launch is not None else None
+        require_scraper(request, caller_of(request), token, secured=self.secured)
+
+    def metrics_text(self) -> bytes:
+        """The metrics of this process, in Prometheus' text form."""
+        return render(self.readings())
+
+    async def _metrics_route(self, request: Request) -> Response:
+        self.require_scraper(request)
+        return Response(self.metrics_text(), media_type=CONTENT_TYPE)
+
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[Mapping[str, Any]]:
         try:
@@ -318,6 +344,7 @@ class SimpleServer(BaseServer):
         finally:
             await self.shutdown()
             await close_global_aiohttp_client()
+            await tracing.shut_down()
 
     async def _ready_route(self, request: Request) -> Response:
         missing = await self.ready()

@@ -15,7 +15,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from nemo_gym._util.backoff import pause_after
 from nemo_gym.config.pipeline import PipelineConfig
 from nemo_gym.contract.errors import FencedError
 from nemo_gym.contract.verdict import FailureKind, StageFailure, StageName
+from nemo_gym.http.metrics import Reading, add_source, remove_source
 from nemo_gym.rollout import Servers
 from nemo_gym.rollouts.interfaces import (
     CancelReport,
@@ -39,6 +40,15 @@ from nemo_gym.rollouts.interfaces import (
     Stage,
     StageResult,
     Stop,
+)
+from nemo_gym.rollouts.metrics import (
+    FINISHED,
+    attempt_begins,
+    attempt_ends,
+    attempt_fails,
+    attempt_succeeds,
+    server_readings,
+    stage_readings,
 )
 from nemo_gym.rollouts.result_rows import failure_row, same_way
 from nemo_gym.rollouts.server_pool import ServerPool
@@ -157,6 +167,7 @@ class AsyncDispatcher:
     async def start(self) -> None:
         for pool in (self._eval, self._run, self._init):
             pool.start()
+        add_source(self, self._readings)
         for work in (self._feed, self._renew, *((self._sweep,) if self._sweeps else ())):
             self._background.append(asyncio.create_task(self._guard(work), name=work.__name__))
 
@@ -221,6 +232,7 @@ class AsyncDispatcher:
 
     async def stop(self) -> None:
         self._stopping = True
+        remove_source(self)
         for handle in self._deadlines.values():
             handle.cancel()
         for task in self._background:
@@ -294,6 +306,7 @@ class AsyncDispatcher:
             await self._end(job, failure)
             return
         attempt = JobAttempt.of(job, self._servers(job.spec.agent))
+        attempt_begins(attempt)
         self._held[job.job_id] = attempt
         if self._pool is not None:
             self._pool.admit(attempt)
@@ -359,6 +372,7 @@ class AsyncDispatcher:
     async def _evaluated(self, attempt: JobAttempt, result: StageResult) -> None:
         self._streak.passed(StageName.EVAL)
         attempt.has_result = True
+        attempt_succeeds(attempt)
         if await self._recording(self._store.complete(attempt.job, result.payload)):
             self._tell(JobEvent(attempt.job, JobState.DONE, StageName.EVAL, result=attempt.verified))
         if self._pool is not None:
@@ -370,6 +384,7 @@ class AsyncDispatcher:
         job = attempt.job
         if (stop := attempt.stop) is not None:
             failure = StageFailure(failure.stage, stop.kind, stop.reason, retryable=stop.retryable)
+        attempt_fails(attempt, failure)
         if self._pool is not None:
             self._pool.failed(attempt, failure)
         if (too_many := self._streak.failed(job, failure)) is not None:
@@ -439,6 +454,7 @@ class AsyncDispatcher:
     def _drop(self, attempt: JobAttempt) -> None:
         if self._held.get(attempt.job.job_id) is attempt:
             del self._held[attempt.job.job_id]
+            attempt_ends(attempt)
             if (handle := self._deadlines.pop(attempt.job.job_id, None)) is not None:
                 handle.cancel()
         if self._pool is not None:
@@ -450,7 +466,14 @@ class AsyncDispatcher:
     def _failure_row(self, job: Job, failure: StageFailure, kept: Mapping[str, Any] | None = None) -> bytes:
         return failure_row(job, failure, validation=self._config.validation, kept=kept, server_logs=self._server_logs)
 
+    def _readings(self) -> Iterable[Reading]:
+        yield from stage_readings(self.stages)
+        if self._pool is not None:
+            yield from server_readings([server.told() for server in self._pool.all()])
+
     def _tell(self, event: JobEvent) -> None:
+        if event.state.terminal:
+            FINISHED.add(event.state.value)
         if self._listener is not None:
             self._listener(event)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from nemo_gym._util.tasks import BackgroundTasks
 from nemo_gym.contract.verdict import StageFailure, StageName
 from nemo_gym.http.correlation import ROLLOUT_ID_PATTERN, rollout_context
+from nemo_gym.http.tracing import within
 from nemo_gym.rollouts.interfaces import JobAttempt, Stage, StageResult
 
 OnResult = Callable[[JobAttempt, StageResult], Awaitable[None]]
@@ -181,7 +182,8 @@ class StagePool:
             try:
                 job_id = attempt.job.job_id
                 # Every server's log lines about this attempt name its rollout.
-                with rollout_context(job_id if ROLLOUT_ID_PATTERN.match(job_id) else None):
+                context = attempt.span.context if attempt.span is not None else None
+                with rollout_context(job_id if ROLLOUT_ID_PATTERN.match(job_id) else None), within(context):
                     async with asyncio.timeout(self._stage.timeout_s):
                         result = await self._stage.run(attempt)
             except asyncio.CancelledError:

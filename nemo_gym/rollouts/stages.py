@@ -27,8 +27,10 @@ from nemo_gym.contract.verdict import (
     failure_of_reply,
 )
 from nemo_gym.http.peers import PeerError, Peers
+from nemo_gym.http.tracing import SpanKind, step
 from nemo_gym.rollout import RolloutSettings, RolloutSteps, failure_of, required
 from nemo_gym.rollouts.interfaces import JobAttempt, StageResult
+from nemo_gym.rollouts.metrics import STAGE_SECONDS
 from nemo_gym.rollouts.result_rows import OWN_FIELDS, result_row
 
 log = structlog.get_logger(__name__)
@@ -59,6 +61,7 @@ class HttpStage(ABC):
         payload = await self._run(attempt)
         duration_s = time.perf_counter() - start
         attempt.timings[f"{self.name}_s"] = duration_s
+        STAGE_SECONDS.observe(duration_s, str(self.name))
         return StageResult(self.name, payload, duration_s)
 
     @abstractmethod
@@ -135,7 +138,8 @@ class RunStage(HttpStage):
     async def _own_reply(self, attempt: JobAttempt) -> dict[str, Any]:
         agent = attempt.servers.agent
         body = {**(attempt.public_row or attempt.row_with()), SESSION_KEY: attempt.envelope()}
-        reply = (await self._peers_of(attempt).post(agent, "/run", body, from_agent=True)).json()
+        with step("run", kind=SpanKind.CLIENT, peer=agent):
+            reply = (await self._peers_of(attempt).post(agent, "/run", body, from_agent=True)).json()
         if not isinstance(reply, dict):
             reason = f"{agent}/run answered no JSON object"
             raise StageError(StageFailure(StageName.RUN, FailureKind.AGENT_CRASHED, reason))

@@ -15,6 +15,7 @@ from nemo_gym._util.suggest import nearest
 from nemo_gym.config import sandbox_blocks
 from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
 from nemo_gym.sandbox.base import SandboxProvider
+from nemo_gym.sandbox.observed import observed
 
 ProviderClass = Callable[..., SandboxProvider]
 
@@ -75,7 +76,7 @@ def create_provider(provider: str | Mapping[str, Any], **settings: Any) -> Sandb
     parameters = inspect.signature(provider_class).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         reject_unknown_keys(given, list(parameters), where=f"sandbox provider '{name}'")
-    return provider_class(**given)
+    return observed(provider_class(**given))
 
 
 def _how_to_install(point: EntryPoint) -> str:

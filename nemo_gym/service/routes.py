@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -26,6 +26,7 @@ from starlette.routing import Route
 
 from nemo_gym.contract.errors import ConfigError, InvalidBodyError
 from nemo_gym.contract.session import IDENTIFIER
+from nemo_gym.http.metrics import CONTENT_TYPE, Reading, render
 from nemo_gym.http.middleware import BodyLimitMiddleware, BodyLimits, UnknownErrorMiddleware
 from nemo_gym.http.problems import JsonResponse, install_problem_handlers, parse_json_object, validated
 from nemo_gym.http.server import Application
@@ -220,29 +221,9 @@ class _Routes:
 
     async def metrics(self, request: Request) -> Response:
         status = await self._service.status()
-        lines: list[str] = []
-
-        def family(name: str, help_text: str, samples: list[tuple[dict[str, Any], float]]) -> None:
-            lines.append(f"# HELP nemo_gym_rollouts_{name} {help_text}")
-            lines.append(f"# TYPE nemo_gym_rollouts_{name} gauge")
-            for labels, value in samples:
-                shown = ",".join(f'{key}="{_escaped(str(text))}"' for key, text in labels.items())
-                lines.append(f"nemo_gym_rollouts_{name}{{{shown}}} {value:g}")
-
-        family("jobs", "Jobs in the store, by state", [({"state": s}, n) for s, n in status["jobs"].items()])
-        stages, servers = status["stages"], status["servers"]
-        for key, help_text in (
-            ("queued", "Attempts that wait for a worker"),
-            ("active", "Attempts that are worked on"),
-            ("workers", "Workers"),
-            ("oldest_s", "Age of the oldest active attempt"),
-        ):
-            family(f"stage_{key}", help_text, [({"stage": each["stage"]}, each[key]) for each in stages])
-        for key, help_text in (("busy", "Rollouts at a server"), ("done", "Rollouts that a server finished")):
-            family(f"server_{key}", help_text, [({"server": each["server_id"]}, each[key]) for each in servers])
-        healthy = [({"server": each["server_id"]}, float(each["health"] == "ready")) for each in servers]
-        family("server_ready", "Whether a server gets jobs", healthy)
-        return Response("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+        jobs = [({"state": state}, float(count)) for state, count in status["jobs"].items()]
+        readings = [Reading("nemo_gym_rollouts_jobs", "Jobs in the store, by state", jobs)]
+        return Response(render(readings), media_type=CONTENT_TYPE)
 
 
 async def _body(model: type[T], request: Request) -> T:
@@ -277,7 +258,3 @@ def _selector(request: Request, *known: str) -> JobSelector:
             f"state: '{states}' must be one or more of {', '.join(JobState)}, with commas between them", key="state"
         ) from None
     return JobSelector(group_id=query.get("group"), run_id=query.get("run"), states=chosen)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

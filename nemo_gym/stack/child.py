@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from nemo_gym._util.suggest import nearest
+from nemo_gym.config.keys import OBSERVABILITY
 from nemo_gym.config.launch import (
     LAUNCH_FD_ENV,
     ServerLaunch,
@@ -99,6 +100,10 @@ def run_app(app: Path, roots: Sequence[Path]) -> int:
     launch = current_launch()
     assert launch is not None
     configure_server_logging(launch)
+    if launch.config.get(OBSERVABILITY):
+        from nemo_gym.http.telemetry import start_server_telemetry
+
+        start_server_telemetry(launch)
     for stream in (sys.stdout, sys.stderr):
         # The last lines before a server is killed are those that tell why.
         cast(io.TextIOWrapper, stream).reconfigure(line_buffering=True)

@@ -50,6 +50,8 @@ class StackEntry:
     servers: tuple[ServerEntry, ...] = ()
     config: dict[str, Any] = field(default_factory=dict, repr=False)
     """What the pipeline needs to know of the servers: addresses and references, without any secret."""
+    observability: dict[str, Any] = field(default_factory=dict, repr=False)
+    """The composition's block; it may hold the collector's key."""
 
     @property
     def is_running(self) -> bool:

@@ -23,7 +23,7 @@ from nemo_gym._util.secrets import scrub, secret_values
 from nemo_gym._util.tasks import BackgroundTasks
 from nemo_gym.config.composition import Composition
 from nemo_gym.config.hosts import Hosts
-from nemo_gym.config.keys import AGENT_TYPE, ENVIRONMENT_TYPE, MODEL_TYPE
+from nemo_gym.config.keys import AGENT_TYPE, ENVIRONMENT_TYPE, MODEL_TYPE, OBSERVABILITY
 from nemo_gym.config.launch import ServerLaunch, write_launch
 from nemo_gym.config.plugin_keys import entrypoint
 from nemo_gym.config.roots import EXTRA_ROOTS_VARIABLE
@@ -34,6 +34,7 @@ from nemo_gym.contract.errors import ConfigError, ServerError
 from nemo_gym.stack import nursery
 from nemo_gym.stack.endpoints import ServerEntry, StackEntry, http_answer, start_ticks, why_not_ready, write_stack
 from nemo_gym.stack.ports import Listener, close_listeners
+from nemo_gym.stack.scraping import write_scraping
 
 STARTUP_TIMEOUT_S = 120.0
 SHUTDOWN_TIMEOUT_S = 30.0
@@ -197,6 +198,7 @@ class Supervisor:
             config=server_view(self.composition, instance, own, self._replicas),
             credentials=self.keys.for_server(instance, ROLES[block.server_type], targets),
             run_id=self.run_id,
+            metrics_token=self.keys.metrics_token,
             state_dir=str(self._state_dir(server.name)),
             endpoints=endpoints(self.composition, instance, own, self._replicas),
             **self._outside(server),
@@ -426,6 +428,7 @@ class Supervisor:
             root_key=self.keys.to_hex(),
             chosen=dict(self.composition.chosen),
             config=pipeline_view(self.composition, self._addresses, self._replicas),
+            observability=dict(self.composition.values.get(OBSERVABILITY) or {}),
             servers=tuple(
                 ServerEntry(
                     instance=server.instance,
@@ -441,7 +444,10 @@ class Supervisor:
         )
 
     def write_stack(self) -> None:
-        write_stack(self.stack())
+        stack = self.stack()
+        write_stack(stack)
+        servers = [(server.instance, server.server_type, server.url) for server in stack.servers]
+        write_scraping(self.run_dir, self.keys.metrics_token, servers, self.run_id)
 
 
 def _kill_group(pid: int) -> None:

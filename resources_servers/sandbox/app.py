@@ -9,17 +9,20 @@ from typing import Any, ClassVar
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from pydantic import PrivateAttr
+from starlette.requests import Request
 
+from nemo_gym.broker.access import is_trusted
 from nemo_gym.broker.config import BrokerConfig
 from nemo_gym.broker.routes.bodies import RequestIdMiddleware, problem_reply
 from nemo_gym.broker.routes.execs import add_direct_submissions
 from nemo_gym.broker.routes.table import install_routes, invalid_parameter, not_ready
 from nemo_gym.broker.service import BrokerService, assemble
 from nemo_gym.contract.credentials import Role
-from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError, CredentialError
 from nemo_gym.http.problems import shape_errors
 from nemo_gym.http.server import SimpleServer
 from nemo_gym.sandbox.registry import SandboxOwner
+from nemo_gym.sandbox.wire.problems import BrokerError
 
 
 class SandboxBroker(SimpleServer):
@@ -73,6 +76,19 @@ class SandboxBroker(SimpleServer):
 
     async def ready(self) -> dict[str, Any] | None:
         return await not_ready(self.broker)
+
+    def metrics_text(self) -> bytes:
+        return super().metrics_text() + self.broker.metrics.render()
+
+    def require_scraper(self, request: Request) -> None:
+        """The run's token, or a caller's credential of any role but `agent`: metrics tell of all who have boxes."""
+        try:
+            super().require_scraper(request)
+        except CredentialError:
+            caller = self.broker.access.caller(request)
+            if not is_trusted(caller.role) and not self.broker.access.is_outsider(caller):
+                said = f"/metrics is not for '{caller.name}', which is '{caller.role}'"
+                raise BrokerError("not_permitted", said) from None
 
     def facts(self) -> dict[str, Any]:
         return {"provider": self.broker.backend.name, "identity": self.broker.backend.identity}

@@ -11,6 +11,7 @@ import orjson
 
 from nemo_gym.contract.errors import ServerError
 from nemo_gym.contract.session import McpServer
+from nemo_gym.http.tracing import tool_call
 
 if TYPE_CHECKING:
     from nemo_gym.agent.harness.mcp_client import McpConnection
@@ -83,9 +84,13 @@ class Toolbox:
             given = None
         if not isinstance(given, dict):
             return "the arguments are not a JSON object", True
-        if (tool := self._mcp.get(name)) is not None:
-            return await self._call_mcp(tool, given)
-        return await self._call_route(name, given)
+        with tool_call(name) as calling:
+            if (tool := self._mcp.get(name)) is not None:
+                text, is_error = await self._call_mcp(tool, given)
+            else:
+                text, is_error = await self._call_route(name, given)
+            calling.outcome = "tool_error" if is_error else "ok"
+        return text, is_error
 
     async def _call_mcp(self, tool: _McpTool, arguments: dict[str, Any]) -> tuple[str, bool]:
         from mcp import MCPError

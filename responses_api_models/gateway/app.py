@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from nemo_gym.gateway.routes import (
     engine_routes,
     require_engine,
 )
+from nemo_gym.gateway.routing.health import HealthState
 from nemo_gym.gateway.routing.pool import EnginePool
 from nemo_gym.gateway.sessions import (
     COMPLETION_TOKEN_PREFIX,
@@ -47,6 +49,7 @@ from nemo_gym.gateway.sessions import (
 )
 from nemo_gym.gateway.text_backend import TextBackend
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError
+from nemo_gym.http.metrics import Reading
 from nemo_gym.http.middleware import require_role
 from nemo_gym.http.problems import JsonResponse, parse_json_object, refuse_encoded
 from nemo_gym.http.server import Application
@@ -111,6 +114,18 @@ class Gateway(SimpleResponsesAPIModel):
     async def preflight(self) -> list[EngineCheck]:
         ours = self._backend.context_tokens
         return [_compared(check, ours) for check in await self._pool.check(self._backend.tokenizer_probe)]
+
+    def readings(self) -> Iterable[Reading]:
+        yield from super().readings()
+        engines, waiting = self._pool.router.status(), float(self._pool.router.waiting)
+        named = [({"engine": one.name}, one) for one in engines]
+        up = [(labels, float(one.state is HealthState.UP and not one.draining)) for labels, one in named]
+        yield Reading("nemo_gym_engine_up", "Whether an engine gets calls", up)
+        running = [(labels, float(one.in_flight)) for labels, one in named]
+        yield Reading("nemo_gym_engine_calls_in_flight", "Calls that an engine is answering", running)
+        yield Reading("nemo_gym_engine_calls_waiting", "Calls without a place at any engine", [({}, waiting)])
+        sessions = [({"state": state}, float(count)) for state, count in self._durable.states.items()]
+        yield Reading("nemo_gym_gateway_sessions", "Sessions that are kept, by state", sessions)
 
     def journal_dir(self) -> Path:
         if self.config.journal_dir is not None:

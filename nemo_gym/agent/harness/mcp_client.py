@@ -41,6 +41,7 @@ from mcp.types import (
 from nemo_gym.contract.session import McpServer
 from nemo_gym.http.client import get_global_aiohttp_client
 from nemo_gym.http.correlation import ROLLOUT_PATH_PREFIX
+from nemo_gym.http.tracing import inject
 
 CONNECT_TIMEOUT_S = 30.0
 READ_TIMEOUT_S = 300.0
@@ -147,12 +148,14 @@ class PostDispatcher:
         """The result. Raises `MCPError` for an error and for no answer in time, `McpServerError`, and what `aiohttp`
         raises. A caller that is cancelled closes the reply, which is how a request is cancelled."""
         options = opts or {}
+        headers = {**self._server.headers, **_MESSAGE_HEADERS, **options.get("headers", {})}
+        inject(headers)
         request = {"jsonrpc": "2.0", "id": next(self._ids), "method": method, "params": params or {}}
         try:
             async with get_global_aiohttp_client().post(
                 self._server.url,
                 data=orjson.dumps(request),
-                headers={**self._server.headers, **_MESSAGE_HEADERS, **options.get("headers", {})},
+                headers=headers,
                 timeout=aiohttp.ClientTimeout(options.get("timeout", READ_TIMEOUT_S), sock_connect=CONNECT_TIMEOUT_S),
                 allow_redirects=False,
             ) as reply:
@@ -201,13 +204,16 @@ class SharedSessionTransport(httpx2.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         limits = request.extensions.get("timeout", {})
+        sent = [*request.headers.multi_items()]
+        inject(context := dict[str, str]())
+        sent += context.items()
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=limits.get("connect"), sock_read=limits.get("read"))
         try:
             reply = await get_global_aiohttp_client().request(
                 request.method,
                 yarl.URL(str(request.url), encoded=True),
                 data=await request.aread(),
-                headers=request.headers.multi_items(),
+                headers=sent,
                 timeout=timeout,
                 allow_redirects=False,
             )

@@ -19,6 +19,7 @@ from nemo_gym.contract.session import InferenceEndpoint
 from nemo_gym.contract.verdict import is_context_exceeded
 from nemo_gym.http.client import get_global_aiohttp_client
 from nemo_gym.http.openai_client import SHOULD_RETRY_HEADER
+from nemo_gym.http.tracing import inject
 
 RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 FIRST_BACKOFF_S = 1.0
@@ -50,6 +51,8 @@ class PolicyClient:
         """The endpoint's answer to ``body``, a JSON object. Raises `ModelError` when the endpoint refuses, or fails
         every try."""
         data = orjson.dumps({**body, "model": self._model})
+        headers = {**self._headers}
+        inject(headers)
         session = get_global_aiohttp_client()
         backoff = Backoff(
             first_s=FIRST_BACKOFF_S, longest_s=MAX_BACKOFF_S, tries=self._max_tries, jitter=NETWORK_JITTER
@@ -57,7 +60,7 @@ class PolicyClient:
         while True:
             try:
                 async with session.post(
-                    self._base_url + route, data=data, headers=self._headers, timeout=self._timeout
+                    self._base_url + route, data=data, headers=headers, timeout=self._timeout
                 ) as reply:
                     content = await reply.read()
                     if reply.status == 200:

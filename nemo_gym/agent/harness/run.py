@@ -41,6 +41,7 @@ from nemo_gym.contract.session import (
     HarvestItem,
 )
 from nemo_gym.contract.verdict import is_context_exceeded, outcome_of_refusal
+from nemo_gym.http.tracing import step
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 
@@ -252,11 +253,12 @@ async def run_in_box(
     setup_s = time.monotonic() - started
     timeout_s = None if context.wall_clock_s is None else max(context.wall_clock_s - setup_s, 1.0)
     try:
-        process = await world.start_exec(_request(context, command, timeout_s))
-        watching = until_over(
-            world, reader, max_turns=context.max_turns, max_model_failures=settings.max_model_failures
-        )
-        end, stopped = await follow(process, Sinks(reader, output, errors), timeout_s, watching)
+        with step("box_exec", command=harness.name, sandbox_id=world.handle.sandbox_id):
+            process = await world.start_exec(_request(context, command, timeout_s))
+            watching = until_over(
+                world, reader, max_turns=context.max_turns, max_model_failures=settings.max_model_failures
+            )
+            end, stopped = await follow(process, Sinks(reader, output, errors), timeout_s, watching)
         if end.outcome is ExecOutcome.LOST:
             lost = f"box {world.handle.sandbox_id} was lost while the harness ran in it"
             raise SandboxLostError(lost, retryable=True)

@@ -7,10 +7,9 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
-from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
 from nemo_gym.broker.access import is_trusted
 from nemo_gym.broker.routes import execs
@@ -74,14 +73,6 @@ def service_routes(broker: BrokerService) -> APIRouter:
         if missing is None:
             return JsonResponse({"status": "ready"})
         return JsonResponse({"status": "not_ready", **missing}, status_code=503)
-
-    @router.get("/metrics", summary="Metrics in Prometheus' format", response_class=PlainTextResponse)
-    async def metrics(request: Request) -> Response:
-        """Takes a caller's credential, of any role but `agent`: they tell of all who have boxes here."""
-        caller = broker.access.caller(request)
-        if not is_trusted(caller.role) and not broker.access.is_outsider(caller):
-            raise BrokerError("not_permitted", f"/metrics is not for '{caller.name}', which is '{caller.role}'")
-        return Response(broker.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     return router
 

@@ -30,6 +30,7 @@ from nemo_gym.environment.route_tools import RouteTool, catch_all_of, tools_of
 from nemo_gym.http.correlation import ROLLOUT_ID_HEADER, rollout_path_prefix
 from nemo_gym.http.middleware import CookieCodec
 from nemo_gym.http.problems import problem_response
+from nemo_gym.http.tracing import TRACEPARENT, attempt_context, tool_call
 
 if TYPE_CHECKING:
     from mcp.server import ServerRequestContext
@@ -194,7 +195,12 @@ class McpEndpoint:
         headers = {"Cookie": f"{cookie}={before}", ROLLOUT_ID_HEADER: attempt.rollout_id}
         if (credential := self._server.own_credential()) is not None:
             headers[CREDENTIAL_HEADER] = credential
-        reply = await call_route(self._app, tool.path, params.arguments or {}, headers)
+        assert context.request is not None
+        parent = attempt_context(attempt, context.request.headers.get(TRACEPARENT))
+        with tool_call(tool.name, parent=parent, rollout_id=attempt.rollout_id) as calling:
+            reply = await call_route(self._app, tool.path, params.arguments or {}, headers)
+            if not reply.ok:
+                calling.outcome = str(reply.status)
         await self._keep_session(attempt, cookie, before, reply.headers.getlist("set-cookie"))
         if reply.status >= 500:
             log.warning("a tool failed", tool=tool.name, rollout_id=attempt.rollout_id, status=reply.status)

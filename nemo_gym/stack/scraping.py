@@ -1,0 +1,64 @@
+"""What Prometheus needs to read a run: its servers, and the token they want.
+
+    prometheus --config.file=<run_dir>/prometheus.yml
+
+``metrics/*.json`` holds the targets, one file each for the servers and for a pipeline, which Prometheus reads again
+when they change. All is readable by its owner only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+TOKEN_FILE = "metrics.token"
+SCRAPE_FILE = "prometheus.yml"
+TARGETS = "metrics"
+JOB = "nemo_gym"
+
+
+def write_scraping(run_dir: Path, token: str, servers: Sequence[tuple[str, str, str]], run_id: str) -> None:
+    """Write the run's scrape configuration. ``servers``: instance, server type and URL of each."""
+    folder = run_dir / TARGETS
+    folder.mkdir(mode=0o700, exist_ok=True)
+    _write(run_dir / TOKEN_FILE, token)
+    job = {
+        "job_name": JOB,
+        "authorization": {"credentials_file": str(run_dir / TOKEN_FILE)},
+        "file_sd_configs": [{"files": [str(folder / "*.json")]}],
+    }
+    # JSON is YAML.
+    _write(run_dir / SCRAPE_FILE, json.dumps({"scrape_configs": [job]}, indent=1) + "\n")
+    targets = [_target(url, server=name, server_type=kind, run_id=run_id) for name, kind, url in servers]
+    _write(folder / "servers.json", json.dumps(targets, indent=1))
+
+
+@contextmanager
+def added_target(run_dir: Path, name: str, url: str, run_id: str) -> Iterator[None]:
+    """One more target of the run until the block ends."""
+    folder = run_dir / TARGETS
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder / f"{name}-{os.getpid()}.json"
+    _write(path, json.dumps([_target(url, server=name, server_type=name, run_id=run_id)], indent=1))
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _target(url: str, **labels: str) -> Mapping[str, Any]:
+    parts = urlsplit(url)
+    return {"targets": [parts.netloc], "labels": {"__scheme__": parts.scheme, **labels}}
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    partial.replace(path)

@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 6 ? n + 2 : 8)))
 FAST_JOBS ?= $(shell echo $$(($$(nproc) + 1)))
 
-.PHONY: help setup system test-system engine clis trainers rollouts test test-fast test-full lint format clean
+.PHONY: docs help setup system test-system engine clis trainers rollouts test test-fast test-full lint format clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -53,6 +53,9 @@ test-full: test-system engine clis trainers lint ## also real engines and traine
 	@scripts/install-engines vllm
 	@scripts/with-engine $(PY) -m pytest -q $(ARGS)
 	@scripts/with-engine scripts/campaigns
+
+docs: setup      ## the documentation as static pages, in fern/site; broken links, components and code blocks fail
+	@$(PY) -m nemo_gym.view.docs
 
 format: setup    ## rewrite the code in the project's format
 	@.venv/bin/ruff check --fix .

@@ -41,8 +41,10 @@ def view(argv: Sequence[str]) -> int:
         metavar="FILE",
         help="the token of the service of a URL, or its service.json (NEMO_GYM_SERVICE_TOKEN)",
     )
+    parser.add_argument("--docs", metavar="FOLDER", help="the documentation that 'make docs' built (fern/site)")
     parser.add_argument("--prices", metavar="FILE", help="what a million tokens cost, by agent, as YAML")
     arguments = parser.parse_args(argv)
+    from nemo_gym.view.docs import SITE
     from nemo_gym.view.queries import Prices
     from nemo_gym.view.runs import Runs
     from nemo_gym.view.server import viewer
@@ -54,7 +56,8 @@ def view(argv: Sequence[str]) -> int:
         raise ConfigError("--token-file: is the token of a service; name its URL, too", key="--token-file")
     paths = [Path(each) for each in arguments.paths or ["results"] if "://" not in each]
     runs = Runs(paths, Prices.read(Path(arguments.prices)) if arguments.prices else None, services)
-    app, token = viewer(runs, arguments.host, _password(arguments.password_file))
+    docs = SITE if arguments.docs is None else Path(arguments.docs)
+    app, token = viewer(runs, arguments.host, _password(arguments.password_file), docs)
     listener = _listen(arguments.host, arguments.port)
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host

@@ -57,6 +57,39 @@ def _of_run(index: ResultIndex) -> Iterable[dict[str, Any]]:
         if explained is not None:
             named = [f"{each['task_id']}#{each['sample_index']}" for each in group["named"][:EXAMPLES]]
             yield {**explained, "rollouts": group["rollouts"], "named": named, "label": group["label"]}
+    if (stopped := _stopped(index)) is not None:
+        yield stopped
+
+
+def _stopped(index: ResultIndex) -> dict[str, Any] | None:
+    """What a run that was stopped has left, told by those that were under way."""
+    from nemo_gym.view import live
+    from nemo_gym.view.logs import lines_of
+    from nemo_gym.view.why import CAUSES
+
+    found = live.left_over(index.files)
+    if found is None:
+        return None
+    count, begun = found
+    folders = live.server_logs(index.files)
+    lines = [line for each in begun[:EXAMPLES] for line in lines_of(folders, each["rollout_id"])]
+    first = [f"{each['task_id']}#{each['sample_index']} in attempt {each['attempt']}" for each in begun[:EXAMPLES]]
+    more = ", …" if len(begun) > EXAMPLES else ""
+    return {
+        **CAUSES["stopped"].as_data(),
+        "evidence": [
+            f"{count} rollouts have no end, and no command works on them",
+            *([f"begun: {', '.join(first)}{more}"] if begun else []),
+        ],
+        "rollouts": count,
+        "named": [f"{each['task_id']}#{each['sample_index']}" for each in begun[:EXAMPLES]],
+        "label": "no verdict yet",
+        "rollout_id": None,
+        "log_lines": [_line(line) for line in lines[-MAX_LOG_LINES:]],
+        "log_folders": [str(folder) for folder in folders],
+        "evaluation_log": None,
+        "failing_lines": [],
+    }
 
 
 def _of_rollout(index: ResultIndex, rollout: str) -> dict[str, Any] | None:
@@ -136,4 +169,5 @@ def _print(index: ResultIndex, classes: Sequence[Mapping[str, Any]]) -> None:
             where = ", ".join(each["log_folders"]) or "their folder is not known, or no longer there"
             say(f"  no server logged anything about it ({where})", "dim")
         say(f"  what helps: {each['helps']}")
-        say(f"  more: ng_show {index.files.output} {each['rollout_id']}", "dim")
+        if each["rollout_id"] is not None:
+            say(f"  more: ng_show {index.files.output} {each['rollout_id']}", "dim")

@@ -20,6 +20,8 @@ from nemo_gym.rollouts.store.sql import LOGS_KEY
 
 RATE_WINDOW_S = 300.0
 MAX_RUNNING = 200
+MAX_BEGUN = 20
+_LEFT = "state IN ('queued', 'claimed')"
 
 
 def is_collecting(files: RunFiles) -> bool:
@@ -110,6 +112,25 @@ def _progress(connection: sqlite3.Connection, files: RunFiles, collecting: bool)
         "seconds_left": left / rate if rate and left and collecting else None,
         "running": running,
     }
+
+
+def left_over(files: RunFiles) -> tuple[int, list[dict[str, Any]]] | None:
+    """How many rollouts a stopped run has left, and those of them that were begun, the first few; ``None`` for a run
+    that goes on or is at its end, and where its database cannot be read."""
+    if not files.store.exists() or is_collecting(files):
+        return None
+    try:
+        with _reading(files.store) as connection:
+            (count,) = connection.execute(f"SELECT count(*) FROM jobs WHERE {_LEFT}").fetchone()
+            begun = connection.execute(
+                f"SELECT job_id, task_id, sample_index, attempt FROM jobs WHERE {_LEFT} AND attempt > 0"
+                " ORDER BY seq LIMIT ?",
+                (MAX_BEGUN,),
+            ).fetchall()
+    except sqlite3.Error:
+        return None
+    named = [dict(zip(("rollout_id", "task_id", "sample_index", "attempt"), each, strict=True)) for each in begun]
+    return (count, named) if count else None
 
 
 def run_info(files: RunFiles) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nemo_gym.contract.errors import ConfigError, NemoGymError
 from nemo_gym.view import logs
+from nemo_gym.view.docs import SITE
 from nemo_gym.view.queries import (
     TableQuery,
     aggregate_metrics,
@@ -71,7 +72,7 @@ class Pages:
         self._runs = runs
         self._limit = anyio.CapacityLimiter(THREADS)
 
-    def application(self) -> Starlette:
+    def application(self, docs: Path) -> Starlette:
         questions: dict[str, Question] = {
             "/api/runs": self.list_runs,
             "/api/runs/{run}": self.one_run,
@@ -90,6 +91,7 @@ class Pages:
                 Route("/", _start_page),
                 *(Route(path, self._answer(question)) for path, question in questions.items()),
                 Mount("/static", StaticFiles(directory=STATIC)),
+                Mount("/docs", StaticFiles(directory=docs, html=True) if docs.is_dir() else _NO_DOCUMENTATION),
             ]
         )
 
@@ -208,6 +210,11 @@ def _json(value: Any, status: int = 200) -> Response:
     )
 
 
+_NO_DOCUMENTATION = PlainTextResponse(
+    "The documentation has not been built here: 'make docs' does, then start ng_view again.", 404
+)
+
+
 async def _start_page(request: Request) -> Response:
     return FileResponse(STATIC / "index.html")
 
@@ -290,8 +297,9 @@ LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 MIN_PASSWORD_CHARS = 8
 
 
-def viewer(runs: Runs, host: str, password: str | None) -> tuple[ASGIApp, str | None]:
-    """The application, and the token of its URL; none where a password is asked for instead. Raises `ConfigError`."""
+def viewer(runs: Runs, host: str, password: str | None, docs: Path = SITE) -> tuple[ASGIApp, str | None]:
+    """The application, and the token of its URL; none where a password is asked for instead. ``docs`` is the folder of
+    the documentation's site. Raises `ConfigError`."""
     if host not in LOOPBACK and password is None:
         raise ConfigError(
             f"host '{host}' can be reached from other machines, and result files hold gold answers: give a password in"
@@ -301,4 +309,4 @@ def viewer(runs: Runs, host: str, password: str | None) -> tuple[ASGIApp, str | 
         raise ConfigError(f"the password has fewer than {MIN_PASSWORD_CHARS} characters")
     token = None if password is not None else secrets.token_urlsafe(24)
     hosts = LOOPBACK | {host} if host in LOOPBACK else frozenset()
-    return Door(Pages(runs).application(), token=token, password=password, hosts=hosts), token
+    return Door(Pages(runs).application(docs), token=token, password=password, hosts=hosts), token

@@ -149,6 +149,12 @@ CAUSES = {
             "Nothing is wrong. The same command with retry_failed=true runs it.",
         ),
         Cause(
+            "stopped",
+            "The run was stopped",
+            "The command that collected was interrupted, or ended, before these rollouts did.",
+            "The same ng_run command goes on with it; what has ended is not run again.",
+        ),
+        Cause(
             "deadline",
             "A stage took too long",
             "A stage did not end within its deadline.",

@@ -100,6 +100,8 @@ async def judge(
         findings = [*await asyncio.to_thread(findings_in_patch, patch), run.refusal]
         details = {"run": "the tests were not run: the patch does other than it says"}
         return Judgement(Verdict.of(0.0, official=official, findings=findings, details=details))
+    if run.outcome is not ExecOutcome.EXITED:
+        log.warning("the tests were ended", instance_id=row.instance_id, outcome=str(run.outcome))
     grade, respelled = await graded(row, run)
     if grade.unread:
         await _require_gold(site, row, grade.unread, run.log)

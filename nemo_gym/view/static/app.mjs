@@ -46,6 +46,7 @@ function App() {
   return html`
     <header class="bar">
       <a class="home" href="#/">Runs</a>
+      <a href="/docs/">Documentation</a>
       <span class="grow"></span>
       <button onClick=${flipTheme} aria-label="switch between dark and light" title="dark or light (t)">◐</button>
       <button onClick=${() => setHelp(!help)} aria-expanded=${help} aria-label="keys" title="keys (?)">?</button>

@@ -1,0 +1,396 @@
+"""The documentation as a site of static pages: `python -m nemo_gym.view.docs [fern] [site]`, or `make docs`.
+
+Pages are Markdown in the order of fern's `docs.yml`. They become HTML that needs no script and no network, works from
+a disk, and is served by `ng_view` under /docs. What is broken fails the build, with page and line: links and anchors,
+pages that the navigation leaves out or that are not there, components that nobody knows, and code blocks that do not
+parse.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import yaml
+
+from nemo_gym._util.files import INSTALL_ROOT
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.view.diagram import DiagramError, sequence_diagram
+
+SOURCE = INSTALL_ROOT / "fern"
+SITE = INSTALL_ROOT / "fern" / "site"
+STATIC = Path(__file__).parent / "static"
+COMPONENTS = {"Note": "Note", "Tip": "Tip", "Info": "Note", "Warning": "Warning"}
+"""Those of fern's components that pages may use, with the word that the box begins with."""
+_COMPONENT = re.compile(r"\s*<(/?)([A-Za-z][\w.-]*)\s*(/?)>\s*")
+_COMMENT = re.compile(r"\s*<!--.*?-->\s*", re.DOTALL)
+_TITLE = re.compile(r'title="(?P<title>[^"]+)"')
+_SHOWN_AS_TEXT = {".yaml", ".yml", ".sh", ".sub", ".py", ".toml", ".jsonl", ".txt", ""}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Problem:
+    """What is broken, and where."""
+
+    path: Path
+    line: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.what}"
+
+
+@dataclass(slots=True)
+class Page:
+    """One Markdown file and where it goes in the site."""
+
+    source: Path
+    name: str
+    title: str
+    section: str | None
+    tokens: list[Any] = field(repr=False, default_factory=list)
+    anchors: dict[int, str] = field(default_factory=dict)
+    """Of headings, by their place among the tokens."""
+
+
+class Site:
+    """Reads pages, collects what is wrong with them, and writes them."""
+
+    def __init__(self, source: Path) -> None:
+        from markdown_it import MarkdownIt
+
+        self.source = source.resolve()
+        self.root = self.source.parent
+        self.problems: list[Problem] = []
+        self._markdown = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
+        setattr(self._markdown, "validateLink", lambda url: True)  # noqa: B010 - `_link` says what is wrong with one
+        self.pages: dict[Path, Page] = {}
+        self.title = "Documentation"
+        self._files: dict[Path, str] = {}
+        self._read()
+
+    # Reading
+
+    def _read(self) -> None:
+        path = self.source / "docs.yml"
+        try:
+            held = yaml.safe_load(path.read_text(encoding="utf-8"))
+            self.title = str(held["title"])
+            listed = [
+                (str(section["section"]), each) for section in held["navigation"] for each in section["contents"]
+            ]
+        except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+            raise ConfigError(f"'{path}' is no navigation of a site: {type(error).__name__}: {error}") from error
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for section, each in listed:
+            file = self.source / str(each["path"])
+            line = next((number for number, text in enumerate(lines, 1) if str(each["path"]) in text), 1)
+            if not file.is_file():
+                self.problems.append(Problem(path, line, f"there is no page '{each['path']}'"))
+            elif file in self.pages:
+                self.problems.append(Problem(path, line, f"'{each['path']}' is listed twice"))
+            else:
+                self._add(file, f"{file.stem}.html", str(each["page"]), section)
+        for file in sorted((self.source / "pages").glob("*.md")):
+            if file not in self.pages:
+                self.problems.append(Problem(file, 1, "docs.yml does not list this page"))
+                self._add(file, f"{file.stem}.html", file.stem, None)
+
+    def _add(self, file: Path, name: str, title: str, section: str | None) -> Page:
+        page = Page(file, name, title, section, self._markdown.parse(file.read_text(encoding="utf-8")))
+        seen: dict[str, int] = {}
+        for place, token in enumerate(page.tokens):
+            if token.type == "heading_open":
+                words = "".join(each.content for each in page.tokens[place + 1].children)
+                anchor = re.sub(r"[^\w\- ]", "", words.lower()).strip().replace(" ", "-")
+                again = seen[anchor] = seen.get(anchor, -1) + 1
+                page.anchors[place] = anchor if not again else f"{anchor}-{again}"
+        self.pages[file] = page
+        return page
+
+    # Checking and rendering
+
+    def render(self) -> dict[str, str]:
+        """Every page's HTML by its name in the site; `problems` hold what is wrong."""
+        bodies: dict[str, str] = {}
+        waiting = [*self.pages.values()]
+        while waiting:
+            page = waiting.pop(0)
+            known = set(self.pages)
+            self._prepare(page)
+            waiting += [self.pages[path] for path in self.pages if path not in known]  # files that pages link to
+            bodies[page.name] = self._markdown.renderer.render(page.tokens, self._markdown.options, {})
+        order = [page for page in self.pages.values() if page.section is not None]
+        return {page.name: self._framed(page, bodies[page.name], order) for page in self.pages.values()}
+
+    def _prepare(self, page: Page) -> None:
+        """Make a page's tokens those that are written, and note what is wrong with them."""
+        opened: list[tuple[str, int]] = []
+        prefix = "../" * page.name.count("/")
+        for place, token in enumerate(page.tokens):
+            line = token.map[0] + 1 if token.map else 1
+            if token.type == "heading_open":
+                token.attrSet("id", page.anchors[place])
+            elif token.type in ("th_open", "td_open") and "style" in token.attrs:
+                # A style of its own would be refused by the policy of the viewer's pages.
+                token.attrSet("class", str(token.attrs.pop("style")).rpartition(":")[2])
+            elif token.type == "fence":
+                token.type, token.content = "html_block", self._code(page, token, line)
+            elif token.type == "code_block":
+                token.type, token.content = "html_block", _scrolling("code", f"<pre>{escape(token.content)}</pre>")
+            elif token.type == "html_block":
+                token.content = self._html(page, token.content, line, opened)
+            elif token.type == "inline":
+                at = line
+                for child in token.children:
+                    if child.type in ("softbreak", "hardbreak"):
+                        at += 1
+                    elif child.type == "link_open":
+                        child.attrSet("href", self._link(page, str(child.attrGet("href") or ""), at, prefix))
+                    elif child.type == "image":
+                        child.attrSet("src", self._link(page, str(child.attrGet("src") or ""), at, prefix))
+                        if not child.content:
+                            self._wrong(page, at, "an image has no text in place of it")
+                    elif child.type == "html_inline":
+                        child.content = self._html(page, child.content, at, opened)
+        for name, line in opened:
+            self._wrong(page, line, f"<{name}> is not closed")
+
+    def _html(self, page: Page, text: str, line: int, opened: list[tuple[str, int]]) -> str:
+        """What becomes of HTML in a page: components and comments, and nothing else."""
+        text = _COMMENT.sub("", text)
+        written = []
+        while text.strip():
+            found = _COMPONENT.match(text)
+            name = found[2] if found else (re.search(r"<\s*/?\s*([\w.-]+)", text) or ["", text.strip()[:40]])[1]
+            if found is None or name not in COMPONENTS or found[3]:
+                known = ", ".join(f"<{each}>" for each in COMPONENTS)
+                self._wrong(page, line, f"unknown component <{name}>; pages may use {known}, each on lines of its own")
+                return ""
+            if not found[1]:
+                opened.append((name, line))
+                written.append(f'<aside class="{COMPONENTS[name].lower()}"><b>{COMPONENTS[name]}</b> ')
+            elif opened and opened[-1][0] == name:
+                opened.pop()
+                written.append("</aside>")
+            else:
+                self._wrong(page, line, f"</{name}> closes nothing")
+            text = text[found.end() :]
+        return "".join(written)
+
+    def _link(self, page: Page, target: str, line: int, prefix: str) -> str:
+        """Where a link leads within the site."""
+        if re.match(r"[a-z][a-z0-9+.-]*:", target):
+            if not target.startswith(("https:", "http:", "mailto:")):
+                self._wrong(page, line, f"link '{target}': a page leads to https, http and mailto only")
+            return target
+        name, _, anchor = unquote(target).partition("#")
+        file = (page.source.parent / name).resolve() if name else page.source
+        if not file.is_file() or not file.is_relative_to(self.root):
+            self._wrong(page, line, f"link '{target}': there is no file '{name}'")
+            return "#"
+        if file.suffix != ".md":
+            return prefix + self._file(file)
+        other = self.pages.get(file)
+        if other is None:
+            other = self._add(
+                file, f"files/{file.relative_to(self.root).with_suffix('.html')}", file.parent.name, None
+            )
+        if anchor and anchor not in other.anchors.values():
+            self._wrong(page, line, f"link '{target}': '{file.name}' has no heading '#{anchor}'")
+        return f"{prefix}{other.name}" + (f"#{anchor}" if anchor else "")
+
+    def _file(self, file: Path) -> str:
+        """The place in the site of a file that is copied."""
+        within = file.relative_to(self.source if file.is_relative_to(self.source) else self.root)
+        name = f"files/{within}" + (".txt" if file.suffix in _SHOWN_AS_TEXT and file.suffix != ".txt" else "")
+        self._files[file] = name
+        return name
+
+    def _code(self, page: Page, token: Any, line: int) -> str:
+        language, _, rest = str(token.info).strip().partition(" ")
+        title = _TITLE.search(rest)
+        name = title["title"] if title else ""
+        for number, what in faults_of(language, token.content, name):
+            self._wrong(page, line + number, f"{language} that does not parse: {what}")
+        if language == "mermaid":
+            try:
+                drawn = sequence_diagram(token.content)
+            except DiagramError as error:
+                self._wrong(page, line + error.line, f"mermaid that does not parse: {error}")
+                return ""
+            return _scrolling("diagram", drawn)
+        shown = self._coloured(page, token.content, language, line)
+        caption = f"<figcaption>{escape(name)}</figcaption>" if name else ""
+        code = _scrolling(name or "code", f"<pre><code>{shown}</code></pre>")
+        return f'<figure class="code">{caption}{code}</figure>\n'
+
+    def _coloured(self, page: Page, code: str, language: str, line: int) -> str:
+        if not language or language == "text":
+            return escape(code)
+        from pygments import highlight
+        from pygments.formatters import HtmlFormatter
+        from pygments.lexers import get_lexer_by_name
+        from pygments.util import ClassNotFound
+
+        try:
+            lexer = get_lexer_by_name(language, stripnl=False)
+        except ClassNotFound:
+            self._wrong(page, line, f"code block of an unknown language '{language}'")
+            return escape(code)
+        return str(highlight(code, lexer, HtmlFormatter(nowrap=True)))
+
+    def _wrong(self, page: Page, line: int, what: str) -> None:
+        self.problems.append(Problem(page.source, line, what))
+
+    # Writing
+
+    def _framed(self, page: Page, body: str, order: Sequence[Page]) -> str:
+        prefix = "../" * page.name.count("/")
+        sections: dict[str, list[Page]] = {}
+        for each in order:
+            sections.setdefault(str(each.section), []).append(each)
+        listed = "".join(
+            f"<h2>{escape(name)}</h2><ul>"
+            + "".join(
+                f'<li><a href="{prefix}{each.name}"{CURRENT if each is page else ""}>{escape(each.title)}</a></li>'
+                for each in pages
+            )
+            + "</ul>"
+            for name, pages in sections.items()
+        )
+        headings = [
+            (page.anchors[place], "".join(each.content for each in page.tokens[place + 1].children))
+            for place, token in enumerate(page.tokens)
+            if token.type == "heading_open" and token.tag == "h2"
+        ]
+        contents = "".join(f'<li><a href="#{anchor}">{escape(words)}</a></li>' for anchor, words in headings)
+        here = order.index(page) if page in order else None
+        around = [order[at] if here is not None and 0 <= at < len(order) else None for at in _around(here)]
+        links = "".join(
+            f'<a rel="{rel}" href="{prefix}{each.name}">{arrow.format(escape(each.title))}</a>'
+            for each, rel, arrow in zip(around, ("prev", "next"), ("← {}", "{} →"), strict=True)
+            if each is not None
+        )
+        return (
+            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+            f'<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f"<title>{escape(page.title)} · {escape(self.title)}</title>"
+            f'<link rel="icon" href="{prefix}icon.svg">'
+            f'<link rel="stylesheet" href="{prefix}docs.css"></head><body>'
+            f'<header><a href="{prefix}index.html">{escape(self.title)}</a></header>'
+            f'<div class="columns"><nav aria-label="pages"><details><summary>Pages</summary>{listed}</details>'
+            f'<div class="wide">{listed}</div></nav>'
+            f"<main>{_tables_scroll(body)}"
+            + (f'<nav class="around" aria-label="next and previous page">{links}</nav>' if links else "")
+            + "</main>"
+            + (f'<nav class="contents" aria-label="on this page"><ul>{contents}</ul></nav>' if headings else "")
+            + "</div></body></html>\n"
+        )
+
+    def write(self, site: Path) -> int:
+        """Write every page below ``site``, which is made anew; how many there are. Nothing is written where something
+        is wrong."""
+        pages = self.render()
+        if self.problems:
+            return 0
+        if site.exists() and not (site / "docs.css").exists():
+            raise ConfigError(f"'{site}' is there and is no site of this program; name another folder, or remove it")
+        shutil.rmtree(site, ignore_errors=True)
+        for name, text in pages.items():
+            path = site / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        for file, name in self._files.items():
+            (site / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, site / name)
+        for name in ("docs.css", "icon.svg"):
+            shutil.copyfile(STATIC / name, site / name)
+        return len(pages)
+
+
+CURRENT = ' aria-current="page"'
+
+
+def _around(here: int | None) -> tuple[int, int]:
+    return (-1, -1) if here is None else (here - 1, here + 1)
+
+
+def _scrolling(label: str, inner: str) -> str:
+    """A box that scrolls sideways, also by keyboard."""
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">{inner}</div>'
+
+
+def _tables_scroll(body: str) -> str:
+    opened = '<div class="scroll" tabindex="0" role="region" aria-label="table"><table'
+    return body.replace("<table", opened).replace("</table>", "</table></div>")
+
+
+def faults_of(language: str, code: str, title: str = "") -> Iterator[tuple[int, str]]:
+    """The first thing that keeps a code block from being read: its line within the block, from 1, and what it is."""
+    try:
+        match language:
+            case "python":
+                compile(code, title or "block", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            case "json" if title.endswith(".jsonl"):
+                for number, line in enumerate(code.splitlines()):
+                    try:
+                        json.loads(line)
+                    except json.JSONDecodeError as error:
+                        yield number + 1, error.msg
+                        return
+            case "json":
+                json.loads(code)
+            case "toml":
+                tomllib.loads(code)
+            case "yaml":
+                for _ in yaml.compose_all(code, Loader=yaml.SafeLoader):
+                    pass
+            case "bash" | "sh":
+                checked = subprocess.run(["bash", "-n"], input=code, capture_output=True, text=True, check=False)
+                if checked.returncode:
+                    said = checked.stderr.strip().splitlines()[0]
+                    found = re.search(r"line (\d+): (.*)", said)
+                    yield (int(found[1]), found[2]) if found else (1, said)
+    except SyntaxError as error:
+        yield error.lineno or 1, error.msg
+    except json.JSONDecodeError as error:
+        yield error.lineno, error.msg
+    except tomllib.TOMLDecodeError as error:
+        found = re.search(r"line (\d+)", str(error))
+        yield int(found[1]) if found else 1, str(error)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        yield (mark.line + 1 if mark else 1), str(getattr(error, "problem", None) or error)
+
+
+def main(words: Sequence[str]) -> int:
+    """Build; 1 with what is wrong, a line each."""
+    source, site = [*(Path(word) for word in words[:2]), *(SOURCE, SITE)[len(words) :]]
+    try:
+        made = Site(source)
+        count = made.write(site)
+    except ConfigError as error:
+        sys.stderr.write(f"docs: error: {error.message}\n")
+        return 2
+    for problem in sorted(made.problems):
+        sys.stderr.write(f"{problem}\n")
+    if made.problems:
+        return 1
+    sys.stdout.write(f"{count} pages: {site / 'index.html'}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -56,8 +56,11 @@ def _run_program(*words: str, given: bytes | None = None) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def vllm_server(policy: Path, log: Path, *words: str, max_model_len: int = 16_384) -> AsyncIterator[str]:
+async def vllm_server(
+    policy: Path, log: Path, *words: str, max_model_len: int = 16_384, development: bool = False
+) -> AsyncIterator[str]:
     """vLLM over ``policy`` on the CPU, in float32, as the model ``tiny``; yields its URL. ``words``: more arguments.
+    ``development``: also its routes for trainers, such as ``/collective_rpc``, with which weights are replaced in place.
 
     Raises `EngineMissingError`; `RuntimeError` with the log's end when it does not come up.
     """
@@ -74,6 +77,7 @@ async def vllm_server(policy: Path, log: Path, *words: str, max_model_len: int =
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_SERVER_DEV_MODE": str(int(development)),
     }
     async with _serving(command, settings, f"http://127.0.0.1:{port}", "/health", log) as url:
         yield url

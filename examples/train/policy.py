@@ -1,0 +1,221 @@
+"""A policy of one million parameters, made here: tokenizer, chat template, weights, and its warm start."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from examples.train import task
+from nemo_gym.gateway.tokens import PolicyTokenizer
+
+SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "[TOOL_CALLS]")
+PAD_ID = 0
+END = "<|end|>"
+MERGES = 1_200
+POSITIONS = 512
+DROPOUT = 0.15
+"""Of merges, in the answers of demonstrations: the policy learns more spellings of a word than the tokenizer has."""
+# Digits are words of their own, as in Qwen's tokenizers, and so are line breaks.
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
+PAGES = Path(__file__).resolve().parents[2] / "fern" / "pages"
+"""Text from which the tokenizer learns most of its merges."""
+SPELLINGS = '[TOOL_CALLS]add{"a":1,"b":2} plus minus subtract \\boxed{1}{"result":1}'
+"""The words of the task, so that the tokenizer has them whole."""
+GIVEN_WEIGHT = 0.1
+"""Of what the policy does not say, in the loss of its warm start: reading it teaches to look things up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    width: int = 128
+    layers: int = 4
+    heads: int = 4
+    inner: int = 384
+
+
+def write_tokenizer(folder: Path, texts: Iterable[str]) -> None:
+    """The directory of a policy without weights, for the gateway and the engine; the BPE is learnt from ``texts``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    vocabulary = len(SPECIAL) + len(alphabet) + MERGES
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        initial_alphabet=alphabet,
+        special_tokens=[AddedToken(text, special=True, normalized=False) for text in SPECIAL],
+        show_progress=False,
+    )
+    made.train_from_iterator(texts, trainer)
+    made.save(str(folder / "tokenizer.json"))
+    shutil.copy(_TEMPLATE, folder / "chat_template.jinja")
+    end = made.token_to_id(END)
+    names = {"eos_token": END, "pad_token": SPECIAL[PAD_ID], "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**names, "model_max_length": POSITIONS}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end], "pad_token_id": PAD_ID}))
+
+
+def merges_of(folder: Path) -> int:
+    return len(json.loads((folder / "tokenizer.json").read_text())["model"]["merges"])
+
+
+def make_model(folder: Path, seed: int, size: Size = Size()) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size(),
+        hidden_size=size.width,
+        intermediate_size=size.inner,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads,
+        head_dim=size.width // size.heads,
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=True,
+        rope_theta=10_000.0,
+        initializer_range=0.05,
+        pad_token_id=PAD_ID,
+        eos_token_id=SPECIAL.index(END),
+        dtype="float32",
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def save_weights(model: Qwen3ForCausalLM, folder: Path) -> None:
+    """``config.json`` and ``model.safetensors``, beside the tokenizer's own files."""
+    generation = (folder / "generation_config.json").read_bytes()
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").write_bytes(generation)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """One conversation: ids, and which of them the policy says."""
+
+    ids: list[int]
+    said: list[bool]
+
+
+class Speller:
+    """Conversations as tokens: what stands around an answer as the gateway encodes it, and answers with dropout of
+    merges, so that a word has many spellings."""
+
+    def __init__(self, folder: Path, dropout: float = DROPOUT) -> None:
+        self._policy = PolicyTokenizer.load(folder)
+        self._careless = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._careless.model.dropout = dropout
+        self._opening, self._closing = SPECIAL.index("<|assistant|>"), SPECIAL.index(END)
+
+    def tokens(self, messages: Sequence[Mapping[str, Any]]) -> Tokens:
+        text = self._policy.render(messages, add_generation_prompt=False)
+        opening = SPECIAL[self._opening]
+        head, *answers = text.split(opening)
+        ids = self._policy.encode(head + opening)
+        said = [False] * len(ids)
+        for number, answer in enumerate(answers):
+            spoken, end, rest = answer.partition(END)
+            mine = self._careless.encode(spoken + end, add_special_tokens=False).ids
+            last = number == len(answers) - 1
+            theirs = [] if last else self._policy.encode(rest + opening)
+            ids += mine + theirs
+            said += [True] * len(mine) + [False] * len(theirs)
+        return Tokens(ids, said)
+
+    def again(self, ids: Sequence[int]) -> Tokens:
+        """The tokens that a trainer gets which keeps text and encodes it: the same text, spelled as the tokenizer
+        spells it."""
+        text = self._policy.decode(ids)
+        found = self._policy.encode(text)
+        said, speaking = [], False
+        for one in found:
+            said.append(speaking)
+            speaking = one == self._opening or (speaking and one != self._closing)
+        return Tokens(found, said)
+
+
+def padded(rows: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
+    """Ids, and which of them are said, as rectangles."""
+    longest = max(len(row.ids) for row in rows)
+    ids = torch.full((len(rows), longest), PAD_ID)
+    said = torch.zeros((len(rows), longest), dtype=torch.bool)
+    for number, row in enumerate(rows):
+        ids[number, : len(row.ids)] = torch.tensor(row.ids)
+        said[number, : len(row.said)] = torch.tensor(row.said)
+    return ids, said
+
+
+def logprobs_of(model: nn.Module, ids: Tensor) -> Tensor:
+    """Of each token but the first, after those before it: [rows, tokens − 1]. Padding stands at the end, behind all
+    that looks back, so no mask is needed."""
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()
+    return -nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+
+
+# Warm start
+
+BATCH, PEAK_RATE, RAMP = 48, 3e-3, 50
+
+
+def make_policy(folder: Path, seed: int, steps: int, threads: int, say: Callable[[str], None]) -> Path:
+    """A warm-started policy in ``folder``; one that is there already is taken as it is."""
+    if (folder / "warm_start.json").is_file():
+        return folder
+    started, cpu = time.monotonic(), time.process_time()
+    training, held_out = task.split_operands(seed)
+    draw = random.Random(f"demonstrations:{seed}")
+    pages = [page.read_text(encoding="utf-8") for page in sorted(PAGES.glob("*.md"))]
+    write_tokenizer(folder, [*pages, *[SPELLINGS] * 400])
+    torch.set_num_threads(threads)
+    model, speller = make_model(folder, seed), Speller(folder)
+    source = task.sums(training, held_out, draw)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = PEAK_RATE * min(1.0, (step + 1) / RAMP) * max(0.05, 1 - step / steps)
+        rows = [speller.tokens(task.demonstration(next(source), held_out, draw)) for _ in range(BATCH)]
+        ids, said = padded(rows)
+        logprobs, spoken = logprobs_of(model, ids), said[:, 1:]
+        given = (ids[:, 1:] != PAD_ID) & ~spoken
+        loss = -(logprobs * spoken).sum() / spoken.sum() - GIVEN_WEIGHT * (logprobs * given).sum() / given.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if (step + 1) % 50 == 0:
+            say(f"warm start: step {step + 1} of {steps}, loss {loss.item():.3f}, {time.monotonic() - started:.0f} s")
+    save_weights(model, folder)
+    told = {"seed": seed, "steps": steps, "cpu_s": time.process_time() - cpu, "wall_s": time.monotonic() - started}
+    (folder / "warm_start.json").write_text(json.dumps(told))
+    return folder
+
+
+def load_model(folder: Path) -> Qwen3ForCausalLM:
+    return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def save_step(model: Qwen3ForCausalLM, folder: Path) -> Path:
+    """The weights alone, as the engine reloads them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tied = {
+        name: tensor.detach().contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"
+    }
+    save_file(tied, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

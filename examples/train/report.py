@@ -1,0 +1,101 @@
+"""Figures of a run: intervals, the time of all its processes, and the curve."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with its interval of 95 %."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}] of {self.count}"
+
+
+def interval(rewards: Sequence[float]) -> Interval:
+    """Of rewards that are 0 or 1, after Wilson."""
+    count, mean, z = len(rewards), statistics.fmean(rewards), 1.96
+    middle = (mean + z * z / (2 * count)) / (1 + z * z / count)
+    half = z * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count * count)) / (1 + z * z / count)
+    return Interval(mean, middle - half, middle + half, count)
+
+
+class Usage:
+    """Seconds since `start`, on the clock and of the processors, of this process and all below it."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._ended: dict[int, float] = {}
+        self.start()
+
+    def start(self) -> None:
+        self._started, self._before = time.monotonic(), self._cpu()
+
+    @property
+    def wall_s(self) -> float:
+        return time.monotonic() - self._started
+
+    @property
+    def cpu_s(self) -> float:
+        return self._cpu() - self._before
+
+    def _cpu(self) -> float:
+        for process in [self._process, *self._process.children(recursive=True)]:
+            try:
+                times = process.cpu_times()
+            except psutil.NoSuchProcess:
+                continue
+            self._ended[process.pid] = times.user + times.system
+        return sum(self._ended.values())
+
+
+PANELS = (
+    ("held_out", "held-out reward"),
+    ("reward", "reward of training rollouts"),
+    ("effective", "effective groups"),
+    ("staleness_mean", "staleness (versions)"),
+    ("tokens_per_s", "sampled tokens/s"),
+)
+
+
+def plot(outcomes: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Curves of one run or of several, one panel for each figure."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 3.2), layout="constrained")
+    for panel, (key, title) in zip(panels, PANELS, strict=True):
+        for outcome in outcomes:
+            points = [(step["step"], step[key]) for step in outcome["steps"] if step[key] is not None]
+            if key == "held_out":
+                points.insert(0, (0, outcome["before"]["mean"]))
+            panel.plot(*zip(*points, strict=True), label=name_of(outcome), marker="." if key == "held_out" else None)
+        panel.set_title(title)
+        panel.set_xlabel("step")
+        panel.set_ylim(0, 1 if key in ("held_out", "reward", "effective") else None)
+        panel.grid(alpha=0.3)
+    panels[0].axhline(outcomes[0]["target"], color="grey", linestyle=":")
+    panels[0].legend(fontsize=7)
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
+
+
+def name_of(outcome: Mapping[str, Any]) -> str:
+    settings = outcome["settings"]
+    return f"seed {settings['seed']}, {settings['tokens']}, {settings['batches']}"

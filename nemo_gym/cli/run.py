@@ -116,12 +116,18 @@ def compose_stack(
     from nemo_gym._util.secrets import is_secret_name
     from nemo_gym.config.check import check_everything, notices
     from nemo_gym.config.compose import compose
+    from nemo_gym.config.launch import die_with_parent
+    from nemo_gym.config.ray import NodePart, RayConfig
     from nemo_gym.config.run_defaults import complete_run
 
     composition = compose(words)
     if serves:
         composition.values["serve"] = composition.values.get("serve") or {}
-    if not composition.serves and composition.values.get("join") is None:
+    if (part := NodePart.told()) is not None:
+        die_with_parent(part.parent_pid)
+        part.take(composition)
+    on_ray = RayConfig.of(composition)
+    if part is None and not composition.serves and composition.values.get("join") is None:
         complete_run(composition, wanted=wants_run)
     topology = check_everything(composition)
     for notice in notices(composition):
@@ -130,12 +136,22 @@ def compose_stack(
         key = word.split("=", 1)[0].lstrip("+~")
         if is_secret_name(key.split(".")[-1]):
             say(f"{key} on the command line can be read by other users of this machine; put it in env.yaml")
+    if on_ray is not None and not composition.values.get("dry_run"):
+        from nemo_gym.cli.ray_dispatch import RayRun
+
+        # Its nodes become the composition's hosts.
+        around = RayRun(composition, on_ray, words, say).around
+        return composition, topology, around(_work_of(composition))
+    return composition, topology, _work_of(composition)
+
+
+def _work_of(composition: Composition) -> Work:
     if composition.serves:
-        return composition, topology, _serving(composition)
+        return _serving(composition)
     if (service := composition.values.get("join")) is not None:
-        return composition, topology, _joining(composition, str(service))
+        return _joining(composition, str(service))
     if not composition.has_run:
-        return composition, topology, _serve
+        return _serve
     from nemo_gym.cli.collect_rollouts import exit_code_of, result_console
     from nemo_gym.rollouts.collection import show_finished
 
@@ -143,7 +159,7 @@ def compose_stack(
     if outlook.finished:
         assert outlook.recorded is not None
         raise _NothingLeft(exit_code_of(asyncio.run(show_finished(config, outlook.recorded, result_console()))))
-    return composition, topology, _collecting(composition, config, outlook)
+    return _collecting(composition, config, outlook)
 
 
 def check_rollout_run(composition: Composition, *, keep: bool) -> tuple[RolloutRunConfig, RunOutlook]:
@@ -231,7 +247,8 @@ class _Run:
             if not self.signals:
                 raise
             joins = self.composition.values.get("join") is not None
-            serves = self.work is _serve or self.composition.serves or joins
+            stays = not self.composition.has_run and self.composition.values.get("dispatch") == "ray"
+            serves = self.work is _serve or self.composition.serves or joins or stays
             return command.EXIT_OK if serves else command.EXIT_INTERRUPTED
         finally:
             # Where the stack was never set up, nobody else has ended it.

@@ -25,6 +25,8 @@ CONFIG_PATHS: Final = "config_paths"
 TOPOLOGY: Final = "topology"
 HOSTS: Final = "hosts"
 HOST: Final = "host"
+DISPATCH: Final = "dispatch"
+RAY: Final = "ray"
 SERVE: Final = "serve"
 """The block that makes a stack a rollout service."""
 OBSERVABILITY: Final = "observability"
@@ -43,6 +45,8 @@ SUITE_KEYS: Final = frozenset(
         TOPOLOGY,
         HOSTS,
         HOST,
+        DISPATCH,
+        RAY,
         SERVE,
         OBSERVABILITY,
         "join",
@@ -80,7 +84,7 @@ UNREAD_NEMO_GYM_KEYS: Final = {
     "use_absolute_ip": "whether servers listen on the machine's address; here a `hosts` block says where",
     "uv_pip_set_python": "whether uv is told the interpreter to install for; here each environment's pip installs",
     "skip_venv_if_present": "whether environments are built again; here they are when their requirements change",
-    "ray_head_node_address": "the Ray cluster that its servers join; here servers are processes, on several `hosts`",
+    "ray_head_node_address": "the Ray cluster that its servers join; here `ray.address`",
     "model_endpoint_readiness_timeout_seconds": "how long it waits for the model; here `startup_timeout_s`",
     "allow_openai_version_skew": "whether servers may have another openai; here as their requirements.txt says",
     "uv_cache_dir": "uv's cache; here pip installs, whose cache `$PIP_CACHE_DIR` moves",

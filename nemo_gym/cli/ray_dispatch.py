@@ -1,0 +1,124 @@
+"""``dispatch=ray``: this command runs the pipeline, or nothing, and the servers run on the nodes of a Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_gym._util.backoff import Backoff
+from nemo_gym.config.composition import Composition
+from nemo_gym.config.hosts import Hosts
+from nemo_gym.config.keys import HOST, HOSTS
+from nemo_gym.config.ray import PIPELINE, NodePart, RayConfig, RayNode, hosts_block, name_of
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.http.client import is_loopback, url_host
+from nemo_gym.service.access import ServiceRole, ServiceTokens, variable_of
+from nemo_gym.service.client import ADDRESS_FILE
+from nemo_gym.service.service import write_address
+from nemo_gym.stack.endpoints import http_answer
+from nemo_gym.stack.ports import wait_for_others
+from nemo_gym.stack.ray_nodes import RayNodes
+from nemo_gym.stack.stack import run_directory
+
+if TYPE_CHECKING:
+    from nemo_gym.stack.supervisor import Supervisor
+
+VARIABLES = "NEMO_GYM_"
+"""Variables of this command that its nodes get, too."""
+Work = Callable[["Supervisor"], Awaitable[int]]
+
+
+class RayRun:
+    """The parts of a cluster's nodes, and the composition of this command, which has no server left to start."""
+
+    def __init__(
+        self, composition: Composition, config: RayConfig, words: Sequence[str], say: Callable[[str], None]
+    ) -> None:
+        self._say, self._words = say, list(words)
+        self._cluster = RayNodes(config, say)
+        nodes = self._cluster.nodes()
+        if config.pipelines > len(nodes):
+            raise ConfigError(
+                f"ray.pipelines={config.pipelines}: the cluster has {len(nodes)} nodes", key="ray.pipelines"
+            )
+        run_id, run_dir = run_directory(composition)
+        block = hosts_block(composition, config, nodes, self._cluster.own_address)
+        composition.values.update({HOSTS: block, HOST: PIPELINE, "run_id": run_id, "run_dir": str(run_dir)})
+        self._composition = composition
+        self._run_dir = run_dir
+        self._services: dict[str, dict[str, Any]] = {
+            name_of(node): self._service(config, node) for node in nodes[: config.pipelines]
+        }
+        self._parts = [(node, self._part(node, block, run_id)) for node in nodes]
+        self._variables = {key: value for key, value in os.environ.items() if key.startswith(VARIABLES)}
+
+    def _part(self, node: RayNode, block: dict[str, Any], run_id: str) -> NodePart:
+        name = name_of(node)
+        return NodePart(name, block, run_id, str(self._run_dir / "nodes" / name), serve=self._services.get(name))
+
+    def _service(self, config: RayConfig, node: RayNode) -> dict[str, Any]:
+        if not is_loopback(node.address) and not config.plain_http:
+            raise ConfigError(
+                "ray.pipelines: services speak plain HTTP; say ray.plain_http: true where the nodes' network is"
+                " private, or leave ray.pipelines out",
+                key="ray.plain_http",
+            )
+        place = {"host": node.address, "port": node.ports[-1], "pipeline": name_of(node)}
+        return {**self._composition.serve_values(), **place}
+
+    def around(self, work: Work) -> Work:
+        """``work`` while the nodes' servers run; it begins when they are ready."""
+
+        async def on_nodes(supervisor: Supervisor) -> int:
+            hosts = Hosts.of(self._composition)
+            assert hosts is not None
+            if self._services:
+                await self._tell_address()
+            failure = self._cluster.start(self._parts, self._words, Path.cwd(), self._variables)
+            try:
+                doing = asyncio.ensure_future(self._when_ready(work, supervisor, hosts))
+                either: set[asyncio.Future[Any]] = {doing, failure}
+                try:
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                    if failure.done():
+                        raise failure.result()
+                    return doing.result()
+                finally:
+                    if not doing.done():
+                        doing.cancel()
+                        await asyncio.wait({doing})
+            finally:
+                await self._cluster.stop()
+
+        return on_nodes
+
+    async def _when_ready(self, work: Work, supervisor: Supervisor, hosts: Hosts) -> int:
+        await wait_for_others(hosts, supervisor.settings.startup_timeout_s, self._say)
+        if not self._services:
+            return await work(supervisor)
+        for url in self._urls():
+            backoff = Backoff(first_s=0.05, longest_s=1.0)
+            while (answer := await http_answer(url, "/health", timeout_s=5.0)) is None or answer[0] != 200:
+                await backoff.again()
+        shown = " and ".join(self._urls())
+        print(f"rollouts are served at {shown}; tokens in {self._run_dir / ADDRESS_FILE}", flush=True)
+        await asyncio.Event().wait()
+        return 0
+
+    def _urls(self) -> list[str]:
+        return [f"http://{url_host(each['host'])}:{each['port']}" for each in self._services.values()]
+
+    async def _tell_address(self) -> None:
+        """One set of tokens for all services, and where the first of them is, for commands of the same user."""
+        given = next(iter(self._services.values())).get("tokens")
+        tokens = ServiceTokens.load(Path(given) if given else None)
+        told = {role: tokens.one_of(role) for role in ServiceRole}
+        if not given:
+            self._variables |= {variable_of(role): token for role, token in told.items() if token}
+        path = self._run_dir / ADDRESS_FILE
+        await asyncio.to_thread(
+            write_address, path, self._urls()[0], {role.value: token for role, token in told.items()}, ""
+        )

@@ -1,0 +1,212 @@
+"""Server processes on a Ray cluster: one actor for each node, which runs ``ng_run`` with that node's part.
+
+An actor asks for no CPU: servers wait for models and boxes most of the time, and what they may use is the node's own
+affair. The servers are those of a composition on several hosts: they share one secret, listen at their node's address
+alone, and are chosen among by the pipeline, which gives the jobs of a node that is lost to others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nemo_gym._util.backoff import pause_after
+from nemo_gym._util.files import write_all
+from nemo_gym._util.tasks import BackgroundTasks
+from nemo_gym.config.ray import NODE_FD, NodePart, RayConfig, RayNode
+from nemo_gym.contract.errors import ConfigError, ServerError
+
+EXIT_CONFIG = 2
+STOP_WITHIN_S = 60.0
+CONNECT_WITHIN_S = 10.0
+PORTS = 64
+"""Free ports that a node is asked for: several nodes of one address share them."""
+TAIL_BYTES = 4000
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+CODE = "from nemo_gym.cli.run import main; main()"
+
+
+class NodeActor:
+    """Runs in a Ray worker on its node."""
+
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+
+    def free_ports(self, address: str, count: int) -> list[int]:
+        """Ports that were free at once."""
+        with contextlib.ExitStack() as probes:
+            made = [probes.enter_context(socket.create_server((address, 0))) for _ in range(count)]
+            return [int(probe.getsockname()[1]) for probe in made]
+
+    async def run(
+        self, words: Sequence[str], directory: str, variables: Mapping[str, str], part: NodePart
+    ) -> tuple[int, str]:
+        """The node's ``ng_run`` until it ends: its exit code and its last words."""
+        Path(part.run_dir).mkdir(parents=True, exist_ok=True, mode=0o700)
+        log = Path(part.run_dir, "ng_run.log")
+        lines = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        told = os.memfd_create("nemo-gym-ray-node", 0)
+        try:
+            write_all(told, replace(part, parent_pid=os.getpid()).to_json())
+            os.lseek(told, 0, os.SEEK_SET)
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-c", CODE, *words),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=lines,
+                stderr=lines,
+                cwd=directory,
+                env={**os.environ, **variables, NODE_FD: str(told)},
+                pass_fds=[told],
+            )
+        finally:
+            os.close(told)
+            os.close(lines)
+        code = await self._process.wait()
+        return code, log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
+
+    async def stop(self) -> None:
+        """End it in order; idempotent."""
+        if (process := self._process) is not None and process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            await process.wait()
+
+
+@dataclass(slots=True)
+class _Running:
+    part: NodePart
+    node: RayNode
+    actor: Any = None
+    is_lost: bool = False
+
+
+class RayNodes:
+    """A cluster's nodes, seen from the command that dispatches to them."""
+
+    def __init__(self, config: RayConfig, say: Callable[[str], None]) -> None:
+        """Join the cluster. Raises `ConfigError` where there is none, or Ray is not installed."""
+        try:
+            import ray
+        except ImportError:
+            raise ConfigError("dispatch=ray needs Ray: pip install 'nemo-gym-suite[ray]'", key="dispatch") from None
+        self._ray = ray
+        self._say = say
+        self._tasks = BackgroundTasks()
+        self._running: list[_Running] = []
+        self._stopping = False
+        try:
+            if not ray.is_initialized():
+                _require_listener(config.address)  # Ray itself would try for minutes
+                ray.init(address=config.address, log_to_driver=False, logging_level="error")
+        except Exception as error:
+            raise ConfigError(
+                f"ray.address: no cluster answers at '{config.address}' ({type(error).__name__}); start one with"
+                " 'ray start', or give ray.address=HOST:PORT",
+                key="ray.address",
+            ) from error
+        self.own_address = str(ray.util.get_node_ip_address())
+
+    def nodes(self) -> list[RayNode]:
+        """Those that are alive, each with free ports of its own."""
+        found: list[RayNode] = []
+        taken: set[tuple[str, int]] = set()
+        for node in sorted(self._ray.nodes(), key=lambda node: str(node["NodeManagerAddress"])):
+            if not node["Alive"]:
+                continue
+            node_id, address = str(node["NodeID"]), str(node["NodeManagerAddress"])
+            actor = self._actor(node_id)
+            free = self._ray.get(actor.free_ports.remote(address, PORTS), timeout=STOP_WITHIN_S)
+            self._ray.kill(actor)
+            ports = [port for port in free if (address, port) not in taken]
+            taken |= {(address, port) for port in ports}
+            found.append(RayNode(node_id, address, ports))
+        if not found:
+            raise ConfigError("ray.address: the cluster has no node that is alive", key="ray.address")
+        return found
+
+    def _actor(self, node_id: str) -> Any:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        here = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+        options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 8, "scheduling_strategy": here}
+        return self._ray.remote(NodeActor).options(**options).remote()
+
+    def start(
+        self,
+        parts: Sequence[tuple[RayNode, NodePart]],
+        words: Sequence[str],
+        directory: Path,
+        variables: Mapping[str, str],
+    ) -> asyncio.Future[ServerError | ConfigError]:
+        """Start every node's part. The future resolves when the work cannot go on."""
+        failure: asyncio.Future[ServerError | ConfigError] = asyncio.get_running_loop().create_future()
+        self._running = [_Running(part, node) for node, part in parts]
+        for each in self._running:
+            self._tasks.start(self._keep(each, words, str(directory), variables, failure))
+        return failure
+
+    async def _keep(
+        self,
+        each: _Running,
+        words: Sequence[str],
+        directory: str,
+        variables: Mapping[str, str],
+        failure: asyncio.Future[ServerError | ConfigError],
+    ) -> None:
+        """One node's part, started again while the node is there."""
+        name, tries = each.part.host, 0
+        while not self._stopping and not failure.done():
+            each.actor = self._actor(each.node.node_id)
+            try:
+                code, tail = await each.actor.run.remote(words, directory, dict(variables), each.part)
+            except self._ray.exceptions.RayError as error:
+                if not await asyncio.to_thread(self._is_there, each.node):
+                    each.is_lost = True
+                    self._say(f"node {name} ({each.node.address}) is lost; its jobs go to others")
+                    if all(other.is_lost for other in self._running):
+                        failure.set_result(ServerError("every Ray node is lost"))
+                    return
+                code, tail = 1, f"{type(error).__name__}"
+            if self._stopping or failure.done():
+                return
+            if code == EXIT_CONFIG:
+                failure.set_result(ConfigError(f"node {name}: {tail.strip()}"))
+                return
+            tries += 1
+            pause_s = pause_after(tries, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
+            self._say(f"node {name} ended with exit code {code}; started again in {pause_s:g} s\n{tail}")
+            await asyncio.sleep(pause_s)
+
+    def _is_there(self, node: RayNode) -> bool:
+        return any(each["Alive"] and each["NodeID"] == node.node_id for each in self._ray.nodes())
+
+    async def stop(self) -> None:
+        """End every node's servers in order, then the actors."""
+        self._stopping = True
+        alive = [each.actor for each in self._running if each.actor is not None and not each.is_lost]
+        stops = [asyncio.ensure_future(_answered(actor.stop.remote())) for actor in alive]
+        if stops:
+            await asyncio.wait(stops, timeout=STOP_WITHIN_S)
+        await self._tasks.cancel()
+        for actor in alive:
+            self._ray.kill(actor)
+        await asyncio.to_thread(self._ray.shutdown)
+
+
+def _require_listener(address: str) -> None:
+    """Raise `OSError` unless somebody listens at ``HOST:PORT``; other forms are Ray's to judge."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_WITHIN_S).close()
+
+
+async def _answered(reference: Any) -> None:
+    with contextlib.suppress(Exception):  # its actor or its node is gone already
+        await reference

@@ -1,0 +1,104 @@
+"""``dispatch: ray``: what is refused before a cluster is asked, and which node gets which servers."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_gym.config.check import check_everything
+from nemo_gym.config.compose import compose
+from nemo_gym.config.composition import Composition
+from nemo_gym.config.hosts import Hosts
+from nemo_gym.config.ray import NODE_FD, NodePart, RayConfig, RayNode, hosts_block
+from nemo_gym.contract.errors import ConfigError
+
+REPOSITORY = Path(__file__).parents[2]
+GROUPS = ("agent=solver", "environment=mathy", "model=echo")
+NODES = [RayNode(f"{number:08x}ff", f"10.3.0.{number}", range(9000, 9064)) for number in (1, 2, 3)]
+
+
+def composed(root: Path, *words: str) -> Composition:
+    return compose([*GROUPS, *words], roots=[root, REPOSITORY])
+
+
+def block(root: Path, *words: str, nodes: list[RayNode] = NODES) -> tuple[Composition, dict[str, Any]]:
+    composition = composed(root, "dispatch=ray", *words)
+    config = RayConfig.of(composition)
+    assert config is not None
+    return composition, hosts_block(composition, config, nodes, nodes[0].address)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["dispatch=rey"], "dispatch must be processes .* or ray, got 'rey'"),
+        (["++ray.address=auto"], r"add dispatch=ray"),
+        (["dispatch=ray", "++ray.adress=auto"], r"ray: .*did you mean 'address'"),
+        (["dispatch=ray", "++ray.nodes.mathi=1"], r"no server instance 'mathi' \(did you mean 'mathy'\?\)"),
+        (["dispatch=ray", "++ray.nodes.mathy=0"], r"ray: nodes\.mathy"),
+        (["dispatch=ray", "++ray.pipelines=2"], "use ng_serve_rollouts"),
+        (["dispatch=ray", "++ray.pipelines=2", "+serve.port=0"], "keep their jobs in PostgreSQL"),
+        (["dispatch=ray", "host=a"], "the cluster says which hosts there are"),
+    ],
+)
+def test_wrong_block_is_refused_with_the_fix(root: Path, words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RayConfig.of(composed(root, *words))
+
+
+def test_composition_without_ray_is_no_affair_of_rays(root: Path) -> None:
+    assert RayConfig.of(composed(root)) is None
+    assert RayConfig.of(composed(root, "dispatch=processes")) is None
+
+
+def test_every_node_runs_every_server_unless_it_is_told_otherwise(root: Path) -> None:
+    composition, made = block(root, "++ray.nodes.policy_model=1", "++ray.network=10.3.0.0/24", "++ray.plain_http=true")
+    servers = {name: set(machine.get("servers", {})) for name, machine in made["machines"].items()}
+    assert servers["pipeline"] == set()
+    everywhere = {"mathy", "solver"}
+    assert [servers[f"ray-0000000{n}"] - {"policy_model"} for n in (1, 2, 3)] == [everywhere] * 3
+    assert sum("policy_model" in each for each in servers.values()) == 1
+    composition.values.update(hosts=made, host="ray-00000001")
+    check_everything(composition)
+    hosts = Hosts.of(composition)
+    assert hosts is not None and {address.host for address in hosts.local.values()} == {"10.3.0.1"}
+    assert len(hosts.replicas["solver"]) == 3
+
+
+def test_nodes_of_one_address_get_ports_of_their_own(root: Path) -> None:
+    nodes = [RayNode(f"{number:08x}", "127.0.0.2", range(9000, 9064)) for number in (1, 2)]
+    _, made = block(root, nodes=nodes)
+    ports = [port for machine in made["machines"].values() for port in machine.get("servers", {}).values()]
+    assert len(ports) == len(set(ports)) == 6 and made["network"] == "127.0.0.0/8"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["++ray.nodes.mathy=4"], r"ray\.nodes\.mathy: 4 nodes are asked for, and the cluster has 3"),
+        ([], r"ray\.network is missing: .* ray\.network=10\.3\.0\.0/24"),
+    ],
+)
+def test_cluster_that_does_not_fit_is_refused(root: Path, words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        block(root, *words)
+
+
+def test_node_takes_its_part_and_leaves_the_run_to_the_command(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    composition, made = block(root, "++ray.network=10.3.0.0/24", "++ray.plain_http=true", "+serve.port=1")
+    composition.values.update(input="rows.jsonl", output="out.jsonl")
+    part = NodePart("ray-00000002", made, "run-1", "/tmp/run-1/nodes/2")
+    read, write = os.pipe()
+    os.write(write, part.to_json())
+    os.close(write)
+    monkeypatch.setenv(NODE_FD, str(read))
+    told = NodePart.told()
+    assert told == part and NodePart.told() is None
+    told.take(composition)
+    assert not composition.has_run and not composition.serves and RayConfig.of(composition) is None
+    assert composition.values["host"] == "ray-00000002" and composition.values["run_id"] == "run-1"
+    assert made["stack_secret"] not in repr(part) and json.loads(part.to_json())["hosts"] == made

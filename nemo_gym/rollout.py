@@ -36,7 +36,7 @@ from nemo_gym.contract.verdict import (
 )
 from nemo_gym.http.correlation import ROLLOUT_ID_PATTERN, rollout_context
 from nemo_gym.http.peers import PeerError, Peers, Reply, failure_of_peer
-from nemo_gym.http.tracing import Span, SpanKind, step
+from nemo_gym.http.tracing import Span, SpanKind, step, within
 
 log = structlog.get_logger(__name__)
 
@@ -166,7 +166,7 @@ class Attempt:
         root = self.span.context if self.span is not None else None
         rollout_id = str(self.rollout["rollout_id"])
         named = rollout_context(rollout_id if ROLLOUT_ID_PATTERN.match(rollout_id) else None)
-        with named, step("close", parent=root):
+        with named, within(root), step("close", has_span=False):
             await finish(self._close(timeout_s))
 
     async def _close(self, timeout_s: float) -> None:
@@ -225,11 +225,11 @@ class RolloutSteps:
     async def prepare(self, attempt: Attempt) -> None:
         servers = attempt.servers
         if servers.model is not None:
-            with step("open_session", kind=SpanKind.CLIENT, peer=servers.model):
+            with step("open_session", has_span=False):
                 await self.open_session(attempt, servers.model)
         if servers.environment is not None:
             attempt.closers.append(lambda: self.close_environment(attempt))
-            with step("seed", kind=SpanKind.CLIENT, peer=servers.environment):
+            with step("seed", has_span=False):
                 await self.seed(attempt)
 
     async def work(self, attempt: Attempt) -> None:
@@ -244,7 +244,7 @@ class RolloutSteps:
             with step("verify", kind=SpanKind.CLIENT, peer=attempt.servers.environment):
                 attempt.verified = await self.verify(attempt)
         if attempt.session is not None:
-            with step("finalize", kind=SpanKind.CLIENT, peer=attempt.servers.model):
+            with step("finalize", has_span=False):
                 attempt.verified |= await self.finalize(attempt, attempt.verified)
         return attempt.verified
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nemo_gym.cli import command
 from nemo_gym.contract.errors import ConfigError
 
+if TYPE_CHECKING:
+    from nemo_gym.view.queries import Prices
+
 NAME = "ng_report"
-KEYS = ("format", "file", "prices")
+KEYS = ("format", "file", "prices", "export", "to")
 FORMATS = ("html", "md")
 
 
@@ -23,7 +27,9 @@ def write_report(argv: Sequence[str]) -> int:
         NAME,
         "Write a report of one or several runs: figures with intervals, plots, failures with what helps, the rollouts,"
         " the configuration and versions; later runs are compared with the first. format= is html (default) or md,"
-        " file= its path (default: beside the first result file), prices= what a million tokens cost, as YAML.",
+        " file= its path (default: beside the first result file), prices= what a million tokens cost, as YAML."
+        " export= gives the runs to another tool instead: mlflow, wandb (offline, into the directory to=) or otel (to"
+        " the file or the OTLP endpoint that to= names).",
     )
     parser.add_argument("words", nargs="+", metavar="OUTPUT|key=value", help="result files and settings")
     arguments = parser.parse_args(argv)
@@ -48,6 +54,11 @@ def write_report(argv: Sequence[str]) -> int:
         raise ConfigError("name a result file")
     prices = Prices.read(Path(given["prices"])) if given.get("prices") else None
     first = Path(outputs[0])
+    if "export" in given:
+        print(_exported(outputs, given, prices))
+        return command.EXIT_OK
+    if "to" in given:
+        raise ConfigError(f"to={given['to']} belongs to export=; a report goes to file=", key="to")
     path = Path(given.get("file") or first.with_name(f"{first.stem}_report.{form}"))
     text = report([open_shown(each) for each in outputs], form, prices)
     try:
@@ -56,3 +67,19 @@ def write_report(argv: Sequence[str]) -> int:
         raise ConfigError(f"file=: cannot write '{path}': {error.strerror}", key="file") from error
     print(path)
     return command.EXIT_OK
+
+
+def _exported(outputs: Sequence[str], given: Mapping[str, str], prices: Prices | None) -> str:
+    """Give the runs to another tool; returns where they are."""
+    from nemo_gym.cli.show import open_shown
+    from nemo_gym.view.export import EXPORTERS
+
+    if unused := {"format", "file"} & set(given):
+        raise ConfigError(f"{unused.pop()}= is of a report; export= goes to to=", key="export")
+    name = given["export"]
+    if name not in EXPORTERS:
+        raise ConfigError(f"export={name}: is one of {', '.join(EXPORTERS)}", key="export")
+    first = Path(outputs[0])
+    ending = ".jsonl" if name == "otel" else ""
+    target = given.get("to") or str(first.with_name(f"{first.stem}_{name}{ending}"))
+    return EXPORTERS[name]([open_shown(each) for each in outputs], target, prices)

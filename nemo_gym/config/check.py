@@ -41,7 +41,7 @@ def check_everything(composition: Composition) -> Topology | None:
         if not isinstance(value := composition.values.get(key, False), bool):
             raise ConfigError(f"{key} must be true or false, got {value!r}", key=key)
     free_ports(composition.values)
-    ObservabilityConfig.of(composition.values).check()
+    ObservabilityConfig.of(composition.values)
     Hosts.of(composition)
     _check_run_keys(composition)
     return compatibility.check(composition)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
@@ -67,20 +66,3 @@ class ObservabilityConfig(BaseModel):
         except ValidationError as error:
             said = validation_problems(error, cls.model_fields, where=OBSERVABILITY)
             raise ConfigError(said, key=OBSERVABILITY) from None
-
-    def check(self) -> None:
-        """Raise `ConfigError` where a package is missing that this configuration needs."""
-        if self.traces is not None and self.traces.protocol == "http/protobuf" and not has_protobuf():
-            raise ConfigError(
-                f"{OBSERVABILITY}.traces needs the package opentelemetry-proto: pip install 'nemo-gym-suite[otel]';"
-                f" or {OBSERVABILITY}.traces.protocol=http/json, which needs none",
-                key=f"{OBSERVABILITY}.traces",
-            )
-
-
-def has_protobuf() -> bool:
-    """Whether the messages of OTLP can be imported."""
-    try:
-        return find_spec("opentelemetry.proto.trace.v1") is not None
-    except ModuleNotFoundError:  # of a parent
-        return False

@@ -17,6 +17,7 @@ from nemo_gym.contract.verdict import FailureKind, Verdict, decide_validity, ver
 from nemo_gym.environment.judge import JudgeError, judge_failure_fields
 from nemo_gym.http.metrics import Counter
 from nemo_gym.http.plugin_call import PluginCall, plain
+from nemo_gym.http.telemetry import describe_request
 from nemo_gym.http.tracing import step
 
 if TYPE_CHECKING:
@@ -76,13 +77,14 @@ class Grader:
         rollout: RolloutIdentity,
     ) -> dict[str, Any]:
         """The verdict of an attempt as fields of its result row. Every failure of ours becomes an invalid verdict."""
-        with step("verify", title="grade") as grading:
+        with step("verify", has_span=False) as grading:
             fields = await self._graded(request, row, response, artifacts, rollout)
             outcome = "valid" if fields["valid"] else str(fields.get("failure_kind") or "invalid")
             VERDICTS.add(outcome)
             if not fields["valid"]:
                 grading.outcome = outcome
-            grading.set(valid=fields["valid"], reward=fields.get("reward"), task_id=rollout.task_id)
+            said = {"valid": fields["valid"], "reward": fields.get("reward"), "task_id": rollout.task_id}
+            describe_request(request.scope, "verify", said)
         return fields
 
     async def _graded(

@@ -32,9 +32,12 @@ REQUEST_SECONDS = Histogram("nemo_gym_http_request_seconds", "From a request to 
 SEEN = "nemo_gym.seen"
 UNKNOWN_ROUTE = "other"
 """Of paths that no route has, and of an application that a plugin built itself."""
-_UNTRACED = frozenset({"/", "/health", "/ready", "/heartbeat", METRICS_PATH})
+_UNTRACED = frozenset({"/", "/health", "/ready", "/heartbeat", "/sessions", "/close", METRICS_PATH})
+"""Short and the same for every rollout, or no part of one; with all requests as spans, traces cost twice as much."""
+_TITLES = {"/seed_session": "seed", "/harvest": "harvest", "/verify": "verify"}
 _CREDENTIAL = CREDENTIAL_HEADER.lower().encode()
 _ROLLOUT = ROLLOUT_ID_HEADER.lower().encode()
+_TRACEPARENT = tracing.TRACEPARENT.encode()
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _ROLES = (Role.PIPELINE, Role.ENVIRONMENT, Role.MODEL, Role.OPERATOR)
 """Who may read a server's metrics: agents have no business with others' rollouts."""
@@ -71,8 +74,8 @@ class ObserveMiddleware:
         seen = scope[SEEN] = Seen()
         status = 500
         span = None
-        if tracing.is_on() and scope["path"] not in _UNTRACED:
-            span = self._begun(scope)
+        if tracing.is_on() and _is_traced(scope["path"]) and (span := self._begun(scope)) is not None:
+            tracing.enter(span.context)  # for good: each request is a task of its own
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -83,18 +86,14 @@ class ObserveMiddleware:
         start = time.perf_counter()
         IN_FLIGHT.count += 1
         try:
-            if span is None:
-                await self.app(scope, receive, watched)
-            else:
-                with tracing.within(span.context):
-                    await self.app(scope, receive, watched)
+            await self.app(scope, receive, watched)
         finally:
             IN_FLIGHT.count -= 1
             route, method = seen.route, scope["method"]
             REQUESTS.add(method if method in _METHODS else UNKNOWN_ROUTE, route, str(status))
             REQUEST_SECONDS.observe(time.perf_counter() - start, route)
             if span is not None and status not in (401, 403, 404):
-                span.name = seen.title or f"{method} {route}"
+                span.name = seen.title or _TITLES.get(route) or f"{method} {route}"
                 span.attributes |= {
                     "http.request.method": method,
                     "http.route": route,
@@ -104,16 +103,22 @@ class ObserveMiddleware:
                 tracing.end(span, f"status {status}" if status >= 500 else None)
 
     def _begun(self, scope: Scope) -> tracing.Span | None:
-        headers: dict[bytes, bytes] = dict(scope["headers"])
-        if not self._follows_anybody and _CREDENTIAL not in headers:
+        given = rollout_id = None
+        follows = self._follows_anybody
+        for name, value in scope["headers"]:
+            if name == _TRACEPARENT:
+                given = value
+            elif name == _CREDENTIAL:
+                follows = True
+            elif name == _ROLLOUT:
+                rollout_id = value.decode("latin-1")
+        if given is None or not follows or (parent := tracing.extract(given.decode("latin-1"))) is None:
             return None
-        parent = tracing.extract(headers.get(tracing.TRACEPARENT.encode(), b"").decode("latin-1"))
-        if parent is None:
-            return None
-        span = tracing.begin(scope["path"], parent, SpanKind.SERVER)
-        if (rollout_id := headers.get(_ROLLOUT)) is not None:
-            span.attributes["rollout_id"] = rollout_id.decode("latin-1")
-        return span
+        return tracing.begin("", parent, SpanKind.SERVER, rollout_id=rollout_id)
+
+
+def _is_traced(path: str) -> bool:
+    return path not in _UNTRACED and not path.startswith("/sessions/")
 
 
 class Seen:
@@ -158,20 +163,13 @@ def require_scraper(request: Request, caller: Caller | None, token: str | None, 
 
 
 def start_traces(config: ObservabilityConfig, *, server: str, run_id: str, **resource: str) -> None:
-    """Send the spans of this process from now on, where the configuration says so. A server whose interpreter lacks
-    the package sends none, and says so in its log."""
+    """Send the spans of this process from now on, where the configuration says so."""
     if config.traces is None:
         return
     from importlib.metadata import version
 
-    from nemo_gym.contract.errors import ConfigError
     from nemo_gym.http.otlp import SpanExporter
 
-    try:
-        config.check()
-    except ConfigError as error:
-        log.warning("no traces of this server", error=error.message)
-        return
     described = {
         "service.name": server,
         "service.namespace": "nemo_gym",

@@ -26,7 +26,7 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from nemo_gym.http.correlation import current_rollout_id
 from nemo_gym.http.metrics import Histogram
@@ -51,8 +51,7 @@ class SpanKind(IntEnum):
     CLIENT = 3
 
 
-@dataclass(frozen=True, slots=True)
-class SpanContext:
+class SpanContext(NamedTuple):
     """Which span others belong to."""
 
     trace_id: str
@@ -157,6 +156,11 @@ def attempt_context(rollout: Any, header: str | None = None) -> SpanContext | No
     return given if given is not None and given.trace_id == root.trace_id else root
 
 
+def enter(context: SpanContext) -> None:
+    """Everything that the running task does from now on belongs to ``context``."""
+    _current.set(context)
+
+
 @contextmanager
 def within(context: SpanContext | None) -> Iterator[None]:
     """Steps inside belong to ``context``; to nothing where it is ``None``."""
@@ -174,13 +178,13 @@ class step:  # noqa: N801 - reads as a verb: `with step("seed")`
         name: one of a few, since it is a label of metrics.
         title: the span's name, where it says more.
         parent: instead of the span that is open; see `attempt_context`.
-        is_root: the span is ``parent`` itself.
+        has_span: whether it is a span at all; what is short in every rollout is counted only.
         attributes: of the span.
     """
 
     __slots__ = (
         "_attributes",
-        "_is_root",
+        "_has_span",
         "_kind",
         "_parent",
         "_reset",
@@ -198,22 +202,22 @@ class step:  # noqa: N801 - reads as a verb: `with step("seed")`
         title: str | None = None,
         kind: SpanKind = SpanKind.INTERNAL,
         parent: SpanContext | None = None,
-        is_root: bool = False,
+        has_span: bool = True,
         **attributes: Any,
     ) -> None:
         self.name = name
         self.outcome = "ok"
         """Set it where a step fails without raising."""
         self.span: Span | None = None
-        self._title, self._kind, self._parent, self._is_root = title, kind, parent, is_root
+        self._title, self._kind, self._parent, self._has_span = title, kind, parent, has_span
         self._attributes = attributes
         self._reset: Token[SpanContext | None] | None = None
         self._start = 0.0
 
     def __enter__(self) -> Self:
         self._start = time.perf_counter()
-        if _exporter is not None and (parent := self._parent or _current.get()) is not None:
-            self.span = begin(self._title or self.name, parent, self._kind, is_root=self._is_root, **self._attributes)
+        if _exporter is not None and self._has_span and (parent := self._parent or _current.get()) is not None:
+            self.span = begin(self._title or self.name, parent, self._kind, **self._attributes)
             self._reset = _current.set(self.span.context)
         return self
 
@@ -254,8 +258,8 @@ def begin(
 ) -> Span:
     """A span that does not end where it was begun; give it to `end`."""
     context = parent if is_root else SpanContext(parent.trace_id, f"{random.getrandbits(64) or 1:016x}")
-    if (rollout_id := current_rollout_id()) is not None:
-        attributes.setdefault("rollout_id", rollout_id)
+    if "rollout_id" not in attributes:
+        attributes["rollout_id"] = current_rollout_id()
     return Span(name, context, None if is_root else parent.span_id, kind, time.time_ns(), attributes)
 
 

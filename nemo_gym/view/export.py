@@ -1,0 +1,246 @@
+"""A run for other tools: MLflow, Weights & Biases, and OpenTelemetry.
+
+MLflow's and W&B's own packages write their directories, offline; they are imported here when somebody asks. Spans go
+to an OTLP endpoint, or into a file with one OTLP/JSON request per line, as a collector's file receiver reads it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from nemo_gym.config.observability import TracesConfig
+from nemo_gym.contract.errors import ConfigError
+from nemo_gym.http.otlp import ENCODINGS, Collector, RefusedError
+from nemo_gym.http.tracing import Span, SpanContext, SpanKind, context_of_attempt
+from nemo_gym.view.index import ResultIndex, as_dict
+from nemo_gym.view.queries import Prices, summary
+
+EXPERIMENT = "nemo-gym"
+SPANS_AT_ONCE = 512
+POST_TIMEOUT_S = 30.0
+COLUMNS = (
+    *("task_id", "sample_index", "rollout_id", "agent", "reward", "outcome", "findings"),
+    *("turns", "seconds", "tokens_in", "tokens_out", "attempts", "reason"),
+)
+"""Of a rollout, as tables of other tools get it. Prompts and answers stay in the result file."""
+
+
+def export_mlflow(indexes: Sequence[ResultIndex], target: str, prices: Prices | None) -> str:
+    """One MLflow run per result file, below the directory ``target``; returns where."""
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a directory is what is asked for
+    mlflow = _package("mlflow")
+    uri = Path(target).absolute().as_uri()
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    known = client.get_experiment_by_name(EXPERIMENT)
+    experiment = client.create_experiment(EXPERIMENT) if known is None else known.experiment_id
+    for index in indexes:
+        run = client.create_run(experiment, run_name=index.files.output.stem).info.run_id
+        for key, value in _parameters(index).items():
+            client.log_param(run, key, value)
+        for name, figure in _figures(index, prices).items():
+            client.log_metric(run, _word(name), figure)
+        rows = [*_rollouts(index)]
+        table = {"columns": [*COLUMNS], "data": [[row[name] for name in COLUMNS] for row in rows]}
+        client.log_text(run, orjson.dumps(table, option=orjson.OPT_INDENT_2).decode(), "rollouts.json")
+        client.set_terminated(run)
+    return uri
+
+
+def export_wandb(indexes: Sequence[ResultIndex], target: str, prices: Prices | None) -> str:
+    """One offline W&B run per result file, below the directory ``target``; returns where."""
+    wandb = _package("wandb")
+    folder = Path(target).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in indexes:
+        run = wandb.init(
+            mode="offline",
+            dir=str(folder),
+            project=EXPERIMENT,
+            name=index.files.output.stem,
+            config=_parameters(index),
+            reinit="finish_previous",
+        )
+        run.summary.update(_figures(index, prices))
+        data = [[row[name] for name in COLUMNS] for row in _rollouts(index)]
+        run.log({"rollouts": wandb.Table(columns=[*COLUMNS], data=data)})
+        run.finish()
+    return str(folder / "wandb")
+
+
+def export_otel(indexes: Sequence[ResultIndex], target: str, prices: Prices | None) -> str:
+    """Every rollout as a trace: to an endpoint where ``target`` is a URL, else into that file. Returns where."""
+    del prices
+    if "://" in target:
+        url = TracesConfig(endpoint=target).url
+        collector = Collector(url, headers={}, encoding=ENCODINGS["http/protobuf"], timeout_s=POST_TIMEOUT_S)
+        encoding = ENCODINGS["http/protobuf"]
+
+        def send(resource: Mapping[str, Any], spans: Sequence[bytes]) -> None:
+            try:
+                collector.post(resource, spans)
+            except (RefusedError, OSError) as error:
+                raise ConfigError(f"to=: '{url}' does not take the spans: {error}", key="to") from error
+
+        with closing(collector):
+            _in_batches(indexes, encoding.span, send)
+        return url
+    encoding = ENCODINGS["http/json"]
+    try:
+        with Path(target).open("wb") as file:
+
+            def write(resource: Mapping[str, Any], spans: Sequence[bytes]) -> None:
+                file.write(encoding.request(resource, spans) + b"\n")
+
+            _in_batches(indexes, encoding.span, write)
+    except OSError as error:
+        raise ConfigError(f"to=: cannot write '{target}': {error.strerror}", key="to") from error
+    return target
+
+
+EXPORTERS: Mapping[str, Callable[[Sequence[ResultIndex], str, Prices | None], str]] = {
+    "mlflow": export_mlflow,
+    "wandb": export_wandb,
+    "otel": export_otel,
+}
+
+
+def _package(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        said = f"export={name} needs the package {name} ({error}): pip install 'nemo-gym-suite[{name}]'"
+        raise ConfigError(said, key="export") from error
+
+
+def _parameters(index: ResultIndex) -> dict[str, str]:
+    agents = ", ".join(str(agent["agent"]) for agent in summary(index)["agents"])
+    return {"output": str(index.files.output), "agents": agents}
+
+
+def _figures(index: ResultIndex, prices: Prices | None) -> dict[str, float]:
+    """The run's figures that are numbers, by the names that the report has."""
+    of = summary(index, prices)
+    mean = of["reward"]
+    found = {
+        **{name: of[name] for name in ("rollouts", "valid", "with_findings", "tasks", "solved", "retried")},
+        **{name: of[name] for name in ("tokens_in", "tokens_out", "seconds", "cost")},
+        **of["pass_rates"],
+        "mean_reward": None if mean is None else mean["value"],
+        "mean_reward_std_err": None if mean is None else mean["std_err"],
+    }
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def _word(name: str) -> str:
+    """A name that MLflow takes for a metric."""
+    return name.replace("@", "_at_").replace("/", "_")  # its file store makes folders of slashes
+
+
+def _rollouts(index: ResultIndex) -> Iterator[dict[str, Any]]:
+    columns = ", ".join(COLUMNS)
+    for row in index.connection().execute(f"SELECT {columns} FROM rollouts ORDER BY task_index, sample_index"):
+        yield as_dict(row)
+
+
+# -- Spans ---------------------------------------------------------------------------------------------------------
+
+
+def _in_batches(
+    indexes: Sequence[ResultIndex],
+    encode: Callable[[Span], bytes],
+    send: Callable[[Mapping[str, Any], Sequence[bytes]], None],
+) -> None:
+    for index in indexes:
+        resource = {"service.name": "nemo_gym", "service.namespace": "nemo_gym", "output": str(index.files.output)}
+        batch: list[bytes] = []
+        query = "SELECT source, offset, length FROM rollouts ORDER BY task_index, sample_index"
+        finished_ns = index.files.output.stat().st_mtime_ns
+        for source, offset, length in index.connection().execute(query):
+            batch += map(encode, spans_of_row(orjson.loads(index.line(source, offset, length)), finished_ns))
+            if len(batch) >= SPANS_AT_ONCE:
+                send(resource, batch)
+                batch = []
+        if batch:
+            send(resource, batch)
+
+
+def spans_of_row(row: Mapping[str, Any], finished_ns: int) -> Iterator[Span]:
+    """A result row as a trace: the rollout, its stages, the agent with its usage, and each call of a tool.
+
+    A row has durations and no dates, so it ends at ``finished_ns``. The ids are those that a run's own spans would
+    have, so that a rollout is found by either.
+    """
+    rollout_id, task_id = str(row.get("_ng_rollout_id") or ""), str(row.get("task_id") or "")
+    attempt = int(row.get("_ng_attempt_index") or 0) + 1
+    root = context_of_attempt(rollout_id.rpartition(".")[0], rollout_id, attempt)
+    timings = _mapping(row.get("timings"))
+    lengths_ns = {stage: int(float(timings.get(f"{stage}_s") or 0) * 1e9) for stage in ("init", "run", "eval")}
+    start_ns = finished_ns - sum(lengths_ns.values())
+    agent = str(_mapping(row.get("agent_ref")).get("name") or "agent")
+    is_valid = row.get("valid") is not False
+    named = {"rollout_id": rollout_id, "attempt": attempt}
+
+    def span(name: str, number: int, parent: SpanContext | None, start: int, end: int, **attributes: Any) -> Span:
+        own = root if parent is None else SpanContext(root.trace_id, f"{int(root.span_id, 16) ^ number:016x}")
+        parent_id = None if parent is None else parent.span_id
+        return Span(name, own, parent_id, SpanKind.INTERNAL, start, {**named, **attributes}, end)
+
+    reward = row.get("reward")
+    whole = span(
+        *("rollout", 0, None, start_ns, finished_ns),
+        task_id=task_id,
+        agent=agent,
+        reward=float(reward) if isinstance(reward, int | float) else None,
+        outcome=row.get("outcome"),
+    )
+    if not is_valid:
+        whole.attributes["error.type"] = str(row.get("failure_kind") or "invalid")
+        whole.error = str(row.get("failure_reason") or "without a verdict")
+    yield whole
+    begun = start_ns
+    for number, (stage, length) in enumerate(lengths_ns.items(), 1):
+        if length and stage != "run":
+            yield span(stage, number, root, begun, begun + length)
+        if stage == "run":
+            yield from _spans_of_agent(row, agent, root, (begun, begun + length), span)
+        begun += length
+
+
+def _spans_of_agent(
+    row: Mapping[str, Any], agent: str, root: SpanContext, time_ns: tuple[int, int], span: Callable[..., Span]
+) -> Iterator[Span]:
+    response = _mapping(row.get("response"))
+    usage = _mapping(response.get("usage"))
+    model = response.get("model")
+    acting = span(f"invoke_agent {agent}", 2, root, *time_ns)
+    acting.attributes |= {
+        "gen_ai.operation.name": "invoke_agent",
+        "gen_ai.provider.name": "nemo_gym",
+        "gen_ai.agent.name": agent,
+        "gen_ai.request.model": model if isinstance(model, str) else None,
+        "gen_ai.usage.input_tokens": usage.get("input_tokens"),
+        "gen_ai.usage.output_tokens": usage.get("output_tokens"),
+    }
+    yield acting
+    output = response.get("output")
+    calls = [_mapping(item) for item in output if _mapping(item).get("type") == "function_call"] if output else []
+    for number, call in enumerate(calls, 16):
+        name = str(call.get("name"))
+        calling = span(f"execute_tool {name}", number, acting.context, time_ns[0], time_ns[0])
+        calling.attributes |= {
+            "gen_ai.operation.name": "execute_tool",
+            "gen_ai.tool.name": name,
+            "gen_ai.tool.call.id": call.get("call_id"),
+        }
+        yield calling
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

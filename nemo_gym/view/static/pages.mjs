@@ -76,7 +76,7 @@ function RunRow({ run, chosen, choose }) {
     </th>
     <td>${share} ${progress?.collecting && html`<span class="state running">running</span>`}
       ${progress && !progress.collecting && progress.ended < progress.total && html`<span class="state stopped">stopped</span>`}
-      ${progress?.seconds_left != null && html`<span class="faint"> ${duration(progress.seconds_left)} left</span>`}</td>
+      ${progress?.collecting && progress.per_minute != null && html`<div class="faint">${figure(progress.per_minute, 1)} per minute${progress.seconds_left != null ? `, ${duration(progress.seconds_left)} left` : ""}</div>`}</td>
     <td class="number"><${Interval} of=${of?.reward} /></td>
     <td class="number narrow-off">${of ? `${of.solved} / ${of.tasks}` : "–"}</td>
     <td class="number">${of ? (of.rollouts - of.valid ? html`<span class="warned">${count(of.rollouts - of.valid)}</span>` : "0") : "–"}</td>
@@ -186,6 +186,7 @@ function Filters({ value, words, set }) {
   const type = (text) => { setQ(text); clearTimeout(typed.current); typed.current = setTimeout(() => set({ q: text }), 250); };
   const pick = (name, label, choices) => html`<label>${label} <select value=${words[name] || ""} onChange=${(event) => set({ [name]: event.target.value })}>
     ${choices.map(([choice, text]) => html`<option value=${choice}>${text}</option>`)}</select></label>`;
+  const bound = (name, label) => html`<label>${label} <input class="bound" value=${words[name] || ""} placeholder=">20" onChange=${(event) => set({ [name]: event.target.value.trim() })} /></label>`;
   const outcomes = [...new Set(value.summary.outcomes.map((each) => each.outcome))];
   return html`<search class="filters">
     <label class="search">search <input ref=${search} type="search" value=${q} placeholder="prompt, answer or task (/)" onInput=${(event) => type(event.target.value)} /></label>
@@ -193,6 +194,7 @@ function Filters({ value, words, set }) {
     ${pick("outcome", "outcome", [["", "any"], ...outcomes.map((each) => [each, plain(each)])])}
     ${value.summary.agents.length > 1 && pick("agent", "agent", [["", "any"], ...value.summary.agents.map((each) => [each.agent, plain(each.agent)])])}
     ${pick("findings", "findings", [["", "any"], ["1", "with findings"]])}
+    ${bound("turns", "turns")}${bound("seconds", "time (s)")}
     ${pick("by", "show", [["", "rollouts"], ["task", "tasks side by side"]])}
     ${Object.keys(words).length > 0 && html`<button onClick=${() => location.replace(location.hash.split("?")[0])}>clear</button>`}
   </search>`;

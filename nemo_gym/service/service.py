@@ -74,7 +74,13 @@ class RolloutService:
         self._state_file = state_dir / f"servers-{config.pipeline}.json"
         owner = config.pipeline if store.is_shared() else None
         self.dispatcher: AsyncDispatcher = core.dispatcher(
-            store, listener=self._told, logs=state_dir / "logs", pooled=True, owner=owner, sweeps=True
+            store,
+            listener=self._told,
+            logs=state_dir / "logs",
+            pooled=True,
+            owner=owner,
+            sweeps=True,
+            server_logs=(state_dir / "logs").resolve(),
         )
         self.submissions = Submissions(
             core, store, config, run_id=store_id, datasets=config.datasets, check_s=config.check_s

@@ -292,3 +292,12 @@ def test_turns_and_time_have_bounds(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"turns=many: is a number, or a bound such as >20"):
         TableQuery.of({"turns": "many"})
+
+
+def test_lines_that_came_after_the_reading_are_not_called_torn(output: Path) -> None:
+    index = open_result(output)
+    append(output, row(7))
+    assert (index.torn_bytes, notes(index)) == (0, [])
+    with output.open("ab") as file:
+        file.write(b'{"half')
+    assert index.torn_bytes == 6

@@ -11,6 +11,7 @@ from nemo_gym.contract.errors import ConfigError
 
 KINDS = {"agents": "agent", "environments": "environment", "sandboxes": "sandbox", "models": "model"}
 """Word of the command → the setting that takes the names."""
+MAX_CHARS = 100
 _SAME = {"benchmarks": "environments"}
 
 
@@ -46,7 +47,8 @@ def _show(kinds: Sequence[str], folders: Sequence[str], query: str | None) -> in
     roots = plugin_roots()
     for kind in chosen:
         group = KINDS[kind]
-        lines = {name: line_of(group, name, roots) for name in available(group, roots)}
+        names = [name for name in available(group, roots) if not _is_broker(group, name, roots)]
+        lines = {name: line_of(group, name, roots) for name in names}
         if query is not None:
             lines = {name: line for name, line in lines.items() if query.lower() in f"{name} {line}".lower()}
         if lines:
@@ -54,6 +56,16 @@ def _show(kinds: Sequence[str], folders: Sequence[str], query: str | None) -> in
         for name, line in lines.items():
             print(f"  {name:24} {line}")
     return command.EXIT_OK
+
+
+def _is_broker(group: str, name: str, roots: Sequence[Path]) -> bool:
+    """Whether a name of an environment is that of the broker, which holds boxes and grades nothing."""
+    from nemo_gym.config.groups import Choice, find_group_file
+
+    path = find_group_file(Choice(group, name, "ng list"), roots) if group == "environment" else None
+    return (
+        path is not None and re.search(r"^sandbox_broker:", path.read_text(encoding="utf-8"), re.MULTILINE) is not None
+    )
 
 
 def line_of(group: str, name: str, roots: Sequence[Path]) -> str:
@@ -78,5 +90,8 @@ def line_of(group: str, name: str, roots: Sequence[Path]) -> str:
 
 
 def _sentence(text: str) -> str:
-    first = re.split(r"(?<=[.:])\s", text, maxsplit=1)[0]
-    return first if len(first) <= 100 else f"{first[:97]}…"
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    first = re.split(r"(?<=\.)\s", text, maxsplit=1)[0]
+    if len(first) > MAX_CHARS and ": " in first:
+        first = f"{first.partition(': ')[0]}."
+    return first if len(first) <= MAX_CHARS else f"{first[: MAX_CHARS - 3]}…"

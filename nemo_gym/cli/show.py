@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from nemo_gym.view.index import ResultIndex
 
 NAME = "ng_show"
-KEYS = ("q", "task", "agent", "outcome", "reward", "findings", "sort", "descending", "limit", "offset", "prices")
+FILTERS = ("q", "task", "agent", "outcome", "reward", "findings", "turns", "seconds")
+KEYS = (*FILTERS, "sort", "descending", "limit", "offset", "prices")
 MAX_LINES = 12
 
 

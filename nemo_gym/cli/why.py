@@ -141,6 +141,7 @@ def _print(index: ResultIndex, classes: Sequence[Mapping[str, Any]]) -> None:
     from rich.text import Text
 
     from nemo_gym.cli.collect_rollouts import result_console
+    from nemo_gym.view import live
     from nemo_gym.view.queries import notes
     from nemo_gym.view.text import one_line
 
@@ -152,7 +153,11 @@ def _print(index: ResultIndex, classes: Sequence[Mapping[str, Any]]) -> None:
     for note in notes(index):
         say(note, "yellow")
     if not classes:
-        say("Nothing to explain: every rollout has a reward, and none has findings.")
+        progress = live.progress(index.files)
+        if progress is not None and progress["collecting"] and "total" in progress:
+            say(f"Nothing to explain yet: {progress['ended']} of {progress['total']} rollouts have ended, all well.")
+        else:
+            say("Nothing to explain: every rollout has a reward, and none has findings.")
     for each in classes:
         named = ", ".join(one_line(name, 70) for name in each["named"])
         more = ", …" if each["rollouts"] > len(each["named"]) else ""

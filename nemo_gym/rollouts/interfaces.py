@@ -270,7 +270,7 @@ class RunCounts:
     """How many ended of late, within ``recent_s``."""
     recent_s: float = 0.0
     finished_at: float | None = None
-    """When one ended last."""
+    """When one ended last, if that was of late."""
     place: int = 0
     """Of the job that was submitted last."""
 

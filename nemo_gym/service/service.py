@@ -22,7 +22,7 @@ from nemo_gym.contract.errors import ConfigError, NemoGymError
 from nemo_gym.contract.rows import new_run_id
 from nemo_gym.http.client import ServerClient
 from nemo_gym.rollouts.core import RolloutCore
-from nemo_gym.rollouts.interfaces import CancelReport, JobEvent, JobRecord, JobSelector
+from nemo_gym.rollouts.interfaces import CancelReport, JobEvent, JobRecord, JobSelector, RunCounts
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.server_pool import PooledServer, ServerPool, ServerState
 from nemo_gym.rollouts.store import SqliteJobStore, SqlJobStore
@@ -34,6 +34,8 @@ log = structlog.get_logger(__name__)
 POLL_S = 1.0
 """How often a store that others write to is looked at, where nothing tells of a change."""
 FEED_PAGE = 64
+MIN_COUNT_S = 0.5
+"""How long counts of runs are told again before they are counted anew."""
 RATE_WINDOW_S = 300.0
 """Over which the rate of a run is told."""
 
@@ -74,11 +76,19 @@ class RolloutService:
         self._state_file = state_dir / f"servers-{config.pipeline}.json"
         owner = config.pipeline if store.is_shared() else None
         self.dispatcher: AsyncDispatcher = core.dispatcher(
-            store, listener=self._told, logs=state_dir / "logs", pooled=True, owner=owner, sweeps=True
+            store,
+            listener=self._told,
+            logs=state_dir / "logs",
+            pooled=True,
+            owner=owner,
+            sweeps=True,
+            server_logs=(state_dir / "logs").resolve(),
         )
         self.submissions = Submissions(
             core, store, config, run_id=store_id, datasets=config.datasets, check_s=config.check_s
         )
+        self._counted: list[RunCounts] = []
+        self._counted_until = 0.0
         self._waiters: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._news = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
@@ -249,8 +259,13 @@ class RolloutService:
 
     async def runs(self) -> dict[str, Any]:
         """How far each run is, and what is under way where."""
+        loop = asyncio.get_running_loop()
+        if (start := loop.time()) >= self._counted_until:
+            self._counted = await self.store.runs(RATE_WINDOW_S)
+            # It takes the writer's time: whoever asks, however often, gets a twentieth of that at most.
+            self._counted_until = loop.time() + max(MIN_COUNT_S, 20 * (loop.time() - start))
         told = []
-        for run in await self.store.runs(RATE_WINDOW_S):
+        for run in self._counted:
             left = sum(count for state, count in run.jobs.items() if not state.terminal)
             rate = run.recent / run.recent_s if run.recent > 1 and run.recent_s else None
             told.append(

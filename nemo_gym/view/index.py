@@ -253,8 +253,11 @@ class ResultIndex:
         """Bytes of last lines without an end, which are left out: a writer is at work, or was killed at it."""
         torn = 0
         for source, path in enumerate(self.paths):
-            with suppress(OSError):
-                torn += max(0, path.stat().st_size - self._state(self.connection(), source).read_to)
+            with suppress(OSError), path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                # Behind what was read there may be whole lines by now, which the next reading finds.
+                start = max(self._state(self.connection(), source).read_to, size - BATCH_BYTES)
+                torn += len(os.pread(file.fileno(), max(0, size - start), start).rpartition(b"\n")[2])
         return torn
 
     def close(self) -> None:

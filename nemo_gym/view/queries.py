@@ -26,6 +26,7 @@ SORTS = {
 REWARDS = {"none": "reward IS NULL", "0": "reward <= 0", ">0": "reward > 0", "1": "reward >= 1", "<1": "reward < 1"}
 MAX_ROWS = 1000
 _WORD = re.compile(r"\w+")
+_BOUND = re.compile(r"\s*([<>]=?)?\s*(\d{1,12}(?:\.\d{1,6})?)\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,10 @@ class TableQuery:
     """A key of `REWARDS`."""
     findings: str = ""
     """``1``: with findings; else a part of their kinds."""
+    turns: str = ""
+    """A number, or a bound such as ``>20``."""
+    seconds: str = ""
+    """As ``turns``, of the time that a rollout took."""
     way: str = ""
     """Rows that failed the same way."""
     sort: str = "worst"
@@ -69,10 +74,14 @@ class TableQuery:
             raise ConfigError(f"sort={query.sort}{nearest(query.sort, sorted(SORTS))}; there are: {_listed(SORTS)}")
         if query.reward and query.reward not in REWARDS:
             raise ConfigError(f"reward={query.reward}: is one of {_listed(REWARDS)}")
+        for name, bound in (("turns", query.turns), ("seconds", query.seconds)):
+            if bound and not _BOUND.fullmatch(bound):
+                raise ConfigError(f"{name}={bound}: is a number, or a bound such as >20 or <5")
         return replace(query, limit=min(query.limit, MAX_ROWS))
 
     def where(self) -> tuple[str, list[Any]]:
-        clauses, values = ["1"], []
+        clauses: list[str] = ["1"]
+        values: list[Any] = []
         for column, part in (("task_id", self.task), ("kinds", "" if self.findings == "1" else self.findings)):
             if part:
                 clauses.append(f"instr(lower({column}), ?)")
@@ -83,6 +92,10 @@ class TableQuery:
                 values.append(whole)
         if self.reward:
             clauses.append(REWARDS[self.reward])
+        for column, text in (("turns", self.turns), ("seconds", self.seconds)):
+            if bound := _BOUND.fullmatch(text):
+                clauses.append(f"{column} {bound[1] or '='} ?")
+                values.append(float(bound[2]))
         if self.findings == "1":
             clauses.append("findings > 0")
         if self.q.strip():

@@ -143,9 +143,13 @@ class Pages:
         }
 
     def rollout(self, request: Request) -> Any:
-        index = self._index(request)
-        found = find_row(index, _given(request, "id"))
-        return {**rollout_view(index, found), "why": explain(found.columns, found.row)}
+        run = self._run(request)
+        found = find_row(run.ready(), _given(request, "id"))
+        return {
+            **rollout_view(run.ready(), found),
+            "run_name": run.name,
+            "why": explain(found.columns, found.row),
+        }
 
     def rollout_logs(self, request: Request) -> Any:
         run = self._run(request)

@@ -86,7 +86,8 @@ class WatchedService:
                     " or --token-file FILE; the service's own service.json will do"
                 )
             case None:
-                return f"the service at {self.url} does not answer ({error}); ng_serve_rollouts starts one"
+                said = str(error) or f"the service at {self.url} does not answer within {FIRST_ANSWER_S:g} s"
+                return f"{said}; ng_serve_rollouts starts one"
             case _:
                 return f"{self.url} is no rollout service of this release (it answered {status} to /v1/runs)"
 

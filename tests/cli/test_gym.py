@@ -202,3 +202,15 @@ def test_each_command_of_the_page_does_what_the_page_says(words: str, here: str)
 def test_the_page_has_each_subcommand() -> None:
     shown = {gym._named(words.split())[0] for words, _ in commands_of_the_page()}
     assert shown == set(gym.COMMANDS) - OWN
+
+
+def test_every_line_of_a_list_is_a_whole_sentence_and_brokers_are_no_environments(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert list_parts([]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert len(lines) > 20
+    assert [line for line in lines if not line.endswith((".", "…"))] == []
+    assert [line for line in lines if "](" in line] == []
+    assert list_parts(["environments"]) == 0
+    assert " sandbox " not in capsys.readouterr().out

@@ -276,3 +276,28 @@ def test_rewards_stand_on_a_scale_from_0_to_1(tmp_path: Path) -> None:
     index = open_result(write(tmp_path / "out.jsonl", row(1), row(3)))
     assert [held for _, _, held in histogram(index, "reward", 4)] == [0, 0, 0, 2]
     assert [held for _, _, held in histogram(index, "tokens_out", 4)] == [2, 0, 0, 0]
+
+
+def test_turns_and_time_have_bounds(tmp_path: Path) -> None:
+    slow = {"init_s": 1.0, "run_s": 60.0, "eval_s": 1.0}
+    index = open_result(
+        write(tmp_path / "out.jsonl", row(0, ng_agent_observations={"turns": 30}), row(1, timings=slow), row(2))
+    )
+    assert names(index, seconds=">10") == ["run.1-0"]
+    assert names(index, seconds="<= 10") == ["run.0-0", "run.2-0"]
+    assert (names(index, turns=">20"), names(index, turns="30"), names(index, turns="<30")) == (
+        ["run.0-0"],
+        ["run.0-0"],
+        [],
+    )
+    with pytest.raises(ConfigError, match=r"turns=many: is a number, or a bound such as >20"):
+        TableQuery.of({"turns": "many"})
+
+
+def test_lines_that_came_after_the_reading_are_not_called_torn(output: Path) -> None:
+    index = open_result(output)
+    append(output, row(7))
+    assert (index.torn_bytes, notes(index)) == (0, [])
+    with output.open("ab") as file:
+        file.write(b'{"half')
+    assert index.torn_bytes == 6

@@ -156,5 +156,5 @@ def test_what_is_no_address_is_said_without_its_secrets(url: str) -> None:
 
 def test_service_that_does_not_answer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nemo_gym.view.service.PATIENCE_S", 0.1)
-    with pytest.raises(ConfigError, match=r"does not answer .*ng_serve_rollouts starts one"):
+    with pytest.raises(ConfigError, match=r"cannot be reached .*ng_serve_rollouts starts one"):
         WatchedService("http://127.0.0.1:9").start()

@@ -286,6 +286,7 @@ def test_job_that_its_caller_cancels(tmp_path: Path) -> None:
         until(lambda: client.runs()["running"], "the job to be under way")
         client.cancel(run="first", reason="not needed any more")
         results = [view.result for view in client.results(run="first", follow=False)]
+    assert [each["server_logs"] for each in results if each] == [str(run_dir / "logs")]
     (tmp_path / "out.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in results))
     (found,) = ng_why(tmp_path)
     assert (found["cause"], found["named"]) == ("cancelled", ["task-7#0"]), found

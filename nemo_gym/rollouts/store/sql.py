@@ -415,29 +415,34 @@ class SqlJobStore:
 
         return await self._writer.call(operation)
 
-    async def runs(self, window_s: float) -> list[RunCounts]:
-        """How far the jobs of each run are, the latest run first, in one pass over the jobs."""
+    async def runs(self, window_s: float, latest: int = 500) -> list[RunCounts]:
+        """How far the jobs of each run are, the latest run first. What ended of late is told from the ``latest``
+        results: ``finished_at`` stands behind the result blob, and reading it costs that blob's pages."""
 
         def operation(connection: Connection) -> list[RunCounts]:
             now = self._now(connection)
             found: dict[str, RunCounts] = {}
-            for run_id, state, count, retried, waiting, recent, first, last, place in connection.execute(
+            for run_id, name, count, retried, waiting, place in connection.execute(
                 "SELECT run_id, state, count(*), sum(CASE WHEN failures IS NULL THEN 0 ELSE 1 END),"
-                " sum(CASE WHEN not_before > ? THEN 1 ELSE 0 END), sum(CASE WHEN finished_at > ? THEN 1 ELSE 0 END),"
-                " min(CASE WHEN finished_at > ? THEN finished_at END), max(finished_at), max(seq)"
-                " FROM jobs GROUP BY run_id, state",
-                (now, now - window_s, now - window_s),
+                " sum(CASE WHEN not_before > ? THEN 1 ELSE 0 END), max(seq) FROM jobs GROUP BY run_id, state",
+                (now,),
             ).fetchall():
                 run = found.setdefault(run_id, RunCounts(run_id, dict.fromkeys(JobState, 0)))
-                run.jobs[JobState(state)] = count
+                run.jobs[JobState(name)] = count
                 run.place = max(run.place, place)
-                if JobState(state).terminal:
-                    run.recent += recent
-                    run.recent_s = max(run.recent_s, now - (first or now))
-                    run.finished_at = max(run.finished_at or 0.0, last or 0.0) or None
-                else:
+                if not JobState(name).terminal:
                     run.retried += retried
                     run.waiting_for_retry += waiting
+            for run_id, finished_at in connection.execute(
+                "SELECT run_id, finished_at FROM jobs WHERE result_seq > (SELECT value FROM counters"
+                " WHERE name = 'results') - ?",
+                (latest,),
+            ).fetchall():
+                if (ended := found.get(run_id)) is not None and finished_at is not None:
+                    ended.finished_at = max(ended.finished_at or 0.0, finished_at)
+                    if finished_at > now - window_s:
+                        ended.recent += 1
+                        ended.recent_s = max(ended.recent_s, now - finished_at)
             return sorted(found.values(), key=lambda run: -run.place)
 
         return await self._writer.call(operation)

@@ -30,7 +30,7 @@ function coloured(line, language) {
 
 export function filesOf(text) {
   const files = [];
-  for (const line of text.split("\n")) {
+  for (const line of text.replace(/\n$/, "").split("\n")) {
     if (line.startsWith("diff --git ") || !files.length) {
       const name = line.match(/ b\/(.*)$/)?.[1] || "patch";
       files.push({ name, lines: [], added: 0, removed: 0, inHunk: false });

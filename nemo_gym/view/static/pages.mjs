@@ -1,7 +1,7 @@
 // The list of runs, one run, and two runs compared.
 import { useEffect, useMemo, useRef, useState } from "./vendor/htm-preact.mjs";
 import {
-  Interval, Loading, Problem, Progress, Reward, Text, count, duration, figure, go, html, large, link, many, plain, useAnswer,
+  Interval, Loading, Problem, Progress, Reward, Text, count, duration, figure, go, html, large, link, many, plain, signed, useAnswer,
   useKeys, useLive, when,
 } from "./parts.mjs";
 
@@ -76,7 +76,7 @@ function RunRow({ run, chosen, choose }) {
     </th>
     <td>${share} ${progress?.collecting && html`<span class="state running">running</span>`}
       ${progress && !progress.collecting && progress.ended < progress.total && html`<span class="state stopped">stopped</span>`}
-      ${progress?.seconds_left != null && html`<span class="faint"> ${duration(progress.seconds_left)} left</span>`}</td>
+      ${progress?.collecting && progress.per_minute != null && html`<div class="faint">${figure(progress.per_minute, 1)} per minute${progress.seconds_left != null ? `, ${duration(progress.seconds_left)} left` : ""}</div>`}</td>
     <td class="number"><${Interval} of=${of?.reward} /></td>
     <td class="number narrow-off">${of ? `${of.solved} / ${of.tasks}` : "–"}</td>
     <td class="number">${of ? (of.rollouts - of.valid ? html`<span class="warned">${count(of.rollouts - of.valid)}</span>` : "0") : "–"}</td>
@@ -186,6 +186,7 @@ function Filters({ value, words, set }) {
   const type = (text) => { setQ(text); clearTimeout(typed.current); typed.current = setTimeout(() => set({ q: text }), 250); };
   const pick = (name, label, choices) => html`<label>${label} <select value=${words[name] || ""} onChange=${(event) => set({ [name]: event.target.value })}>
     ${choices.map(([choice, text]) => html`<option value=${choice}>${text}</option>`)}</select></label>`;
+  const bound = (name, label) => html`<label>${label} <input class="bound" value=${words[name] || ""} placeholder=">20" onChange=${(event) => set({ [name]: event.target.value.trim() })} /></label>`;
   const outcomes = [...new Set(value.summary.outcomes.map((each) => each.outcome))];
   return html`<search class="filters">
     <label class="search">search <input ref=${search} type="search" value=${q} placeholder="prompt, answer or task (/)" onInput=${(event) => type(event.target.value)} /></label>
@@ -193,6 +194,7 @@ function Filters({ value, words, set }) {
     ${pick("outcome", "outcome", [["", "any"], ...outcomes.map((each) => [each, plain(each)])])}
     ${value.summary.agents.length > 1 && pick("agent", "agent", [["", "any"], ...value.summary.agents.map((each) => [each.agent, plain(each.agent)])])}
     ${pick("findings", "findings", [["", "any"], ["1", "with findings"]])}
+    ${bound("turns", "turns")}${bound("seconds", "time (s)")}
     ${pick("by", "show", [["", "rollouts"], ["task", "tasks side by side"]])}
     ${Object.keys(words).length > 0 && html`<button onClick=${() => location.replace(location.hash.split("?")[0])}>clear</button>`}
   </search>`;
@@ -282,7 +284,7 @@ export function ComparePage({ a, b }) {
     if (!value?.difference) return "No task has a reward in both runs.";
     if (!value.wins && !value.losses) return "No task differs.";
     if (value.p_value < 0.05) return value.wins > value.losses ? "B is better than A." : "A is better than B.";
-    return "Chance explains the difference: it is not significant.";
+    return "Chance alone could explain the difference.";
   }, [value]);
   if (error) return html`<${Problem}>${error}<//>`;
   if (!value) return html`<${Loading} />`;
@@ -291,8 +293,8 @@ export function ComparePage({ a, b }) {
     <p>A <a href=${link(`/run/${a}`)}><${Text}>${value.names[0]}<//></a> · B <a href=${link(`/run/${b}`)}><${Text}>${value.names[1]}<//></a>
       ${" "}<button onClick=${() => go("/compare", { a: b, b: a })}>swap</button></p>
     <section class="cards" aria-label="figures">
-      <div class="card"><h2>B − A, mean of tasks</h2><b>${value.difference ? `${value.difference.value >= 0 ? "+" : ""}${value.difference.value.toFixed(3)}` : "–"}</b>
-        ${value.difference?.std_err != null && html`<div class="faint">95 %: ${value.difference.low.toFixed(3)} to ${value.difference.high.toFixed(3)}</div>`}</div>
+      <div class="card"><h2>B − A, mean of tasks</h2><b>${value.difference ? signed(value.difference.value, 3) : "–"}</b>
+        ${value.difference?.std_err != null && html`<div class="faint">95 %: ${signed(value.difference.low, 3)} to ${signed(value.difference.high, 3)}</div>`}</div>
       <div class="card"><h2>tasks</h2><b>${value.tasks}</b><div>${value.wins} better in B, ${value.losses} worse</div><div>${value.ties} the same</div></div>
       <div class="card"><h2>flips</h2><b>+${value.gained} −${value.lost}</b><div>solved by B alone, by A alone</div></div>
       <div class="card"><h2>sign test</h2><b>p = ${value.p_value < 0.001 ? value.p_value.toExponential(1) : value.p_value.toFixed(3)}</b><div>${verdict}</div></div>
@@ -303,6 +305,6 @@ export function ComparePage({ a, b }) {
       <thead><tr><th>task</th><th>A</th><th>B</th><th class="number">B − A</th></tr></thead>
       <tbody>${value.rows.map((row) => html`<tr><th scope="row"><a href=${link(`/run/${b}/rollout`, { id: row.task_id })}><${Text}>${row.task_id}<//></a></th>
         <td><a class="bare" href=${link(`/run/${a}/rollout`, { id: row.task_id })} aria-label=${`${row.task_id} in A`}>${rewards(row.a)}</a></td><td>${rewards(row.b)}</td>
-        <td class=${`number ${row.difference > 0 ? "better" : row.difference < 0 ? "worse" : ""}`}>${row.difference == null ? "–" : `${row.difference > 0 ? "+" : ""}${figure(row.difference, 2)}`}</td></tr>`)}</tbody>
+        <td class=${`number ${row.difference > 0 ? "better" : row.difference < 0 ? "worse" : ""}`}>${row.difference == null ? "–" : signed(row.difference, 2)}</td></tr>`)}</tbody>
     </table></div>`}`;
 }

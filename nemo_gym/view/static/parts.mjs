@@ -103,6 +103,7 @@ export function LongText({ of, all, label, lines = FOLDED_LINES }) {
 export const many = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 export const count = (value) => value == null ? "–" : Number(value).toLocaleString("en");
 export const figure = (value, digits = 3) => value == null ? "–" : Number.isInteger(value) ? String(value) : value.toFixed(digits);
+export const signed = (value, digits) => `${value < 0 ? "−" : "+"}${figure(Math.abs(value), digits)}`;
 export function large(value) {
   if (value == null) return "–";
   for (const [size, unit] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) if (value >= size) return `${(value / size).toFixed(value >= size * 100 ? 0 : 1)} ${unit}`;

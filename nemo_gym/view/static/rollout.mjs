@@ -18,7 +18,7 @@ export function RolloutPage({ run, id, tab }) {
   const current = tabs.find(([name]) => name === tab)?.[0] || "overview";
   const all = (where) => ask(`/api/runs/${run}/text`, { id, where });
   return html`
-    <nav class="crumbs" aria-label="where this is"><a href=${link(`/run/${run}`)}>run</a>
+    <nav class="crumbs" aria-label="where this is"><a href=${link(`/run/${run}`)} title="u">← <${Text}>${value.run_name}<//></a>
       <span class="grow"></span>
       ${value.previous && html`<a href=${link(`/run/${run}/rollout`, { id: value.previous, tab })} title="p">← previous</a>`}
       ${value.next && html`<a href=${link(`/run/${run}/rollout`, { id: value.next, tab })} title="n">next →</a>`}</nav>

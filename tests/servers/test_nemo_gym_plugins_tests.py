@@ -47,13 +47,11 @@ def test_policy_of_a_box_names_hosts_and_refuses_what_it_cannot_hold() -> None:
         "defaultAction": "deny",
         "egress": [{"action": "allow", "target": "a.example"}],
     }
-    for provider, url in (
-        ("docker", "http://a.example"),
-        ("opensandbox", "http://[::]:80"),
-        ("opensandbox", "nothing"),
-    ):
-        with pytest.raises(ValueError, match="OpenSandbox|reachable"):
-            restricted_network_policy(provider, [url])
+    with pytest.raises(ValueError, match="OpenSandbox"):
+        restricted_network_policy("docker", ["http://a.example"])
+    for url in ("http://[::]:80", "nothing"):
+        with pytest.raises(ValueError, match="reachable"):
+            restricted_network_policy("opensandbox", [url])
 
 
 async def test_tool_servers_are_seeded_and_only_those_with_a_token_are_taken() -> None:

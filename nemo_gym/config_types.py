@@ -17,6 +17,7 @@ from nemo_gym._util.files import from_command
 from nemo_gym.contract.errors import ConfigError
 
 __all__ = [
+    "ROLLOUT_PATH_PREFIX",
     "AgentServerRef",
     "AggregateMetrics",
     "AggregateMetricsRequest",
@@ -32,6 +33,9 @@ __all__ = [
     "ServerRef",
     "is_server_ref",
 ]
+
+ROLLOUT_PATH_PREFIX = "ng-rollout"
+"""First segment of ``/ng-rollout/<rollout id>/…``, for clients that can be given a base URL but no header."""
 
 CommandPath = Annotated[Path, AfterValidator(from_command)]
 """A file or directory of this host in a configuration; a relative one starts where the command was typed."""
@@ -145,5 +149,7 @@ class AggregateMetrics(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     group_level_metrics: list[dict[str, Any]] = Field(default_factory=list)
+    repeat_level_metrics: list[dict[str, Any]] = Field(default_factory=list)
+    """Of each repeat, over its tasks, where the environment computes metrics of its own."""
     agent_metrics: dict[str, Any] = Field(default_factory=dict)
     key_metrics: dict[str, Any] = Field(default_factory=dict)

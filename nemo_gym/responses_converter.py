@@ -37,6 +37,16 @@ _INPUT_ITEM: TypeAdapter[Any] = TypeAdapter(NeMoGymResponseInputItem)
 _OUTPUT_ITEM: TypeAdapter[Any] = TypeAdapter(NeMoGymResponseOutputItem)
 
 
+def _usage_detail(usage: Mapping[str, Any], details: str, name: str, *flat: str) -> int | None:
+    """A detail of a usage report, which some endpoints put beside the totals under another name."""
+    nested = usage.get(details)
+    places = [(nested, name)] if isinstance(nested, Mapping) else []
+    return next(
+        (int(found[key]) for found, key in [*places, *((usage, key) for key in flat)] if found.get(key) is not None),
+        None,
+    )
+
+
 class ResponsesConverter(BaseModel):
     """Converts requests and replies. Keeps nothing between calls."""
 

@@ -269,6 +269,10 @@ class AggregateMetricsMixin:
         to the group level; everything else to the agent level."""
         return {}
 
+    def compute_repeat_metrics(self, tasks: Tasks) -> dict[str, Any]:
+        """Metrics of one repeat: of each task one result, in lists of one."""
+        return {}
+
     def get_key_metrics(self, agent_metrics: dict[str, Any]) -> dict[str, Any]:
         """The few metrics worth a headline; default: every mean, and how many samples were invalid."""
         return default_key_metrics(agent_metrics)
@@ -282,6 +286,7 @@ def compute_aggregate_metrics(
     verify_responses: Sequence[Result],
     compute_metrics_fn: Callable[[Tasks], dict[str, Any]] | None = None,
     get_key_metrics_fn: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    compute_repeat_metrics_fn: Callable[[Tasks], dict[str, Any]] | None = None,
 ) -> AggregateMetrics:
     """Metrics per task and over all, from the results of one agent. Raises `InvalidBodyError` naming the field for
     results that have none."""
@@ -308,11 +313,28 @@ def compute_aggregate_metrics(
                 groups[index].update(of_task)
         metrics.update(custom)
 
+    repeats = _repeats(valid, compute_repeat_metrics_fn) if compute_repeat_metrics_fn is not None else []
+    for name in {name: None for repeat in repeats for name in numeric_fields(repeat)}:
+        found = [repeat[name] for repeat in repeats if repeat.get(name) is not None]
+        metrics[f"mean_across_repeats/{name}"] = sum(found) / len(found)
+
     return AggregateMetrics(
         group_level_metrics=list(groups.values()),
+        repeat_level_metrics=repeats,
         agent_metrics=metrics,
         key_metrics=(get_key_metrics_fn or default_key_metrics)(metrics),
     )
+
+
+def _repeats(results: Sequence[Result], compute: Callable[[Tasks], dict[str, Any]]) -> list[dict[str, Any]]:
+    """What ``compute`` says of each repeat; nothing where there is but one."""
+    by_repeat: dict[int, list[list[Result]]] = defaultdict(list)
+    for result in results:
+        by_repeat[result.get(ROLLOUT_INDEX_KEY, 0)].append([result])
+    if len(by_repeat) < 2:
+        return []
+    said = ((index, compute(by_repeat[index])) for index in sorted(by_repeat))
+    return [{ROLLOUT_INDEX_KEY: index, **metrics} for index, metrics in said if metrics]
 
 
 def _group(index: int, results: Sequence[Result]) -> dict[str, Any]:

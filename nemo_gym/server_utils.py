@@ -47,6 +47,7 @@ __all__ = [
     "get_response_json",
     "get_server_url",
     "inference_context",
+    "is_global_aiohttp_client_request_debug_enabled",
     "is_nemo_gym_fastapi_entrypoint",
     "is_nemo_gym_fastapi_worker",
     "raise_for_status",
@@ -63,6 +64,11 @@ def is_nemo_gym_fastapi_entrypoint(file: str) -> bool:
     processes, so only an outside starter that sets the variable gets ``True``."""
     entrypoint = os.environ.get(FASTAPI_ENTRYPOINT_ENV)
     return entrypoint is not None and Path(entrypoint).absolute() == Path(file).absolute()
+
+
+def is_global_aiohttp_client_request_debug_enabled() -> bool:
+    """NeMo Gym's switch for printing requests: off here, where logs say what was sent."""
+    return False
 
 
 def is_nemo_gym_fastapi_worker() -> bool:

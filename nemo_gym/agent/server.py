@@ -182,7 +182,11 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
         environment = self._server_name("resources_server")
         if environment is None or self.overrides("compute_metrics") or self.overrides("get_key_metrics"):
             return await asyncio.to_thread(
-                compute_aggregate_metrics, body.verify_responses, self.compute_metrics, self.get_key_metrics
+                compute_aggregate_metrics,
+                body.verify_responses,
+                self.compute_metrics,
+                self.get_key_metrics,
+                self.compute_repeat_metrics,
             )
         reply = await self.server_client.post(environment, "/aggregate_metrics", json=body, idempotent=True)
         return AggregateMetrics.model_validate(await _told(reply, environment))

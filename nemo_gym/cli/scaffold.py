@@ -10,6 +10,7 @@ from string import Template
 from typing import Final
 
 from nemo_gym.cli import command
+from nemo_gym.cli import scaffold_more as more_kinds
 from nemo_gym.contract.errors import ConfigError
 
 _RUN = """
@@ -322,6 +323,22 @@ _KINDS: Final[dict[str, tuple[str, str, str, str, dict[str, str], str]]] = {
         _BOX_TEST,
         _BOXED,
     ),
+    "step": (
+        "A state that tools change, step by step.",
+        more_kinds.STEP_APP,
+        more_kinds.STEP_TEST,
+        more_kinds.STEP_ROWS + "\f" + more_kinds.STEP_POLICY,
+        {},
+        _PLAIN,
+    ),
+    "judge": (
+        "An answer that another model judges.",
+        more_kinds.JUDGE_APP,
+        more_kinds.JUDGE_TEST,
+        more_kinds.JUDGE_ROWS + "\f" + more_kinds.JUDGE_POLICY,
+        {},
+        _PLAIN,
+    ),
 }
 
 
@@ -337,7 +354,7 @@ def init_environment(argv: Sequence[str]) -> int:
     what, app, test, data, more, words = _KINDS[arguments.kind or "qa"]
     rows, policy = data.split("\f")
     root = Path(arguments.search_dir).expanduser().resolve()
-    yaml = ENVIRONMENT_YAML + ("      sandbox_provider: sandbox\n" if arguments.kind == "box" else "")
+    yaml = ENVIRONMENT_YAML + more_kinds.SETTINGS.get(arguments.kind or "qa", "")
     files = {
         "app.py": app,
         f"configs/{name}.yaml": yaml,

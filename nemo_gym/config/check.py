@@ -71,15 +71,29 @@ def free_ports(values: Mapping[str, Any]) -> list[int] | None:
 
 
 def notices(composition: Composition) -> list[str]:
-    """A sentence for each key that is accepted and does nothing, with what it would do elsewhere."""
+    """A sentence for each key that is accepted and does nothing, with what it would do elsewhere, and for each plugin
+    that several roots have."""
     return [
         *composition.warnings,
+        *_hidden_plugins(composition),
         *(
             f"'{key}' does nothing here; in NeMo Gym it is {meaning}"
             for key, meaning in UNREAD_NEMO_GYM_KEYS.items()
             if composition.values.get(key) is not None and key not in composition.servers
         ),
     ]
+
+
+def _hidden_plugins(composition: Composition) -> list[str]:
+    """Two plugins of one name: the first root's is taken, as `plugin_roots` orders them, and the other is named."""
+    told = []
+    for kind, name in dict.fromkeys(
+        (block.server_type, block.implementation) for block in composition.servers.values()
+    ):
+        found = [root / kind / name for root in composition.roots if (root / kind / name / "app.py").is_file()]
+        used, *hidden = dict.fromkeys(folder.resolve() for folder in found) or (None,)
+        told += [f"there are two plugins '{name}': {used} is used, {other} is not" for other in hidden]
+    return told
 
 
 def _check_place(server: ServerBlock, warnings: list[str]) -> None:

@@ -309,6 +309,7 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
             compute_aggregate_metrics,
             body.verify_responses,
             compute_metrics_fn=self.compute_metrics,
+            compute_repeat_metrics_fn=self.compute_repeat_metrics,
             get_key_metrics_fn=self.get_key_metrics,
         )
 

@@ -22,6 +22,7 @@ from urllib.parse import quote, unquote
 
 from pydantic import BaseModel
 
+from nemo_gym.config_types import ROLLOUT_PATH_PREFIX
 from nemo_gym.contract.rows import ATTEMPT_INDEX_KEY, ROLLOUT_ID_KEY, ROLLOUT_INDEX_KEY, TASK_INDEX_KEY
 
 __all__ = [
@@ -36,8 +37,6 @@ __all__ = [
     "rollout_path_prefix",
 ]
 
-ROLLOUT_PATH_PREFIX = "ng-rollout"
-"""First segment of ``/ng-rollout/<rollout id>/…``, for clients that can be given a base URL but no header."""
 TOKEN_CAPTURE_PATH_SEGMENT = "training-token-capture"
 ROLLOUT_ID_PATTERN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 ROLLOUT_ID_HEADER = "X-NeMo-Gym-Rollout-Id"

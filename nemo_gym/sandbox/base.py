@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 from nemo_gym.contract.errors import SandboxCapabilityError
 from nemo_gym.contract.sandbox import Door, NetworkPolicy, SandboxResources, SandboxSpec, default_limits
@@ -356,6 +356,21 @@ class SupportsEndpoint(Protocol):
     async def endpoint(self, handle: SandboxHandle, port: int) -> str:
         """A URL on this host that reaches ``port`` of the box."""
         ...
+
+
+class SandboxEndpoint(str):
+    """A URL that reaches a port of a box; NeMo Gym's plugins read its parts."""
+
+    headers: dict[str, str]
+
+    def __new__(cls, endpoint: str, headers: Mapping[str, str] | None = None) -> Self:
+        self = super().__new__(cls, endpoint)
+        self.headers = dict(headers or {})
+        return self
+
+    @property
+    def endpoint(self) -> str:
+        return str(self)
 
 
 @runtime_checkable

@@ -22,6 +22,7 @@ from nemo_gym.sandbox.base import (
     Connectable,
     ExecProcess,
     ExecRequest,
+    SandboxEndpoint,
     SandboxExecResult,
     SandboxHandle,
     SandboxProvider,
@@ -164,11 +165,11 @@ class AsyncSandbox:
         """What the backend says of the box; ``STOPPED`` when there is none."""
         return SandboxStatus.STOPPED if self._handle is None else await self._provider.status(self._handle)
 
-    async def endpoint(self, port: int) -> str:
+    async def endpoint(self, port: int) -> SandboxEndpoint:
         """A URL on this host that reaches a port of the box. Raises `SandboxCapabilityError` where none can be had."""
         require(self._provider, SupportsEndpoint, why=f"to reach port {port} of the box")
         assert isinstance(self._provider, SupportsEndpoint)
-        return await self._provider.endpoint(self.handle, port)
+        return SandboxEndpoint(await self._provider.endpoint(self.handle, port))
 
     async def renew(self, ttl_s: float) -> None:
         """Let the box live ``ttl_s`` seconds from now. Raises `SandboxLostError` when it is gone."""
@@ -317,7 +318,7 @@ class Sandbox:
     def status(self) -> SandboxStatus:
         return run_blocking(self._loop, self._box.status())
 
-    def endpoint(self, port: int) -> str:
+    def endpoint(self, port: int) -> SandboxEndpoint:
         return run_blocking(self._loop, self._box.endpoint(port))
 
     def serialize(self, *, scope: str | None = None) -> dict[str, Any]:

@@ -7,6 +7,8 @@ content of its requirements, and layered over this one, so that only what is mis
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -19,6 +21,7 @@ import sysconfig
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Final
 
 from nemo_gym.config.roots import cache_directory
 from nemo_gym.contract.errors import ConfigError, ServerError
@@ -30,6 +33,14 @@ _EDITABLE_OWN = re.compile(r"^-e\s+(nemo[-_.]gym[^@]*@|\.\./\.\.|.*nemo[-_.]gym)
 _INSTALLER_OPTIONS = ("--extra-index-url", "--index-url", "--no-index", "--find-links", "-i ", "-f ", "--trusted-host")
 """Lines that ask for nothing to be installed."""
 _INSTALL_TIMEOUT_S = 1800.0
+_PROJECT = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*")
+NEMO_GYM_BRINGS: Final = {
+    **{name: name for name in ("anthropic", "datasets", "devtools", "docker", "httptools", "jinja2", "jsonschema")},
+    **{name: name for name in ("matplotlib", "mcp", "mlflow", "numpy", "pandas", "psutil", "pyarrow", "pydot")},
+    **{name: name for name in ("ray", "requests", "scipy", "sqlparse", "tenacity", "tqdm", "wandb", "yappi")},
+    **{"PIL": "pillow", "git": "gitpython", "jwt": "pyjwt", "yaml": "pyyaml", "huggingface_hub": "huggingface-hub"},
+}
+"""Module → distribution, of what comes with NeMo Gym: its plugins import it without listing it."""
 
 
 def requirement_lines(plugin: Path) -> list[str]:
@@ -46,7 +57,25 @@ def requirement_lines(plugin: Path) -> list[str]:
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{plugin / 'pyproject.toml'}: {error}", file=str(plugin / "pyproject.toml")) from error
         lines = [str(line) for line in project.get("dependencies", [])]
-    return [line for line in lines if not _is_own(line)]
+    named = [line for line in lines if not _is_own(line)]
+    return [*named, *_unlisted(plugin, named)] if len(named) < len(lines) else named
+
+
+def _unlisted(plugin: Path, lines: list[str]) -> list[str]:
+    """Packages that a plugin for NeMo Gym imports and does not list, since they come with NeMo Gym itself there."""
+    listed = {re.sub(r"[-_.]+", "-", found[0]).lower() for line in lines if (found := _PROJECT.match(line))}
+    imported: set[str] = set()
+    for file in plugin.rglob("*.py"):
+        if "tests" in file.relative_to(plugin).parts:
+            continue
+        with contextlib.suppress(SyntaxError, UnicodeDecodeError, ValueError):
+            for node in ast.parse(file.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.Import):
+                    imported |= {name.name.split(".")[0] for name in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    imported.add(node.module.split(".")[0])
+    wanted = {NEMO_GYM_BRINGS[name] for name in imported & set(NEMO_GYM_BRINGS) if find_spec(name) is None}
+    return sorted(wanted - listed)
 
 
 def _file_lines(path: Path) -> Iterator[str]:
@@ -62,7 +91,7 @@ def _file_lines(path: Path) -> Iterator[str]:
 def _is_own(line: str) -> bool:
     if _EDITABLE_OWN.match(line):
         return True
-    name = re.match(r"^[A-Za-z0-9][A-Za-z0-9._-]*", line)
+    name = _PROJECT.match(line)
     return name is not None and re.sub(r"[-_.]+", "-", name[0]).lower() in OWN_NAMES
 
 
@@ -147,6 +176,7 @@ def _make(folder: Path, plugin: Path, lines: list[str], constraints: list[str]) 
     (packages / "zz_nemo_gym_parent.pth").write_text(inherited, encoding="utf-8")
     wanted = folder / "requirements.txt"
     wanted.write_text("\n".join([*lines, *constraints]) + "\n", encoding="utf-8")
+    # pip, and not uv: uv does not see the layer below, and would lay another pydantic over the suite's.
     _run([str(python), "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "-r", str(wanted)], plugin)
 
 

@@ -86,7 +86,7 @@ def test_every_old_name_is_installed_and_leads_somewhere() -> None:
     assert {name for name in gym.OLD_NAMES.values() if name and name[0] != "-"} <= set(gym.COMMANDS)
 
 
-LINES = {"qa": 15, "mcp": 30, "box": 30}
+LINES = {"qa": 15, "mcp": 30, "box": 30, "step": 45, "judge": 40}
 
 
 @pytest.fixture(params=LINES)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.config.check import check_everything
+from nemo_gym.config.check import check_everything, notices
 from nemo_gym.config.compose import compose
 from nemo_gym.config.composition import Composition
 from nemo_gym.contract.errors import ConfigError
@@ -144,3 +144,12 @@ def test_aliases_of_fields_are_known(root: Path) -> None:
     app = root / "resources_servers/mathy/app.py"
     app.write_text(app.read_text().replace("strictness: int = 1", "strictness: int = Field(1, alias='strict')"))
     checked(root, "mathy.resources_servers.mathy.strict=2")
+
+
+def test_second_plugin_of_a_name_is_told(root: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other" / "resources_servers" / "mathy"
+    write(other / "app.py", "")
+    groups = ["agent=solver", "environment=mathy", "model=echo"]
+    (told,) = notices(compose(groups, roots=[root, tmp_path / "other"]))
+    assert told == f"there are two plugins 'mathy': {root / 'resources_servers/mathy'} is used, {other} is not"
+    assert not notices(compose(groups, roots=[root, root]))

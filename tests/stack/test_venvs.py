@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nemo_gym.contract.errors import ConfigError
+from nemo_gym.stack import venvs
 from nemo_gym.stack.venvs import environment_key, interpreter_for, requirement_lines, unmet
 
 from .stacks import command, ng_run, no_traceback, write
@@ -44,6 +45,21 @@ def plugin(root: Path, version: str = "1.0") -> Path:
             )
         )
     return folder
+
+
+def test_what_nemo_gym_brings_and_a_plugin_of_its_imports_is_a_requirement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(venvs.NEMO_GYM_BRINGS, "tiny_thing", "tiny-thing")
+    folder = tmp_path / "odd"
+    write(folder / "app.py", "import json\nimport tiny_thing.part\nimport pydantic\nimport nobody_knows\n")
+    write(folder / "tests" / "test_app.py", "import ray_of_light\n")
+    write(folder / "requirements.txt", "-e nemo-gym[dev] @ ../../\n")
+    assert requirement_lines(folder) == ["tiny-thing"]
+    write(folder / "requirements.txt", "nemo-gym\nTiny_Thing==2.0\n")
+    assert requirement_lines(folder) == ["Tiny_Thing==2.0"]
+    write(folder / "requirements.txt", "other\n")  # of this suite: it lists what it needs
+    assert requirement_lines(folder) == ["other"]
 
 
 def test_plugin_with_unmet_requirements_runs_in_an_environment_of_its_own(root: Path) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import aiohttp
+import structlog
 import torch
 
 from examples.train import task
@@ -33,16 +34,18 @@ from examples.train.report import Interval, Usage, interval, plot
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.http.client import ServerClient, close_global_aiohttp_client
 from nemo_gym.rollout_collection import RolloutCollectionHelper
-from nemo_gym.sampling import MixedOutcomes, RolloutSampler, ValidSamples, open_sampler
+from nemo_gym.sampling import MixedOutcomes, NoEffectiveGroupsError, RolloutSampler, ValidSamples, open_sampler
 from nemo_gym.stack.background import BackgroundStack
 from nemo_gym.stack.stack import pipeline_client
-from nemo_gym_testing.gateway.real import vllm_server
+from nemo_gym_testing.gateway.real import EngineMissingError, vllm_server
 
 HERE = Path(__file__).resolve().parent
 BatchSource = Literal["sampler", "plain"]
 AGENT, ENVIRONMENT, GATEWAY = "simple_agent", "calculator", "policy_model"
 ANSWER_TOKENS, TURNS = 40, 4
 MAX_MODEL_LEN = 512
+HOPELESS = 20
+"""Groups that may end for each one that a batch wants."""
 ALL_RIGHT = "all samples are right"
 
 
@@ -51,16 +54,16 @@ class Settings:
     seed: int = 0
     tokens: TokenSource = "exact"
     batches: BatchSource = "sampler"
-    steps: int = 60
+    steps: int = 50
     groups: int = 8
     """Of one batch."""
     samples: int = 8
     """Of one group."""
-    learning_rate: float = 5e-4
+    learning_rate: float = 1e-3
     warm_steps: int = 250
     held_out_rows: int = 50
     evaluate_every: int = 5
-    max_weights_lag: int = 2
+    max_weights_lag: int = 1
     concurrency: int = 64
     threads: int = 1
     """Of the trainer; the engine has one as well."""
@@ -154,10 +157,13 @@ async def collected(
     helper = RolloutCollectionHelper(client)
     given = [{**row, "_ng_task_index": number, "at": number} for number, row in enumerate(rows)]
     found: dict[int, dict[str, Any]] = {}
-    for ended in helper.run_examples(given, **run_keys(settings)):
-        row, result = await ended
-        found[row["at"]] = result
-    await helper.aclose()
+    try:
+        for ended in helper.run_examples(given, **run_keys(settings)):
+            row, result = await ended
+            found[row["at"]] = result
+    except BaseException:
+        await helper.aclose()
+        raise
     return [found[number] for number in range(len(rows))]
 
 
@@ -232,7 +238,11 @@ async def batches_of(
         yield PlainBatches(engine, rows, settings)
         return
     keys = {**run_keys(settings), "output": str(folder / "train.jsonl"), "overwrite": True}
-    sampling = {"samples_per_group": settings.samples, "max_weights_lag": settings.max_weights_lag}
+    sampling = {
+        "samples_per_group": settings.samples,
+        "max_weights_lag": settings.max_weights_lag,
+        "max_groups_per_batch": settings.groups * HOPELESS,
+    }
     filters = (ValidSamples(), MixedOutcomes(solved_from=1.0))
     async with open_sampler(engine.client, keys, rows, sampling=sampling, filters=filters) as sampler:
         yield SampledBatches(sampler, settings)
@@ -272,10 +282,10 @@ class Trainer:
         self._usage = Usage()
         training, held_out = task.split_operands(settings.seed)
         draw = random.Random(f"rows:{settings.seed}")
-        self.rows = [one.row() for one in task.distinct(task.sums(training, held_out, draw), 2_000)]
-        self.held_out = [
-            one.row() for one in task.distinct(task.sums(held_out, frozenset(), draw), 4 * settings.held_out_rows)
-        ]
+        source = task.sums(training, draw, never=held_out, wide=task.WIDE_SHARE)
+        self.rows = [one.row() for one in task.distinct(source, 2_000)]
+        unseen = task.sums(held_out, draw)
+        self.held_out = [one.row() for one in task.distinct(unseen, 4 * settings.held_out_rows)]
         self.steps: list[Step] = []
         self._seen = self._changed = self._turns = self._rollouts = self._spanning = 0
         self._versions: set[int] = set()
@@ -351,7 +361,7 @@ class Trainer:
                 self._seen += 1
                 self._changed += speller.again(ids).ids != ids
                 self._turns += len(one.turns)
-                versions = {int(turn.weights_version) for turn in one.turns if turn.weights_version is not None}
+                versions = {int(version) for version in one.weights_versions}
                 self._versions |= versions
                 self._spanning += len(versions) > 1
                 staleness.append(number - min(versions, default=number))
@@ -417,6 +427,7 @@ def main() -> None:
     def say(text: str) -> None:
         print(text, file=sys.stderr if given.json else sys.stdout, flush=True)
 
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     folder = given.output.resolve() / f"seed{settings.seed}-{settings.tokens}-{settings.batches}"
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -428,8 +439,8 @@ def main() -> None:
             say,
         )
         outcome = asyncio.run(Trainer(settings, folder, say).run(policy, given.target))
-    except ConfigError as error:
-        sys.exit(f"error: {error.message}")
+    except (ConfigError, NoEffectiveGroupsError, EngineMissingError) as error:
+        sys.exit(f"error: {error}")
     told = asdict(outcome)
     (folder / "outcome.json").write_text(json.dumps(told, indent=1))
     plot([told], folder / "curve.png")

@@ -185,7 +185,7 @@ def make_policy(folder: Path, seed: int, steps: int, threads: int, say: Callable
     write_tokenizer(folder, [*pages, *[SPELLINGS] * 400])
     torch.set_num_threads(threads)
     model, speller = make_model(folder, seed), Speller(folder)
-    source = task.sums(training, held_out, draw)
+    source = task.sums(training, draw, never=held_out, wide=task.WIDE_SHARE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     for step in range(steps):
         for group in optimizer.param_groups:

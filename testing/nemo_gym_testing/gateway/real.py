@@ -60,7 +60,7 @@ async def vllm_server(
     policy: Path, log: Path, *words: str, max_model_len: int = 16_384, development: bool = False
 ) -> AsyncIterator[str]:
     """vLLM over ``policy`` on the CPU, in float32, as the model ``tiny``; yields its URL. ``words``: more arguments.
-    ``development``: also its routes for trainers, such as ``/collective_rpc``, with which weights are replaced in place.
+    ``development``: also its routes for trainers, such as ``/collective_rpc``, which replaces weights in place.
 
     Raises `EngineMissingError`; `RuntimeError` with the log's end when it does not come up.
     """

@@ -14,10 +14,11 @@ import asyncio
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -44,6 +45,8 @@ BatchSource = Literal["sampler", "plain"]
 AGENT, ENVIRONMENT, GATEWAY = "simple_agent", "calculator", "policy_model"
 ANSWER_TOKENS, TURNS = 40, 4
 MAX_MODEL_LEN = 512
+RAMP = 5
+"""Steps until the learning rate is whole: Adam's first ones know nothing of the gradient's size."""
 HOPELESS = 20
 """Groups that may end for each one that a batch wants."""
 ALL_RIGHT = "all samples are right"
@@ -59,7 +62,7 @@ class Settings:
     """Of one batch."""
     samples: int = 8
     """Of one group."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 6e-4
     warm_steps: int = 250
     held_out_rows: int = 50
     evaluate_every: int = 5
@@ -299,6 +302,7 @@ class Trainer:
             model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
         reached: dict[str, float] | None = None
+        (self.folder / "steps.jsonl").unlink(missing_ok=True)
         async with serving(policy, self.folder) as engine:
             await engine.use(policy, 0)
             before = interval(await held_out_reward(engine, self.held_out, settings))
@@ -311,6 +315,8 @@ class Trainer:
                     waited = time.monotonic() - started
                     step = self._observe(number, batch, waited, speller)
                     examples = list(examples_of(batch.groups, settings.tokens, speller))
+                    for group in optimizer.param_groups:
+                        group["lr"] = settings.learning_rate * min(1.0, (number + 1) / RAMP)
                     if examples:
                         report = await asyncio.to_thread(train_step, model, optimizer, examples)
                         step.loss, step.gradient_norm = report.loss, report.gradient_norm
@@ -329,6 +335,8 @@ class Trainer:
                                 "rollouts": step.rollouts,
                             }
                     self.steps.append(step)
+                    with (self.folder / "steps.jsonl").open("a") as file:
+                        file.write(json.dumps(asdict(step)) + "\n")
                     self._say(told(step))
                 wall_s, cpu_s = self._usage.wall_s, self._usage.cpu_s
             after = interval(await held_out_reward(engine, self.held_out, settings))
@@ -397,6 +405,13 @@ def told(step: Step) -> str:
     )
 
 
+async def until_told(run: Coroutine[Any, Any, Outcome]) -> Outcome:
+    """The run; SIGTERM ends it in order, or the engine would be left behind."""
+    task = asyncio.ensure_future(run)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await task
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.train.arithmetic", description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
@@ -438,14 +453,16 @@ def main() -> None:
             settings.threads,
             say,
         )
-        outcome = asyncio.run(Trainer(settings, folder, say).run(policy, given.target))
+        outcome = asyncio.run(until_told(Trainer(settings, folder, say).run(policy, given.target)))
     except (ConfigError, NoEffectiveGroupsError, EngineMissingError) as error:
         sys.exit(f"error: {error}")
-    told = asdict(outcome)
-    (folder / "outcome.json").write_text(json.dumps(told, indent=1))
-    plot([told], folder / "curve.png")
+    except asyncio.CancelledError:
+        sys.exit(128 + signal.SIGTERM)
+    whole = asdict(outcome)
+    (folder / "outcome.json").write_text(json.dumps(whole, indent=1))
+    plot([whole], folder / "curve.png")
     if given.json:
-        print(json.dumps(told))
+        print(json.dumps(whole))
     else:
         reached = outcome.reached or "not reached"
         print(f"held-out reward {outcome.before} -> {outcome.after}; {given.target} reached: {reached}")

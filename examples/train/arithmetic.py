@@ -14,16 +14,18 @@ import asyncio
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import aiohttp
+import structlog
 import torch
 
 from examples.train import task
@@ -33,16 +35,20 @@ from examples.train.report import Interval, Usage, interval, plot
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.http.client import ServerClient, close_global_aiohttp_client
 from nemo_gym.rollout_collection import RolloutCollectionHelper
-from nemo_gym.sampling import MixedOutcomes, RolloutSampler, ValidSamples, open_sampler
+from nemo_gym.sampling import MixedOutcomes, NoEffectiveGroupsError, RolloutSampler, ValidSamples, open_sampler
 from nemo_gym.stack.background import BackgroundStack
 from nemo_gym.stack.stack import pipeline_client
-from nemo_gym_testing.gateway.real import vllm_server
+from nemo_gym_testing.gateway.real import EngineMissingError, vllm_server
 
 HERE = Path(__file__).resolve().parent
 BatchSource = Literal["sampler", "plain"]
 AGENT, ENVIRONMENT, GATEWAY = "simple_agent", "calculator", "policy_model"
 ANSWER_TOKENS, TURNS = 40, 4
 MAX_MODEL_LEN = 512
+RAMP = 5
+"""Steps until the learning rate is whole: Adam's first ones know nothing of the gradient's size."""
+HOPELESS = 20
+"""Groups that may end for each one that a batch wants."""
 ALL_RIGHT = "all samples are right"
 
 
@@ -51,16 +57,16 @@ class Settings:
     seed: int = 0
     tokens: TokenSource = "exact"
     batches: BatchSource = "sampler"
-    steps: int = 60
+    steps: int = 50
     groups: int = 8
     """Of one batch."""
     samples: int = 8
     """Of one group."""
-    learning_rate: float = 5e-4
+    learning_rate: float = 6e-4
     warm_steps: int = 250
     held_out_rows: int = 50
     evaluate_every: int = 5
-    max_weights_lag: int = 2
+    max_weights_lag: int = 1
     concurrency: int = 64
     threads: int = 1
     """Of the trainer; the engine has one as well."""
@@ -154,10 +160,13 @@ async def collected(
     helper = RolloutCollectionHelper(client)
     given = [{**row, "_ng_task_index": number, "at": number} for number, row in enumerate(rows)]
     found: dict[int, dict[str, Any]] = {}
-    for ended in helper.run_examples(given, **run_keys(settings)):
-        row, result = await ended
-        found[row["at"]] = result
-    await helper.aclose()
+    try:
+        for ended in helper.run_examples(given, **run_keys(settings)):
+            row, result = await ended
+            found[row["at"]] = result
+    except BaseException:
+        await helper.aclose()
+        raise
     return [found[number] for number in range(len(rows))]
 
 
@@ -232,7 +241,11 @@ async def batches_of(
         yield PlainBatches(engine, rows, settings)
         return
     keys = {**run_keys(settings), "output": str(folder / "train.jsonl"), "overwrite": True}
-    sampling = {"samples_per_group": settings.samples, "max_weights_lag": settings.max_weights_lag}
+    sampling = {
+        "samples_per_group": settings.samples,
+        "max_weights_lag": settings.max_weights_lag,
+        "max_groups_per_batch": settings.groups * HOPELESS,
+    }
     filters = (ValidSamples(), MixedOutcomes(solved_from=1.0))
     async with open_sampler(engine.client, keys, rows, sampling=sampling, filters=filters) as sampler:
         yield SampledBatches(sampler, settings)
@@ -272,10 +285,10 @@ class Trainer:
         self._usage = Usage()
         training, held_out = task.split_operands(settings.seed)
         draw = random.Random(f"rows:{settings.seed}")
-        self.rows = [one.row() for one in task.distinct(task.sums(training, held_out, draw), 2_000)]
-        self.held_out = [
-            one.row() for one in task.distinct(task.sums(held_out, frozenset(), draw), 4 * settings.held_out_rows)
-        ]
+        source = task.sums(training, draw, never=held_out, wide=task.WIDE_SHARE)
+        self.rows = [one.row() for one in task.distinct(source, 2_000)]
+        unseen = task.sums(held_out, draw)
+        self.held_out = [one.row() for one in task.distinct(unseen, 4 * settings.held_out_rows)]
         self.steps: list[Step] = []
         self._seen = self._changed = self._turns = self._rollouts = self._spanning = 0
         self._versions: set[int] = set()
@@ -289,6 +302,7 @@ class Trainer:
             model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
         reached: dict[str, float] | None = None
+        (self.folder / "steps.jsonl").unlink(missing_ok=True)
         async with serving(policy, self.folder) as engine:
             await engine.use(policy, 0)
             before = interval(await held_out_reward(engine, self.held_out, settings))
@@ -301,6 +315,8 @@ class Trainer:
                     waited = time.monotonic() - started
                     step = self._observe(number, batch, waited, speller)
                     examples = list(examples_of(batch.groups, settings.tokens, speller))
+                    for group in optimizer.param_groups:
+                        group["lr"] = settings.learning_rate * min(1.0, (number + 1) / RAMP)
                     if examples:
                         report = await asyncio.to_thread(train_step, model, optimizer, examples)
                         step.loss, step.gradient_norm = report.loss, report.gradient_norm
@@ -319,6 +335,8 @@ class Trainer:
                                 "rollouts": step.rollouts,
                             }
                     self.steps.append(step)
+                    with (self.folder / "steps.jsonl").open("a") as file:
+                        file.write(json.dumps(asdict(step)) + "\n")
                     self._say(told(step))
                 wall_s, cpu_s = self._usage.wall_s, self._usage.cpu_s
             after = interval(await held_out_reward(engine, self.held_out, settings))
@@ -351,7 +369,7 @@ class Trainer:
                 self._seen += 1
                 self._changed += speller.again(ids).ids != ids
                 self._turns += len(one.turns)
-                versions = {int(turn.weights_version) for turn in one.turns if turn.weights_version is not None}
+                versions = {int(version) for version in one.weights_versions}
                 self._versions |= versions
                 self._spanning += len(versions) > 1
                 staleness.append(number - min(versions, default=number))
@@ -387,6 +405,13 @@ def told(step: Step) -> str:
     )
 
 
+async def until_told(run: Coroutine[Any, Any, Outcome]) -> Outcome:
+    """The run; SIGTERM ends it in order, or the engine would be left behind."""
+    task = asyncio.ensure_future(run)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await task
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.train.arithmetic", description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
@@ -417,6 +442,7 @@ def main() -> None:
     def say(text: str) -> None:
         print(text, file=sys.stderr if given.json else sys.stdout, flush=True)
 
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     folder = given.output.resolve() / f"seed{settings.seed}-{settings.tokens}-{settings.batches}"
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -427,14 +453,16 @@ def main() -> None:
             settings.threads,
             say,
         )
-        outcome = asyncio.run(Trainer(settings, folder, say).run(policy, given.target))
-    except ConfigError as error:
-        sys.exit(f"error: {error.message}")
-    told = asdict(outcome)
-    (folder / "outcome.json").write_text(json.dumps(told, indent=1))
-    plot([told], folder / "curve.png")
+        outcome = asyncio.run(until_told(Trainer(settings, folder, say).run(policy, given.target)))
+    except (ConfigError, NoEffectiveGroupsError, EngineMissingError) as error:
+        sys.exit(f"error: {error}")
+    except asyncio.CancelledError:
+        sys.exit(128 + signal.SIGTERM)
+    whole = asdict(outcome)
+    (folder / "outcome.json").write_text(json.dumps(whole, indent=1))
+    plot([whole], folder / "curve.png")
     if given.json:
-        print(json.dumps(told))
+        print(json.dumps(whole))
     else:
         reached = outcome.reached or "not reached"
         print(f"held-out reward {outcome.before} -> {outcome.after}; {given.target} reached: {reached}")

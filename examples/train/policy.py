@@ -185,7 +185,7 @@ def make_policy(folder: Path, seed: int, steps: int, threads: int, say: Callable
     write_tokenizer(folder, [*pages, *[SPELLINGS] * 400])
     torch.set_num_threads(threads)
     model, speller = make_model(folder, seed), Speller(folder)
-    source = task.sums(training, held_out, draw)
+    source = task.sums(training, draw, never=held_out, wide=task.WIDE_SHARE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -201,6 +201,9 @@ def make_policy(folder: Path, seed: int, steps: int, threads: int, say: Callable
         optimizer.step()
         if (step + 1) % 50 == 0:
             say(f"warm start: step {step + 1} of {steps}, loss {loss.item():.3f}, {time.monotonic() - started:.0f} s")
+    # vLLM 0.32 goes on with its old head where the new weights tie it to the embedding and leave it out.
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     save_weights(model, folder)
     told = {"seed": seed, "steps": steps, "cpu_s": time.process_time() - cpu, "wall_s": time.monotonic() - started}
     (folder / "warm_start.json").write_text(json.dumps(told))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -99,3 +102,34 @@ def plot(outcomes: Sequence[Mapping[str, Any]], file: Path) -> None:
 def name_of(outcome: Mapping[str, Any]) -> str:
     settings = outcome["settings"]
     return f"seed {settings['seed']}, {settings['tokens']}, {settings['batches']}"
+
+
+def compared(outcomes: Sequence[Mapping[str, Any]]) -> str:
+    """A table, one line for each run."""
+    head = ("run", "held-out before", "held-out after [95 %]", "target at step", "s", "CPU s", "rollouts", "s in all")
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for outcome in outcomes:
+        reached = outcome["reached"] or {}
+        found = [str(reached.get(key, "–")) for key in ("step", "wall_s", "cpu_s", "rollouts")]
+        before, after = Interval(**outcome["before"]), Interval(**outcome["after"])
+        wall = f"{outcome['wall_s']:.0f}"
+        lines.append("| " + " | ".join([name_of(outcome), f"{before.mean:.2f}", str(after), *found, wall]) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m examples.train.report", description="Runs side by side.")
+    parser.add_argument("folder", type=Path, help="the --output of the runs")
+    parser.add_argument("--plot", type=Path, help="a PNG with the curves of all of them")
+    given = parser.parse_args()
+    files = sorted(given.folder.glob("*/outcome.json"))
+    if not files:
+        sys.exit(f"error: there is no */outcome.json in {given.folder}; run examples.train.arithmetic first")
+    outcomes = [json.loads(file.read_text()) for file in files]
+    print(compared(outcomes))
+    if given.plot:
+        plot(outcomes, given.plot)
+
+
+if __name__ == "__main__":
+    main()

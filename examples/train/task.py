@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 OPERANDS = range(10, 100)
+WIDE = range(100, 1000)
+WIDE_SHARE = 0.3
+"""Of operands in demonstrations and training rows: longer numbers have every pair of digits, so a policy that copies
+digits has seen each pair, though not as a number."""
 HELD_OUT_SHARE = 0.2
 TOOLS = {"plus": "add", "minus": "subtract"}
 
@@ -24,11 +28,11 @@ class Errors:
 
     plus: float = 0.15
     """A plus is taken for a minus."""
-    minus: float = 0.6
+    minus: float = 0.7
     """A minus is taken for a plus: most of the time, so the likeliest path is wrong."""
-    digit: float = 0.06
+    digit: float = 0.03
     """One digit of a call's arguments is another."""
-    early: float = 0.2
+    early: float = 0.25
     """The first result is given as the answer."""
 
 
@@ -71,12 +75,19 @@ def split_operands(seed: int) -> tuple[frozenset[int], frozenset[int]]:
     return frozenset(OPERANDS) - held_out, held_out
 
 
-def sums(operands: frozenset[int], never: frozenset[int], draw: random.Random) -> Iterator[Sum]:
-    """Without end: sums of ``operands`` without a negative value, of which no value is in ``never``."""
+def sums(
+    operands: frozenset[int], draw: random.Random, *, never: frozenset[int] = frozenset(), wide: float = 0.0
+) -> Iterator[Sum]:
+    """Without end: sums of ``operands``, and of wide ones with the chance ``wide``. None has a negative value, or one
+    in ``never``."""
     choice = sorted(operands)
+
+    def operand() -> int:
+        return draw.choice(WIDE) if draw.random() < wide else draw.choice(choice)
+
     while True:
         made = Sum(
-            (draw.choice(choice), draw.choice(choice), draw.choice(choice)),
+            (operand(), operand(), operand()),
             (draw.choice(("plus", "minus")), draw.choice(("plus", "minus"))),
         )
         if min(made.values) >= 0 and never.isdisjoint(made.values):

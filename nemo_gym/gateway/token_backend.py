@@ -38,7 +38,7 @@ from nemo_gym.gateway.tokens import (
     trajectories_of,
 )
 from nemo_gym.gateway.tokens.messages import calls_of, is_long, text_of
-from nemo_gym.gateway.tokens.trajectories import as_row, record_of, restore
+from nemo_gym.gateway.tokens.trajectories import FIRST_WEIGHTS, as_row, record_of, restore
 from nemo_gym.gateway.tokens.turns import Prompt, json_of
 from nemo_gym.gateway.wire_data import JsonText
 
@@ -330,7 +330,7 @@ def _details(sampled: TokenSample, request: PolicyRequest) -> dict[str, Any]:
     if otherwise := asked_otherwise(request.asked, sampled.context.pinned):
         details["asked_otherwise"] = otherwise
     if generation.weights.first != generation.weights.last:
-        details["first_weights_version"] = generation.weights.first
+        details[FIRST_WEIGHTS] = generation.weights.first
     if generation.cached_tokens is not None:
         details["cached_tokens"] = generation.cached_tokens
     if generation.segments:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+FIRST_WEIGHTS = "first_weights_version"
+"""Detail of a turn that was under way when the weights changed; its ``weights_version`` is the last."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrajectoryTurn:
     """One sampled answer: ``response_ids[start:end]``."""
@@ -77,7 +81,8 @@ class Trajectory:
     @property
     def weights_versions(self) -> tuple[str, ...]:
         """The versions that sampled this, in order of first use; more than one: the weights changed meanwhile."""
-        return tuple(dict.fromkeys(turn.weights_version for turn in self.turns if turn.weights_version is not None))
+        told = [version for turn in self.turns for version in (turn.details.get(FIRST_WEIGHTS), turn.weights_version)]
+        return tuple(dict.fromkeys(version for version in told if version is not None))
 
     @property
     def sampled_count(self) -> int:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,13 @@ def test_finish_reason_and_weights_are_the_turns(trajectories: list[Trajectory])
     assert trajectories[1].finish_reason == "length"
     assert trajectories[1].weights_versions == ("w9",)
     assert trajectories[1].turns[0].details == {"engine": "b"}
+
+
+def test_versions_name_the_weights_with_which_a_turn_began(trajectories: list[Trajectory]) -> None:
+    """Of a turn that was under way when the weights changed: a trainer counts its age from its first token."""
+    one = trajectories[1]
+    turn = replace(one.turns[0], details={**one.turns[0].details, "first_weights_version": "w8"})
+    assert replace(one, turns=(turn,)).weights_versions == ("w8", "w9")
 
 
 def test_missing_reward_stays_missing(tmp_path: Path) -> None:

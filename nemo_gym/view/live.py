@@ -19,6 +19,7 @@ from nemo_gym.rollouts.store.schema import SCHEMA_VERSION
 from nemo_gym.rollouts.store.sql import LOGS_KEY
 
 RATE_WINDOW_S = 300.0
+RATE_RESULTS = 500
 MAX_RUNNING = 200
 MAX_BEGUN = 20
 _LEFT = "state IN ('queued', 'claimed')"
@@ -68,14 +69,19 @@ def _progress(connection: sqlite3.Connection, files: RunFiles, collecting: bool)
     timed = _has_times(connection)
     rate = None
     if timed:
-        first, last, finished = connection.execute(
-            "SELECT min(finished_at), max(finished_at), count(*) FROM jobs WHERE finished_at >"
-            " (SELECT max(finished_at) FROM jobs) - ?",
-            (RATE_WINDOW_S,),
-        ).fetchone()
-        if finished > 1:
-            seconds = max((now if collecting else last) - first, 1e-3)
-            rate = finished / seconds
+        # Of the latest only: it stands behind the result blob, and reading it costs that blob's pages.
+        times = [
+            finished_at
+            for (finished_at,) in connection.execute(
+                "SELECT finished_at FROM jobs WHERE result_seq > (SELECT value FROM counters WHERE name = 'results')"
+                " - ? AND finished_at IS NOT NULL",
+                (RATE_RESULTS,),
+            ).fetchall()
+        ]
+        recent = [each for each in times if each > max(times) - RATE_WINDOW_S]
+        if len(recent) > 1:
+            seconds = max((now if collecting else max(recent)) - min(recent), 1e-3)
+            rate = len(recent) / seconds
     running = under_way.told(files.running) if collecting else []
     if running is None:
         running = []

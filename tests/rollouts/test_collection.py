@@ -18,6 +18,8 @@ from nemo_gym.rollout import reward_of
 from nemo_gym.rollouts import under_way
 from nemo_gym.rollouts.collection import run_collection
 from nemo_gym.rollouts.interfaces import SameFailureError
+from nemo_gym.rollouts.results import RunFiles
+from nemo_gym.view import live
 from tests.rollouts.conftest import Chain, wait_until
 
 MakeChain = Callable[..., Chain]
@@ -79,6 +81,15 @@ async def test_what_is_under_way_stands_beside_the_output_until_the_run_ends(
     (told,) = under_way.told(path) or []
     assert (told["agent"], told["server"], told["attempt"]) == ("trivial", "trivial", 1)
     assert told["url"].startswith("http://127.0.0.1:") and told["seconds"] >= told["stage_seconds"]
+    files = RunFiles(chain.directory / "out.jsonl")
+
+    def ended() -> bool:
+        return (live.progress(files) or {}).get("ended") == 2
+
+    await asyncio.to_thread(wait_until, ended, "the others to end")
+    progress = live.progress(files)
+    assert progress is not None and progress["collecting"] and progress["per_minute"] > 0
+    assert [(each["task_id"], each["stage"]) for each in progress["running"]] == [("t1", "run")]
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
         await run

@@ -87,6 +87,8 @@ PLACES: Mapping[str, str] = {
     "tests/telemetry/test_servers.py": "stack",
     "tests/view/test_chromium.py": "stack",
     "tests/view/test_commands.py": "stack",
+    "tests/view/test_export.py::test_mlflow": "stack",
+    "tests/view/test_export.py::test_wandb": "stack",
     "tests/view/test_runs_walked.py": "box stack",
     "tests/view/test_why_causes.py": "box stack",
     "tests/topology/test_lent_world.py": "box stack",

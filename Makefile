@@ -25,7 +25,7 @@ engine: system   ## a private Docker Engine, unless one answers already
 clis: setup      ## the agent CLIs that the tests drive, in their pinned versions (CLIS="codex qwen-code")
 	@scripts/install-clis $(CLIS)
 
-trainers: setup  ## environments of their own for verl and TRL, which test-full runs against
+trainers: setup  ## environments of their own for verl, TRL and Ray, which test-full runs against
 	@scripts/install-trainers
 
 rollouts: system ## five tasks × two samples with mini-swe-agent, graded, as a table (MODEL_URL= MODEL_NAME= SANDBOX= OUTPUT= ARGS=)

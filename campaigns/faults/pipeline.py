@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Exactly once: jobs that raise, hang and kill their server, while the service is killed again and again.
 
-    python -m campaigns.faults.pipeline --json [--store sqlite postgresql] [--jobs 1000] [--kills 50] [--pipelines 1 2]
+    python -m campaigns.faults.pipeline --json [--store sqlite postgresql] [--jobs 1000] [--kills 50]
+        [--pipelines 1 2] [--ray]
 
-Of the jobs 1 % raise, 1 % hang, 1 % kill their agent server, and 5 % are submitted twice. The service gets ``kill -9``
-at random moments, and at every kind of write: within its transaction, and after that before anybody is told. Jobs come
-a few with each kill, so that there is always something to lose. A client submits, follows the results from one service
-to its successor, and counts. Prints one JSON object last: ``figures`` and ``bars``.
+Of the jobs 1 % raise, 1 % hang, 1 % kill their agent server, 1 % are cancelled, and 5 % are submitted twice. The
+service gets ``kill -9`` at random moments, and at every kind of write: within its transaction, and after that before
+anybody is told. Jobs come a few with each kill, so that there is always something to lose. A client submits, follows
+the results from one service to its successor, and counts. Prints one JSON object last: ``figures`` and ``bars``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -46,6 +48,9 @@ SETTLE_S = 240.0
 TOKEN = "campaign-" + "t" * 20
 BOUNDARY_S = 15.0
 """Within which a service comes to the write at which it dies."""
+PROVOKED = tuple(each for each in BOUNDARIES if each.partition(" ")[0] in ("cancel", "claim_overdue"))
+"""Writes that only come when somebody asks for them; each has a job of its own."""
+OVERDUE_S = 0.5
 BATCH = 10
 SEED = 13
 
@@ -53,12 +58,15 @@ SEED = 13
 def job(number: int, jobs: int) -> dict[str, Any]:
     row = {"id": f"t{number}", "responses_create_params": {"input": "A or B?"}, "expected_answer": "B"}
     made: dict[str, Any] = {"job_id": f"job-{number}", "row": row, "task_index": number, "run_id": "campaign"}
-    return {**made, "deadline_s": DEADLINE_S} if kind_of(number, jobs) == "hangs" else made
+    deadline_s = {"hangs": DEADLINE_S, "claim_overdue": OVERDUE_S}.get(kind_of(number, jobs))
+    return made if deadline_s is None else {**made, "deadline_s": deadline_s}
 
 
 def kind_of(number: int, jobs: int) -> str:
-    """One in a hundred of each kind, spread over all."""
-    return {17: "raises", 41: "hangs", 73: "kills"}.get(number % 100, "works")
+    """One in a hundred of each kind, spread over all; behind them those that `provoke` submits."""
+    if number >= jobs:
+        return PROVOKED[number - jobs].partition(" ")[0]
+    return {17: "raises", 41: "hangs", 59: "cancel", 73: "kills"}.get(number % 100, "works")
 
 
 @dataclass
@@ -79,12 +87,12 @@ class World:
         journal.touch()
 
         def of(kind: str) -> list[str]:
-            return [f"t{n}" for n in range(self.jobs) if kind_of(n, self.jobs) == kind]
+            return [f"t{n}" for n in range(self.jobs + len(PROVOKED)) if kind_of(n, self.jobs) == kind]
 
         agent = {
             "delay_s": 0.02,
             "crash": dict.fromkeys(of("raises"), 99),
-            "hang": of("hangs"),
+            "hang": [*of("hangs"), *of("cancel")],
             "kills": dict.fromkeys(of("kills"), 1),
         }
         for role in ("environment", "agent", "model"):
@@ -133,6 +141,10 @@ class World:
                 self.server_kills += 1
                 await asyncio.to_thread(agent.restart)
 
+    def alive(self) -> list[int]:
+        """Services whose processes run; one that killed itself is started again at its next turn."""
+        return [n for n, process in enumerate(self.services) if process is not None and process.returncode is None]
+
     async def kill_service(self, number: int) -> None:
         process = self.services[number]
         if process is not None:
@@ -158,6 +170,7 @@ class Seen:
     all_seen: asyncio.Event = field(default_factory=asyncio.Event)
     may_come: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     """Batches that may be submitted."""
+    provoking: list[asyncio.Task[None]] = field(default_factory=list)
 
 
 def client(world: World, number: int = 0) -> AsyncRolloutClient:
@@ -176,6 +189,8 @@ async def submit(world: World, seen: Seen, jobs: int) -> None:
             await seen.may_come.acquire()
             numbers = list(range(start, min(start + BATCH, jobs)))
             await batch(clients[start // BATCH % len(clients)], numbers)
+            if doomed := [f"job-{number}" for number in numbers if kind_of(number, jobs) == "cancel"]:
+                await clients[start // BATCH % len(clients)].cancel(job_ids=doomed)
             twice = [number for number in numbers if number % 20 == 3]
             await batch(clients[(start // BATCH + 1) % len(clients)], twice)
 
@@ -186,7 +201,7 @@ async def follow(world: World, seen: Seen, jobs: int) -> None:
             seen.results[view.job_id] += 1
             seen.states[view.job_id] = view.state
             seen.ended_at[view.job_id] = time.monotonic()
-            if len(seen.results) == jobs:
+            if len(seen.results) == jobs + len(PROVOKED):
                 seen.all_seen.set()
 
 
@@ -203,12 +218,20 @@ async def harass(world: World, seen: Seen, jobs: int, kills: int) -> dict[str, i
         await world.start_service(victim, kill=boundary)
         process = world.services[victim]
         assert process is not None
+        provoking = asyncio.create_task(provoke(world, seen, jobs, boundary, victim))
         try:
             async with asyncio.timeout(BOUNDARY_S):
                 await process.wait()
             died[boundary] = 1
         except TimeoutError:
             died[boundary] = 0  # nothing of this kind was written
+        if provoking.done():
+            provoking.result()
+        seen.provoking.append(provoking)
+        for other in world.alive():
+            if other != victim and boundary in PROVOKED:
+                async with client(world, other) as told:
+                    await told.drain(resume=True)
     for number in range(kills):
         victim = number % world.pipelines
         await world.kill_service(victim)
@@ -220,6 +243,22 @@ async def harass(world: World, seen: Seen, jobs: int, kills: int) -> dict[str, i
         await world.kill_service(number)
         await world.start_service(number)
     return died
+
+
+async def provoke(world: World, seen: Seen, jobs: int, boundary: str, victim: int) -> None:
+    """Have a service come to a write that needs somebody to ask for it: a cancel, or the end of a job whose deadline
+    passes while nothing is claimed."""
+    if boundary not in PROVOKED:
+        return
+    for number in world.alive():
+        async with client(world, number) as told:
+            await told.drain()
+    number = jobs + PROVOKED.index(boundary)
+    async with client(world, victim) as asking:
+        await asking.submit([job(number, jobs)])
+        seen.submitted_at.setdefault(f"job-{number}", time.monotonic())
+        if kind_of(number, jobs) == "cancel":
+            await asking.cancel(job_ids=[f"job-{number}"])
 
 
 def release(seen: Seen, batches: int) -> None:
@@ -242,6 +281,7 @@ async def run_case(name: str, store: str, pipelines: int, jobs: int, kills: int,
         tasks.append(submitting)
         died = await harass(world, seen, jobs, kills)
         await submitting
+        await asyncio.gather(*seen.provoking)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_S):
                 await asyncio.wait(
@@ -259,8 +299,9 @@ async def run_case(name: str, store: str, pipelines: int, jobs: int, kills: int,
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await world.stop()
-    expected = {"works": "done", "kills": "done", "raises": "failed", "hangs": "failed"}
-    wrong = [n for n in range(jobs) if listed.get(f"job-{n}") != expected[kind_of(n, jobs)]]
+    expected = {"works": "done", "kills": "done", "cancel": "cancelled"}
+    total = jobs + len(PROVOKED)
+    wrong = [n for n in range(total) if listed.get(f"job-{n}") != expected.get(kind_of(n, jobs), "failed")]
     late = [
         name
         for name, ended in seen.ended_at.items()
@@ -268,15 +309,15 @@ async def run_case(name: str, store: str, pipelines: int, jobs: int, kills: int,
     ]
     return {
         "case": name,
-        "jobs": jobs,
+        "jobs": total,
         "seconds": round(time.monotonic() - started, 1),
         "service_kills": sum(died.values()) + kills,
         "boundaries": {boundary: bool(count) for boundary, count in died.items()},
         "server_kills": world.server_kills,
         "recorded_results": len(recorded),
-        "lost": jobs - len({view.job_id for view in recorded}),
+        "lost": total - len({view.job_id for view in recorded}),
         "doubled": len(recorded) - len({view.job_id for view in recorded}),
-        "missed_by_the_reader": jobs - len(seen.results),
+        "missed_by_the_reader": total - len(seen.results),
         "told_twice": sum(count > 1 for count in seen.results.values()),
         "ended_otherwise": len(wrong),
         "otherwise": [(n, kind_of(n, jobs), listed.get(f"job-{n}")) for n in wrong[:10]],
@@ -300,9 +341,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print only the report")
     parser.add_argument("--store", nargs="+", default=["sqlite", "postgresql"], choices=["sqlite", "postgresql"])
     parser.add_argument("--pipelines", nargs="+", type=int, default=[1, 2], help="2 with PostgreSQL only")
+    parser.add_argument(
+        "--ray", action="store_true", help="on two Ray nodes instead (campaigns.faults.pipeline_on_ray)"
+    )
     parser.add_argument("--jobs", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=50)
     chosen = parser.parse_args(arguments)
+    if chosen.ray:
+        subprocess.run([ROOT / "scripts" / "install-trainers", "ray"], check=True)
+        python = str(ROOT / ".trainers" / "ray" / "bin" / "python")
+        words = ["-m", "campaigns.faults.pipeline_on_ray", f"--jobs={chosen.jobs}", *(["--json"] * chosen.json)]
+        return subprocess.run([python, *words], cwd=ROOT, check=False).returncode
     cases = []
     for store in chosen.store:
         for pipelines in chosen.pipelines:
@@ -316,6 +365,11 @@ def main(arguments: list[str] | None = None) -> int:
                     print(json.dumps(cases[-1]), file=sys.stderr)
     zero = ("lost", "doubled", "missed_by_the_reader", "told_twice", "ended_otherwise", "late", "unfinished")
     bars = [
+        Bar(f"{case['case']}: killed at {name.replace('_', ' ').strip()}", float(met), "times", "= 1", met)
+        for case in cases
+        for name, met in case["boundaries"].items()
+    ]
+    bars += [
         Bar(f"{case['case']}: {name.replace('_', ' ')}", case[name], "jobs", "= 0", case[name] == 0)
         for case in cases
         for name in zero

@@ -19,6 +19,10 @@ PAGE = PAGES / "sampling-for-rl.md"
 COMMANDS = {line.program: line for line in command_lines(PAGE)}
 
 
+def test_every_command_of_the_page_is_one_that_these_tests_run() -> None:
+    assert set(COMMANDS) == {"ng_run", "ng_plan_placement"} and len(COMMANDS) == len(list(command_lines(PAGE)))
+
+
 def test_every_sampling_key_is_documented() -> None:
     assert set(table(PAGE, "sampling key")) == set(SamplingConfig.model_fields)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,56 @@ def test_every_key_of_the_service_is_documented() -> None:
     assert set(table(PAGE, "member of a job")) == set(JobBody.model_fields)
 
 
+def test_every_command_of_the_page_is_one_that_these_tests_run() -> None:
+    shown = [line for line in command_lines(PAGE) if line.program != "pip"]
+    assert [line for line in shown if line.has_gaps] == []
+    assert {line.program for line in shown} == {"ng_serve_rollouts", "ng_jobs", "ng_run"}
+
+
+def test_block_of_the_page_makes_ng_run_serve(place: Place) -> None:
+    place = place.without_token()
+    (shown,) = (block for block in re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL) if "serve:" in block)
+    (place.directory / "serve.yaml").write_text(shown.replace(PORT, "0"))
+    (serve,) = (line for line in LINES if line.program == "ng_serve_rollouts")
+    words = [word for word in serve.words[1:] if not word.startswith(("serve.", "run_id="))]
+    start = [sys.executable, "-c", "from nemo_gym.cli.run import main; main()", *words, "+config_paths=[serve.yaml]"]
+    with running(place, [*start, "run_id=block"], "block.txt", "rollouts are served at"):
+        status = json.loads(place.run(*place.command(("ng_jobs", "status", "--json", "run_id=block"))))
+        assert {each["capacity"] for each in status["servers"] if each["instance"] == "simple_agent"} == {64}
+
+
+@pytest.mark.full
+def test_service_attaches_to_a_stack_and_leaves_it_running(place: Place) -> None:
+    place = place.without_token()
+    (serve,) = (line for line in LINES if line.program == "ng_serve_rollouts")
+    words = [word for word in serve.words[1:] if not word.startswith(("serve.", "run_id="))]
+    stack = [sys.executable, "-c", "from nemo_gym.cli.run import main; main()", *words, "run_dir=stack"]
+    attach = place.command(("ng_serve_rollouts", "attach=stack", "serve.port=0"))
+    submit = ("ng_jobs", "submit", "input=resources_servers/mcqa/data/example.jsonl", "run=one", "run_dir=stack")
+    with running(place, stack, "stack.txt", "servers ready") as servers:
+        for said in ("5 done; ", "5 done; "):  # the second service finds the first one's jobs
+            with running(place, attach, "attached.txt", "rollouts are served at"):
+                assert said in place.run(*place.command((*submit, "--watch")))
+            assert servers.poll() is None
+
+
+@contextmanager
+def running(place: Place, start: list[str], log: str, says: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A command from when it says that until the block ends; a signal then ends it in order."""
+    path = place.directory / log
+    with path.open("w") as said:
+        process = subprocess.Popen(start, cwd=place.directory, env=place.variables, stdout=said, stderr=said)
+        try:
+            deadline = time.monotonic() + 90
+            while says not in path.read_text():
+                assert process.poll() is None and time.monotonic() < deadline, path.read_text()
+                time.sleep(0.05)
+            yield process
+        finally:
+            process.terminate()
+            assert process.wait(60) == 0
+
+
 @dataclass
 class Place:
     directory: Path
@@ -40,6 +92,11 @@ class Place:
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
+    def without_token(self) -> Place:
+        """For services with tokens of their own, which commands find in the run's directory."""
+        left = {key: value for key, value in self.variables.items() if key != "NEMO_GYM_SERVICE_TOKEN"}
+        return Place(self.directory, left)
 
     def command(self, words: tuple[str, ...]) -> list[str]:
         module = {"ng_serve_rollouts": "serve_rollouts", "ng_jobs": "jobs"}[words[0]]

@@ -210,7 +210,8 @@ def is_alive(pid: int) -> bool:
 
 def children_of(pid: int) -> list[int]:
     """All descendants of a process."""
-    found, pending = [], [pid]
+    found: list[int] = []
+    pending = [pid]
     while pending:
         parent = pending.pop()
         try:

@@ -81,6 +81,8 @@ def _words(files: RunFiles, words: list[str], temporary: ExitStack) -> list[str]
         raise ConfigError(f"{files.configuration} cannot be read: {error}", key="output") from error
     of_the_run = {*RUN_KEYS, COMPOSITION, HOST, HOSTS, "run_dir", "run_id"}
     kept = {key: value for key, value in stored.items() if key not in of_the_run}
+    # They were checked when the run began; resolved, nothing refers to keys such as `script` any more.
+    kept["error_on_unknown_keys"] = False
     folder = temporary.enter_context(tempfile.TemporaryDirectory())
     path = Path(folder, files.configuration.name)
     path.write_text(yaml.safe_dump(kept, sort_keys=False, allow_unicode=True), encoding="utf-8")

@@ -86,7 +86,8 @@ def stored_work(output: Path) -> Iterator[StoredWork]:
 def _stored(row: dict[str, Any]) -> StoredWork:
     artifacts = row.get("artifacts") or []
     return StoredWork(
-        rollout_id=_text(row[ROLLOUT_ID_KEY]),
+        # NeMo Gym's rows have no such id: their place says which rollout they are.
+        rollout_id=_text(row.get(ROLLOUT_ID_KEY) or f"{int(row[TASK_INDEX_KEY])}-{int(row[ROLLOUT_INDEX_KEY])}"),
         task_id=str(row.get("task_id", "")),
         task_index=int(row[TASK_INDEX_KEY]),
         sample_index=int(row[ROLLOUT_INDEX_KEY]),

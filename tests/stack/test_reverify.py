@@ -144,3 +144,32 @@ def test_environment_that_needs_its_live_session_is_refused_by_name(root: Path) 
     done = command(root, "reverify", str(files.output))
     assert done.returncode == 2 and "'sums' cannot verify again" in done.stderr, done.stderr
     assert not files.reverified.exists()
+
+
+def test_files_of_nemo_gym_are_graded_again_and_profiled(finished: tuple[Path, RunFiles]) -> None:
+    """Rows as NeMo Gym writes them: without this suite's ids, verdict fields, artifacts and database."""
+    root, ours = finished
+    files = copied(finished, "theirs")
+    kept = ("_ng_task_index", "_ng_rollout_index", "agent_ref", "responses_create_params", "response", "reward")
+    rows = [{key: row[key] for key in kept} for row in lines(ours.output)]
+    files.output.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    configuration = files.configuration.read_text()
+    files.configuration.write_text(f"a_key_of_a_group: nothing refers to it once it is resolved\n{configuration}")
+    done = command(root, "reverify", str(files.output))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line["_ng_rollout_id"] for line in lines(files.reverified)] == ["0-0", "0-1", "1-0", "1-1"]
+    profiled = command(root, "gym", "eval", "profile", "--rollouts", str(files.output))
+    assert profiled.returncode == 0, profiled.stderr
+    assert len(lines(files.output.with_name("theirs_reward_profiling.jsonl"))) == 2
+
+
+def test_our_rows_hold_what_nemo_gym_reads_of_a_result(finished: tuple[Path, RunFiles]) -> None:
+    """Resuming, profiling and aggregating there read these fields of a row and of the materialized inputs."""
+    _, files = finished
+    for row in lines(files.output):
+        assert {"_ng_task_index", "_ng_rollout_index", "agent_ref", "response", "reward"} <= row.keys()
+        assert row["responses_create_params"]["input"] and row["response"]["object"] == "response"
+    places = {(row["_ng_task_index"], row["_ng_rollout_index"]) for row in lines(files.materialized_inputs)}
+    assert places == {(row["_ng_task_index"], row["_ng_rollout_index"]) for row in lines(files.output)}
+    (agent,) = json.loads(files.aggregate_metrics.read_text())
+    assert {"agent_ref", "agent_metrics", "key_metrics", "group_level_metrics"} <= agent.keys()

@@ -59,12 +59,12 @@ class Settings:
     seed: int = 0
     tokens: TokenSource = "exact"
     batches: BatchSource = "sampler"
-    steps: int = 50
+    steps: int = 120
     groups: int = 8
     """Of one batch."""
     samples: int = 8
     """Of one group."""
-    learning_rate: float = 6e-4
+    learning_rate: float = 2e-4
     warm_steps: int = 250
     held_out_rows: int = 50
     evaluate_every: int = 5

@@ -47,6 +47,8 @@ ANSWER_TOKENS, TURNS = 40, 4
 MAX_MODEL_LEN = 512
 RAMP = 5
 """Steps until the learning rate is whole: Adam's first ones know nothing of the gradient's size."""
+LOGPROB_TOLERANCE = 0.01
+"""Two programs in float32; measured: 1e-5."""
 HOPELESS = 20
 """Groups that may end for each one that a batch wants."""
 ALL_RIGHT = "all samples are right"
@@ -57,12 +59,12 @@ class Settings:
     seed: int = 0
     tokens: TokenSource = "exact"
     batches: BatchSource = "sampler"
-    steps: int = 50
+    steps: int = 120
     groups: int = 8
     """Of one batch."""
     samples: int = 8
     """Of one group."""
-    learning_rate: float = 6e-4
+    learning_rate: float = 2e-4
     warm_steps: int = 250
     held_out_rows: int = 50
     evaluate_every: int = 5
@@ -321,6 +323,11 @@ class Trainer:
                         report = await asyncio.to_thread(train_step, model, optimizer, examples)
                         step.loss, step.gradient_norm = report.loss, report.gradient_norm
                         step.clipped, step.logprob_error = report.clipped, report.logprob_error
+                        if (step.logprob_error or 0.0) > LOGPROB_TOLERANCE:
+                            raise RuntimeError(
+                                f"step {number + 1}: the engine's logprobs are {step.logprob_error:.3g} away from the"
+                                " trainer's: it does not serve the weights that it was given"
+                            )
                     await engine.use(save_step(model, self.folder / "weights"), number + 1)
                     step.tokens_per_s = sum_sampled(batch.rows) / (time.monotonic() - started)
                     step.wall_s, step.cpu_s = self._usage.wall_s, self._usage.cpu_s

@@ -217,8 +217,8 @@ def load_model(folder: Path) -> Qwen3ForCausalLM:
 def save_step(model: Qwen3ForCausalLM, folder: Path) -> Path:
     """The weights alone, as the engine reloads them."""
     folder.mkdir(parents=True, exist_ok=True)
-    tied = {
-        name: tensor.detach().contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"
-    }
-    save_file(tied, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+    written = folder / "model.safetensors.new"
+    save_file(weights, written, metadata={"format": "pt"})
+    written.replace(folder / "model.safetensors")  # never in place: a reader may have the old file mapped
     return folder

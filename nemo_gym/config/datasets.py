@@ -143,6 +143,10 @@ def short_names(environment: Path | None) -> dict[str, dict[str, Any]]:
         if not isinstance(entry, dict) or not entry.get("repo"):
             raise ConfigError(f"{file}: '{name}' needs 'repo', the data set's name on the hub", key=str(name))
         reject_unknown_keys(entry, _ENTRY_KEYS, where=f"{file}: '{name}'")
+        for key in ("repo", "subset", "revision", "split", "sha256"):
+            if not isinstance(entry.get(key, ""), str):
+                # YAML reads a digest or a revision of digits alone as a number.
+                raise ConfigError(f"{file}: '{name}.{key}' must be text; put it in quotes", key=f"{name}.{key}")
     return names
 
 

@@ -71,6 +71,9 @@ def test_short_name_brings_its_split_and_the_environments_names_of_fields(place:
     assert [(row["id"], row["expected"]) for row in rows] == [("sum-7", "14"), ("sum-8", "16")]
     name_fields(place, sha256="0" * 64)
     done = command(place, "validate", *GROUPS, "dataset=small")
+    assert "'small.sha256' must be text; put it in quotes" in done.stderr
+    name_fields(place, sha256=f"'{'0' * 64}'")
+    done = command(place, "validate", *GROUPS, "dataset=small")
     assert "is pinned to sha256 000" in done.stderr
 
 

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Role, StackKeys
 from nemo_gym.contract.rows import ROLLOUT_ID_KEY
-from nemo_gym.http.metrics import METRICS_PATH
+from nemo_gym.http.metrics import METRICS_PATH, render
 from tests.architecture.docs import PAGES, ROOT, table
 from tests.telemetry.collector import Got, collecting
 from tests.telemetry.runs import WEATHER, Run, observed_run
@@ -27,15 +27,22 @@ def families(text: str) -> set[str]:
     return {name.removesuffix("_total") for name in re.findall(r"^# TYPE (\S+) \w+$", text, re.MULTILINE)}
 
 
+def value_of(name: str, text: str) -> float:
+    """Of one metric in an exposition; 0 before it was counted."""
+    found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Mapping[str, str], Sequence[Got]]:
     """A run that was traced, what each of its servers exposed, and its spans."""
     directory = tmp_path_factory.mktemp("seen")
+    before = render().decode()  # of this process, in which the pipeline runs and others' have run
     with collecting() as collector:
         words = (*WEATHER, f"observability.traces.endpoint={collector.url}")
         async with observed_run(directory, words) as run:
             assert (run.result.valid, run.result.invalid) == (5, 0)
-            exposed = {}
+            exposed = {"before": before}
             for server, url in run.targets().items():
                 status, exposed[server] = await run.scrape(url)
                 assert status == 200
@@ -76,8 +83,8 @@ def test_types_on_the_page_are_true(seen: tuple[Run, Mapping[str, str], Sequence
 def test_counts_are_those_of_the_run(seen: tuple[Run, Mapping[str, str], Sequence[Got]]) -> None:
     run, exposed, _ = seen
     pipeline, model = exposed["pipeline"], exposed["policy_model"]
-    assert 'nemo_gym_rollouts_finished_total{state="done"} 5.0' in pipeline
-    assert "nemo_gym_rollouts_reward_sum 4.0" in pipeline
+    for name, expected in (('nemo_gym_rollouts_finished_total{state="done"}', 5), ("nemo_gym_rollouts_reward_sum", 4)):
+        assert value_of(name, pipeline) - value_of(name, exposed["before"]) == expected, name
     assert 'nemo_gym_acts_total{outcome="completed"} 5.0' in exposed["simple_agent"]
     assert 'nemo_gym_verdicts_total{outcome="valid"} 5.0' in exposed["example_mcp_weather"]
     assert 'route="/sessions/{session_id}/finalize",status="200"} 5.0' in model

@@ -21,6 +21,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if item.nodeid.startswith(lanes.FULL):
+            item.add_marker("full")
         found = sorted(lanes.lanes_of(item))
         for lane in found:
             item.add_marker(lane)

@@ -95,6 +95,27 @@ PLACES: Mapping[str, str] = {
 }
 """Marks of the tests whose id begins so. The longest entry that fits counts."""
 
+FULL = (
+    "resources_servers/sandbox/tests/test_execs.py::test_output_is_dropped_a_while",
+    "resources_servers/sandbox/tests/test_killed.py::test_nothing_is_lost_leaked_or_run_twice_when_the_broker_is_killed"
+    "_at_some_boundaries[postgresql]",
+    "resources_servers/swe_bench/tests/test_prepare_images.py::test_an_image_is_built_again",
+    "resources_servers/swe_bench/tests/test_prepare_images.py::test_packages_that_the_project_requires",
+    "tests/acceptance/clis/test_clis.py::test_cli_run_with_sub_agent_and_compaction_has_every_sampled_token_once[claude",
+    "tests/acceptance/hosts/test_separate_hosts.py::test_examples_pass_when_every_role_has_two_hosts[math]",
+    "tests/acceptance/matrix/test_matrix.py::test_cli_solves_an_example_task_from_within_a_box_without_a_network"
+    "[claude_code-docker]",
+    "tests/acceptance/matrix/test_matrix.py::test_cli_solves_an_example_task_from_within_a_box_without_a_network"
+    "[codex-docker]",
+    "tests/acceptance/test_lent_boxes.py::test_agent_solves_a_task_in_a_box_that_the_environment_made_and_lent"
+    "[claude_code-broker_docker]",
+    "tests/cli/test_commands.py::test_marker_keeps_the_providers",
+    "tests/faults/broker/test_crash.py::test_killed_broker_loses_leaks_and_repeats_nothing_whatever_its_boxes_do[postgres",
+    "tests/faults/tampering/test_campaign.py::test_sample_of_the_corpus",
+)
+"""Tests whose id begins so run in `make test-full` alone: half a minute and more each, beside others of the same kind
+that stay, or before a campaign that asks more."""
+
 FIXTURES: Mapping[str, str] = {
     "docker_engine": "docker",
     "real_server": "docker",

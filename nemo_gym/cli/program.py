@@ -125,7 +125,10 @@ class AsyncStack:
         """Run ``input`` (left out, the environment's own rows) on these servers; ``keys`` are run keys."""
         words = [*self._settings, *_words(settings, keys)]
         planned = await asyncio.to_thread(_plan, words, input)
-        return await _collect(planned, self._background, show=show)
+        try:
+            return await _collect(planned, self._background, show=show)
+        finally:
+            planned.outlook.inputs.close()
 
     async def aclose(self) -> None:
         """Stop the servers; idempotent."""

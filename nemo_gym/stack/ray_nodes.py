@@ -70,7 +70,7 @@ class NodeActor:
             os.close(told)
             os.close(lines)
         code = await self._process.wait()
-        return code, log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
+        return code, await asyncio.to_thread(_end_of, log)
 
     async def stop(self) -> None:
         """End it in order; idempotent."""
@@ -198,6 +198,12 @@ class RayNodes:
         for actor in alive:
             self._ray.kill(actor)
         await asyncio.to_thread(self._ray.shutdown)
+
+
+def _end_of(log: Path) -> str:
+    with log.open("rb") as lines:
+        lines.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        return lines.read(TAIL_BYTES).decode(errors="replace")
 
 
 def _require_listener(address: str) -> None:

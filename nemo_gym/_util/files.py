@@ -1,4 +1,4 @@
-"""Where paths start from, where packages are kept, and writing to descriptors.
+"""Where paths start from, where packages are kept, and writing files and descriptors whole.
 
 A server works in its plugin's folder, as plugins written for NeMo Gym expect; a path in its configuration was written
 by somebody who stood elsewhere.
@@ -22,9 +22,11 @@ def from_command(path: str | Path) -> Path:
 
 
 def cache_root() -> Path:
-    """``$NEMO_GYM_CACHE_DIR`` or ``~/.cache/nemo-gym``."""
-    given = os.environ.get("NEMO_GYM_CACHE_DIR")
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo-gym"
+    """``$NEMO_GYM_CACHE_DIR``, else ``nemo-gym`` below ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    if own := os.environ.get("NEMO_GYM_CACHE_DIR"):
+        return Path(own).expanduser().resolve()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return (Path(base).expanduser() / "nemo-gym").resolve()
 
 
 def write_all(descriptor: int, data: bytes | bytearray | memoryview, *, at_once: int | None = None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from nemo_gym._util.files import INSTALL_ROOT
+from nemo_gym._util.files import INSTALL_ROOT, cache_root
 from nemo_gym.config import compatibility
 from nemo_gym.config import servers as server_blocks
 from nemo_gym.config.composition import SANDBOX, Composition
@@ -37,7 +37,7 @@ from nemo_gym.config.layers import Layer, Merged, leaves
 from nemo_gym.config.nemo_gym_files import take_environment_servers
 from nemo_gym.config.overrides import COMMAND_LINE, Mode, Override, apply_overrides, parse_overrides
 from nemo_gym.config.resolve import MISSING, resolve
-from nemo_gym.config.roots import cache_directory, plugin_roots
+from nemo_gym.config.roots import plugin_roots
 from nemo_gym.config.servers import ServerBlock
 from nemo_gym.config.strict import check_top_level, known_keys
 from nemo_gym.contract.errors import ConfigError
@@ -293,4 +293,4 @@ def _hand_down(merged: Merged, blocks: Mapping[str, ServerBlock]) -> None:
 
 def run_directory_root() -> Path:
     """Where run directories are made by default: ``$NEMO_GYM_CACHE_DIR/runs`` or ``~/.cache/nemo-gym/runs``."""
-    return cache_directory() / "runs"
+    return cache_root() / "runs"

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from nemo_gym._util.files import cache_root
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.files import read_yaml
-from nemo_gym.config.roots import cache_directory
 from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
 
 SHORT_NAMES: Final = Path("data", "datasets.yaml")
@@ -78,7 +78,7 @@ class DataSet:
         """Where its rows are kept: one folder for each revision that was asked for."""
         whose = f"{self.environment}--" if self.rename and self.environment else ""
         name = f"{whose}{self.repo.replace('/', '--')}{f'--{self.subset}' if self.subset else ''}"
-        return cache_directory() / "datasets" / name / self.revision.replace("/", "--")
+        return cache_root() / "datasets" / name / self.revision.replace("/", "--")
 
     @property
     def command(self) -> str:

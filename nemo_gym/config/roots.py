@@ -63,11 +63,3 @@ def plugin_of_file(path: Path) -> tuple[str, str] | None:
         if part in SERVER_TYPES:
             return part, parts[index + 1]
     return None
-
-
-def cache_directory() -> Path:
-    """``$NEMO_GYM_CACHE_DIR``, else ``nemo-gym`` below ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    if own := os.environ.get("NEMO_GYM_CACHE_DIR"):
-        return Path(own).expanduser().resolve()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return (Path(base).expanduser() / "nemo-gym").resolve()

@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from nemo_gym.config.roots import cache_directory
+from nemo_gym._util.files import cache_root
 from nemo_gym.contract.errors import ConfigError, ServerError
 
 OWN_NAMES = frozenset({"nemo-gym", "nemo-gym-suite"})
@@ -148,7 +148,7 @@ def interpreter_for(plugin: Path) -> str | None:
         return None
     overrides = plugin / "overrides.txt"
     constraints = list(_file_lines(overrides)) if overrides.is_file() else []
-    home = cache_directory() / "venvs"
+    home = cache_root() / "venvs"
     home.mkdir(parents=True, exist_ok=True)
     folder = home / f"{plugin.name}-{environment_key(lines, constraints)}"
     with (home / f"{folder.name}.lock").open("w") as lock:

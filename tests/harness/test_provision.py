@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 
+from nemo_gym._util.files import cache_root
 from nemo_gym.agent.harness.base import CliPackage, Runtime
 from nemo_gym.agent.harness.provision import UNFIT_STATUS, fitness_check, installed
 from nemo_gym.agent.harness.provision.fetch import _unpack, fetch
+from nemo_gym.config.compose import run_directory_root
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.sandbox.archive import pack_bytes
 from tests.acceptance.clis import place
@@ -174,3 +176,12 @@ def test_archive_that_leaves_its_directory_is_refused(cache: Path, tmp_path: Pat
     with pytest.raises(ConfigError, match=r"some-build-1\.2\.3\.tgz cannot be unpacked: .*leaves the target"):
         _unpack(archive, tmp_path / "inside" / "some-build")
     assert not (tmp_path / "outside").exists()
+
+
+def test_cache_below_the_users_home_is_one_place_for_agents_and_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NEMO_GYM_CACHE_DIR", "~/kept")
+    assert cache_root() == tmp_path / "kept"
+    assert run_directory_root() == tmp_path / "kept" / "runs"

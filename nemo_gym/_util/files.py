@@ -7,6 +7,7 @@ by somebody who stood elsewhere.
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 INSTALL_ROOT = Path(__file__).resolve().parents[2]
@@ -41,3 +42,25 @@ def write_all(descriptor: int, data: bytes | bytearray | memoryview, *, at_once:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view[:at_once]) :]
+
+
+def write_private(path: Path, text: str, *, sync: bool = False) -> None:
+    """Make or replace a file that only its owner may read; a reader meets the old text or the new one, whole.
+
+    Args:
+        sync: whether it is on the disk when this returns.
+
+    Raises:
+        OSError: the old file stands.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import os
 import secrets
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from nemo_gym._util.files import write_private
 from nemo_gym.broker.access import Access, Permissions, TokenSigner
 from nemo_gym.broker.admission import Admission
 from nemo_gym.broker.backend import Backend
@@ -237,11 +237,5 @@ def _kept(path: Path, make: Callable[[], str]) -> str:
         return path.read_text().strip()
     except FileNotFoundError:
         text = make()
-        partial = path.with_name(f"{path.name}.new")
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        write_private(path, text, sync=True)
         return text

@@ -6,7 +6,6 @@ import asyncio
 import fcntl
 import json
 import os
-import secrets
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,6 +16,7 @@ from typing import Any, BinaryIO
 import orjson
 import structlog
 
+from nemo_gym._util.files import write_private
 from nemo_gym.config.service import ServiceConfig
 from nemo_gym.contract.errors import ConfigError, NemoGymError
 from nemo_gym.contract.rows import new_run_id
@@ -230,14 +230,14 @@ class RolloutService:
         server = self.pool.register(instance, url, capacity=capacity, credential=credential)
         entries = [each for each in _entries(self._state_file) if each["url"] != server.url]
         entries.append({"instance": instance, "url": server.url, "capacity": capacity, "credential": credential})
-        await asyncio.to_thread(_write, self._state_file, entries)
+        await asyncio.to_thread(write_private, self._state_file, json.dumps(entries), sync=True)
         self.dispatcher.notify()
         return server
 
     async def remove(self, server: PooledServer, reason: str) -> int:
         """How many attempts went back."""
         entries = [each for each in _entries(self._state_file) if each["url"] != server.url]
-        await asyncio.to_thread(_write, self._state_file, entries)
+        await asyncio.to_thread(write_private, self._state_file, json.dumps(entries), sync=True)
         return self.pool.remove(server, reason)
 
     # Telling
@@ -402,17 +402,7 @@ def _entries(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _write(path: Path, content: Any) -> None:
-    """Replace a file that only its owner may read."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
 def write_address(path: Path, url: str, tokens: Mapping[str, str | None], store_id: str) -> None:
     """Where the service listens and with which tokens, for commands of the same user."""
-    _write(path, {"url": url, "tokens": dict(tokens), "store": store_id, "pid": os.getpid()})
+    told = {"url": url, "tokens": dict(tokens), "store": store_id, "pid": os.getpid()}
+    write_private(path, json.dumps(told), sync=True)

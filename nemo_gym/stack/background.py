@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from nemo_gym._util.files import write_private
 from nemo_gym.contract.errors import ConfigError, ServerError
 from nemo_gym.stack.endpoints import StackEntry, read_stack
 
@@ -73,9 +74,8 @@ class BackgroundStack:
         paths = [*self._config_paths]
         if self._values:
             file = self.run_dir / "given.yaml"
-            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it may hold keys
-            with os.fdopen(descriptor, "w") as stream:
-                yaml.safe_dump(self._values, stream, sort_keys=False, allow_unicode=True)
+            # It may hold keys.
+            write_private(file, yaml.safe_dump(self._values, sort_keys=False, allow_unicode=True))
             paths.append(str(file))
         words = [*self._words, *([f"+config_paths=[{','.join(paths)}]"] if paths else [])]
         command = [sys.executable, "-c", _PROGRAM, str(os.getpid())]

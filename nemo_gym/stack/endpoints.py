@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import ssl
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nemo_gym._util.files import write_private
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.compose import run_directory_root
 from nemo_gym.contract.errors import ConfigError
@@ -72,11 +72,7 @@ class StackEntry:
 def write_stack(stack: StackEntry) -> Path:
     """Write the stack file, atomically and with mode 0600, and make it findable by run id."""
     path = Path(stack.run_dir) / STACK_FILE
-    temporary = path.with_name(f".{STACK_FILE}.{os.getpid()}")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(fd, "w", encoding="utf-8") as stream:
-        json.dump(asdict(stack), stream, indent=1)
-    temporary.replace(path)
+    write_private(path, json.dumps(asdict(stack), indent=1))
     link = run_directory_root() / stack.run_id
     if link.resolve() != Path(stack.run_dir).resolve():
         link.parent.mkdir(parents=True, exist_ok=True)

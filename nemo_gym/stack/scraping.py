@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from nemo_gym._util.files import write_private
+
 TOKEN_FILE = "metrics.token"
 SCRAPE_FILE = "prometheus.yml"
 TARGETS = "metrics"
@@ -26,16 +28,16 @@ def write_scraping(run_dir: Path, token: str, servers: Sequence[tuple[str, str, 
     """Write the run's scrape configuration. ``servers``: instance, server type and URL of each."""
     folder = run_dir / TARGETS
     folder.mkdir(mode=0o700, exist_ok=True)
-    _write(run_dir / TOKEN_FILE, token)
+    write_private(run_dir / TOKEN_FILE, token)
     job = {
         "job_name": JOB,
         "authorization": {"credentials_file": str(run_dir / TOKEN_FILE)},
         "file_sd_configs": [{"files": [str(folder / "*.json")]}],
     }
     # JSON is YAML.
-    _write(run_dir / SCRAPE_FILE, json.dumps({"scrape_configs": [job]}, indent=1) + "\n")
+    write_private(run_dir / SCRAPE_FILE, json.dumps({"scrape_configs": [job]}, indent=1) + "\n")
     targets = [_target(url, server=name, server_type=kind, run_id=run_id) for name, kind, url in servers]
-    _write(folder / "servers.json", json.dumps(targets, indent=1))
+    write_private(folder / "servers.json", json.dumps(targets, indent=1))
 
 
 @contextmanager
@@ -44,7 +46,7 @@ def added_target(run_dir: Path, name: str, url: str, run_id: str) -> Iterator[No
     folder = run_dir / TARGETS
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"{name}-{os.getpid()}.json"
-    _write(path, json.dumps([_target(url, server=name, server_type=name, run_id=run_id)], indent=1))
+    write_private(path, json.dumps([_target(url, server=name, server_type=name, run_id=run_id)], indent=1))
     try:
         yield
     finally:
@@ -54,11 +56,3 @@ def added_target(run_dir: Path, name: str, url: str, run_id: str) -> Iterator[No
 def _target(url: str, **labels: str) -> Mapping[str, Any]:
     parts = urlsplit(url)
     return {"targets": [parts.netloc], "labels": {"__scheme__": parts.scheme, **labels}}
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    partial.replace(path)

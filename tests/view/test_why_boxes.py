@@ -7,11 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ import pytest
 from nemo_gym.service.client import RolloutClient
 from tests.view.serving import ROOT
 from tests.view.test_watched_service import question, service
-from tests.view.test_why_causes import KEY, _Endpoint, finished, ng_run, ng_why, write_questions
+from tests.view.test_why_causes import KEY, _Endpoint, endpoint, finished, ng_run, ng_why, write_questions
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -64,23 +62,30 @@ def servers_of(found: dict[str, Any]) -> set[str]:
     return {line["server"] for line in found["log_lines"]}
 
 
-def test_patch_that_eats_the_memory_of_its_evaluation(tmp_path: Path, row: Path) -> None:
-    eat = f"printf 'x = []\\nwhile True: x.append(b\"x\" * (1 << 24))\\n' >> {SOURCE}"
-    limit = "++swe_bench.resources_servers.swe_bench.eval_resources.memory_mib=256"
-    finished(ng_run(tmp_path, *SWE, "sandbox=local", f"input={row}", script_of(tmp_path, *shell(eat)), limit))
-    (found,) = ng_why(tmp_path)
-    assert (found["cause"], found["rollouts"]) == ("out_of_memory", 1), found
-    assert "out of memory" in " ".join(found["evidence"])
-    assert found["log_lines"], found
+OF_EVALUATION = "++swe_bench.resources_servers.swe_bench."
 
 
-def test_patch_that_hangs_its_evaluation(tmp_path: Path, row: Path) -> None:
-    hang = f"printf 'import time; time.sleep(100000)\\n' >> {SOURCE}"
-    limit = "++swe_bench.resources_servers.swe_bench.eval_timeout_s=30"
-    finished(ng_run(tmp_path, *SWE, "sandbox=local", f"input={row}", script_of(tmp_path, *shell(hang)), limit))
+@pytest.mark.parametrize(
+    ("added", "limit", "cause", "said"),
+    [
+        (
+            'x = []\\nwhile True: x.append(b"x" * (1 << 24))',
+            "eval_resources.memory_mib=256",
+            "out_of_memory",
+            "out of memory",
+        ),
+        ("import time; time.sleep(100000)", "eval_timeout_s=30", "grader_timeout", "timed out"),
+    ],
+    ids=["eats the memory", "hangs"],
+)
+def test_patch_that_its_evaluation_does_not_survive(
+    tmp_path: Path, row: Path, added: str, limit: str, cause: str, said: str
+) -> None:
+    script = script_of(tmp_path, *shell(f"printf '{added}\\n' >> {SOURCE}"))
+    finished(ng_run(tmp_path, *SWE, "sandbox=local", f"input={row}", script, OF_EVALUATION + limit))
     (found,) = ng_why(tmp_path)
-    assert (found["cause"], found["rollouts"]) == ("grader_timeout", 1), found
-    assert "timed out" in " ".join(found["evidence"])
+    assert (found["cause"], found["rollouts"]) == (cause, 1), found
+    assert said in " ".join(found["evidence"])
     assert found["log_lines"], found
 
 
@@ -201,16 +206,10 @@ class _KillsTools(_Endpoint):
 def model_and_tools(folder: Path, port: int) -> Iterator[str]:
     (folder / "tools.py").write_text(TOOLS)
     tools = subprocess.Popen([sys.executable, str(folder / "tools.py"), str(port)])
-    handler = type("Handler", (_KillsTools,), {"tools": tools})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+        with endpoint(type("Handler", (_KillsTools,), {"tools": tools})) as url:
+            yield url
     finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
         tools.kill()
         tools.wait()
 

@@ -82,8 +82,8 @@ class _Endpoint(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def endpoint() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Endpoint)
+def endpoint(handler: type[BaseHTTPRequestHandler] = _Endpoint) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:

@@ -36,7 +36,7 @@ from nemo_gym.contract.verdict import (
 )
 from nemo_gym.http.correlation import ROLLOUT_ID_PATTERN, rollout_context
 from nemo_gym.http.peers import PeerError, Peers, Reply, failure_of_peer
-from nemo_gym.http.tracing import Span, SpanKind, step, within
+from nemo_gym.http.tracing import Span, step, within
 
 log = structlog.get_logger(__name__)
 
@@ -233,15 +233,15 @@ class RolloutSteps:
                 await self.seed(attempt)
 
     async def work(self, attempt: Attempt) -> None:
-        with step("act", kind=SpanKind.CLIENT, peer=attempt.servers.agent):
+        with step("act", has_span=False):
             await self.act(attempt)
         if attempt.heartbeat is not None:
-            with step("harvest", kind=SpanKind.CLIENT, peer=attempt.servers.environment):
+            with step("harvest", has_span=False):
                 await self.harvest(attempt)
 
     async def judge(self, attempt: Attempt) -> dict[str, Any]:
         if attempt.verified is None:
-            with step("verify", kind=SpanKind.CLIENT, peer=attempt.servers.environment):
+            with step("verify", has_span=False):
                 attempt.verified = await self.verify(attempt)
         if attempt.session is not None:
             with step("finalize", has_span=False):

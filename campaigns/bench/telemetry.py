@@ -1,11 +1,15 @@
-"""What traces cost: no-op rollouts with and without them, by turns, on servers that stay up.
+"""What traces cost: no-op rollouts with and without them, by turns, on the same servers.
 
     python -m campaigns.bench.telemetry [--json] [--runs 9] [--rollouts 400] [--concurrency 32]
 
-Two stacks of the same composition stand side by side, one with `observability.traces` and one without; each turn runs
-a whole collection on both, the first of them alternating. The collector is a process that reads and answers, and
-nothing more. Its own CPU is not counted; that of servers and pipeline is, sending included. The bar is on CPU per
-rollout, which is what the rate comes to when nothing else loads the machine; the ratio of rates stands beside it.
+The stack traces half of all attempts (``observability.traces.sample=0.5``). Which half an attempt belongs to follows
+from its identity, so each turn runs one whole collection whose attempts are all traced and one of which none is, the
+first of them alternating. Two stacks side by side, one with traces and one without, differ by up to 5 % of their CPU
+when neither traces anything. What an attempt pays to learn that it is not traced is measured apart and added.
+
+The collector is a process that reads and answers, and nothing more. Its own CPU is not counted; that of servers and
+pipeline is, sending included. The bar is on CPU per rollout, which is what the rate comes to when nothing else loads
+the machine; the ratio of rates stands beside it.
 
 *Off* is the cost of one step where traces are off: two looks at the clock and a count.
 """
@@ -18,9 +22,11 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import orjson
 import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, too
@@ -28,12 +34,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script,
 from campaigns.bench.report import Bar, Samples, argument_parser, print_report
 from campaigns.bench.rollouts import COMPOSITION, Round, measured, suite_stack, write_rows
 from nemo_gym.config.observability import TracesConfig
+from nemo_gym.contract.rows import TASK_INDEX_KEY, rollout_id_of
 from nemo_gym.http import otlp, tracing
 from nemo_gym.http.client import close_global_aiohttp_client
 from nemo_gym.rollouts.collection import run_collection
 from nemo_gym.stack.stack import pipeline_client
 
 SLOWER_AT_MOST = 0.03
+SAMPLE = 0.5
+ATTEMPTS_ASKED_ABOUT = 2
+"""How often a rollout's attempt is asked about: by the pipeline, and by the model server for its one call."""
 STEP_US_AT_MOST = 10.0
 _COLLECTOR = """
 import asyncio
@@ -69,6 +79,21 @@ async def collector() -> AsyncIterator[str]:
         await process.wait()
 
 
+def write_halves(directory: Path, rollouts: int, run_id: str) -> dict[bool, Path]:
+    """Two inputs of ``rollouts`` rows, by whether their attempts are traced in this run."""
+    files = {is_on: directory / f"{is_on}.jsonl" for is_on in (False, True)}
+    rows = write_rows(files[True], 4 * rollouts)
+    halves: dict[bool, list[bytes]] = {False: [], True: []}
+    for index, row in enumerate(rows):
+        rollout = {"run_id": run_id, "rollout_id": rollout_id_of(run_id, index, 0), "attempt": 1}
+        half = halves[tracing.attempt_context(rollout) is not None]
+        half.append(orjson.dumps({**row, TASK_INDEX_KEY: index}, option=orjson.OPT_APPEND_NEWLINE))
+    for is_on, half in halves.items():
+        assert len(half) >= rollouts, "a half is far from half"
+        files[is_on].write_bytes(b"".join(half[:rollouts]))
+    return files
+
+
 async def turns(runs: int, rollouts: int, concurrency: int) -> tuple[list[Round], list[Round], float]:
     """Rounds without and with traces, after one of each that warms up, and spans per rollout of the pipeline."""
     off: list[Round] = []
@@ -76,40 +101,50 @@ async def turns(runs: int, rollouts: int, concurrency: int) -> tuple[list[Round]
     async with AsyncExitStack() as undo:
         url = await undo.enter_async_context(collector())
         directory = Path(undo.enter_context(tempfile.TemporaryDirectory()))
-        source = directory / "in.jsonl"
-        write_rows(source, rollouts)
-        traced = (*COMPOSITION, f"observability.traces.endpoint={url}")
-        stacks = {
-            False: await undo.enter_async_context(suite_stack()),
-            True: await undo.enter_async_context(suite_stack(traced)),
-        }
+        keys = (f"observability.traces.endpoint={url}", f"observability.traces.sample={SAMPLE}")
+        stack = await undo.enter_async_context(suite_stack((*COMPOSITION, *keys)))
         exporter = otlp.SpanExporter(TracesConfig(endpoint=url), {"service.name": "pipeline", "run_id": "bench"})
+        tracing.install(exporter, SAMPLE)
+        client = pipeline_client(stack)
 
-        async def one(is_on: bool) -> Round:
-            stack = stacks[is_on]
-            client = pipeline_client(stack)
-            keys = {"input": source, "output": directory / f"{is_on}.jsonl", "overwrite": True}
+        async def run(source: Path, run_id: str) -> None:
+            output = {"output": directory / "out" / source.name, "overwrite": True, "run_id": run_id}
+            how = {"concurrency": concurrency, "agent_name": stack.chosen["agent"]}
+            result = await run_collection(client, {"input": source, **output, **how})
+            assert (result.valid, result.invalid) == (rollouts, 0)
 
-            async def run() -> None:
-                given = {**keys, "concurrency": concurrency, "agent_name": stack.chosen["agent"]}
-                result = await run_collection(client, given)
-                assert (result.valid, result.invalid) == (rollouts, 0)
-
-            tracing.install(exporter if is_on else None)
-            try:
-                return await measured([server.pid for server in stack.servers], rollouts, run)
-            finally:
-                tracing.install(None)
-
+        pids = [server.pid for server in stack.servers]
         for number in range(runs + 1):
+            inputs = write_halves(directory, rollouts, run_id := f"bench-{number}")
             for is_on in (False, True) if number % 2 else (True, False):
-                found = await one(is_on)
+                found = await measured(pids, rollouts, partial(run, inputs[is_on], run_id))
                 if number:
                     (on if is_on else off).append(found)
-        exporter.close()
+        await asyncio.to_thread(exporter.close)
+        tracing.install(None)
         assert not otlp.DROPPED.values, otlp.DROPPED.values
         await close_global_aiohttp_client()
         return off, on, otlp.EXPORTED.values[()] / ((runs + 1) * rollouts)
+
+
+def sampling_us(count: int = 50_000) -> float:
+    """To learn that one attempt is not traced, in µs of CPU."""
+    rollout = {"run_id": "bench", "rollout_id": rollout_id_of("bench", 0, 0), "attempt": 1}
+    tracing.install(_Nowhere(), 0.0)
+    start = time.process_time()
+    for _ in range(count):
+        tracing.attempt_context(rollout)
+    spent = time.process_time() - start
+    tracing.install(None)
+    return spent / count * 1e6
+
+
+class _Nowhere:
+    """Exports nothing."""
+
+    def take(self, span: tracing.Span) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def step_us(count: int = 200_000) -> float:
@@ -133,7 +168,8 @@ def main() -> int:
     chosen = parser.parse_args()
     off_us = step_us()
     off, on, spans = uvloop.run(turns(chosen.runs, chosen.rollouts, chosen.concurrency))
-    slower = Samples([ours / theirs - 1 for ours, theirs in zip(cpu_ms(on), cpu_ms(off), strict=True)])
+    asked_ms = ATTEMPTS_ASKED_ABOUT * sampling_us() / 1000
+    slower = Samples([(ours + asked_ms) / theirs - 1 for ours, theirs in zip(cpu_ms(on), cpu_ms(off), strict=True)])
     rates = Samples([ours.rate / theirs.rate for ours, theirs in zip(on, off, strict=True)])
     figures: dict[str, Any] = {
         "off_rollouts_per_s": Samples([one.rate for one in off]).summary(1),
@@ -143,6 +179,7 @@ def main() -> int:
         "on_cpu_ms_per_rollout": Samples(cpu_ms(on)).summary(3),
         "more_cpu_per_rollout": slower.summary(4),
         "pipeline_spans_per_rollout": round(spans, 2),
+        "ms_per_rollout_to_ask_whether_it_is_traced": round(asked_ms, 4),
         "step_us_when_off": round(off_us, 2),
     }
     return print_report(

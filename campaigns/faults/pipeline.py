@@ -48,8 +48,8 @@ SETTLE_S = 240.0
 TOKEN = "campaign-" + "t" * 20
 BOUNDARY_S = 15.0
 """Within which a service comes to the write at which it dies."""
-PROVOKED = tuple(each for each in BOUNDARIES if each.partition(" ")[0] in ("cancel", "claim_overdue"))
-"""Writes that only come when somebody asks for them; each has a job of its own."""
+PROVOKED = tuple(b for b in BOUNDARIES if b.partition(" ")[0] in ("requeue", "release", "cancel", "claim_overdue"))
+"""Writes that only come with a job of a certain kind; each has one of its own."""
 OVERDUE_S = 0.5
 BATCH = 10
 SEED = 13
@@ -58,7 +58,7 @@ SEED = 13
 def job(number: int, jobs: int) -> dict[str, Any]:
     row = {"id": f"t{number}", "responses_create_params": {"input": "A or B?"}, "expected_answer": "B"}
     made: dict[str, Any] = {"job_id": f"job-{number}", "row": row, "task_index": number, "run_id": "campaign"}
-    deadline_s = {"hangs": DEADLINE_S, "claim_overdue": OVERDUE_S}.get(kind_of(number, jobs))
+    deadline_s = {"hangs": DEADLINE_S, "release": DEADLINE_S, "claim_overdue": OVERDUE_S}.get(kind_of(number, jobs))
     return made if deadline_s is None else {**made, "deadline_s": deadline_s}
 
 
@@ -91,8 +91,8 @@ class World:
 
         agent = {
             "delay_s": 0.02,
-            "crash": dict.fromkeys(of("raises"), 99),
-            "hang": [*of("hangs"), *of("cancel")],
+            "crash": dict.fromkeys([*of("raises"), *of("requeue")], 99),
+            "hang": [*of("hangs"), *of("cancel"), *of("release")],
             "kills": dict.fromkeys(of("kills"), 1),
         }
         for role in ("environment", "agent", "model"):
@@ -212,7 +212,13 @@ async def harass(world: World, seen: Seen, jobs: int, kills: int) -> dict[str, i
     each_time = max(1, batches // (len(BOUNDARIES) + kills))
     died: dict[str, int] = {}
     for number, boundary in enumerate(BOUNDARIES):
-        victim = number % world.pipelines
+        victim = number // 2 % world.pipelines  # the same before a write and after it: it meets what it left
+        others = [other for other in world.alive() if other != victim]
+        for other in others:  # the write is to be the victim's
+            # whoever is awake ends what is overdue, drained or not
+            await (world.kill_service(other) if "overdue" in boundary else drain(world, other))
+        if boundary == "release before":
+            await hold_a_job(world, seen, jobs, boundary, victim)
         await world.kill_service(victim)
         release(seen, each_time)
         await world.start_service(victim, kill=boundary)
@@ -228,10 +234,11 @@ async def harass(world: World, seen: Seen, jobs: int, kills: int) -> dict[str, i
         if provoking.done():
             provoking.result()
         seen.provoking.append(provoking)
-        for other in world.alive():
-            if other != victim and boundary in PROVOKED:
-                async with client(world, other) as told:
-                    await told.drain(resume=True)
+        for other in others:
+            await (world.start_service(other) if "overdue" in boundary else drain(world, other, resume=True))
+        if boundary.endswith("after") and world.pipelines > 1:
+            await world.kill_service(victim)
+            await world.start_service(victim)
     for number in range(kills):
         victim = number % world.pipelines
         await world.kill_service(victim)
@@ -245,20 +252,36 @@ async def harass(world: World, seen: Seen, jobs: int, kills: int) -> dict[str, i
     return died
 
 
+async def drain(world: World, number: int, *, resume: bool = False) -> None:
+    async with client(world, number) as told:
+        await told.drain(resume=resume)
+
+
 async def provoke(world: World, seen: Seen, jobs: int, boundary: str, victim: int) -> None:
-    """Have a service come to a write that needs somebody to ask for it: a cancel, or the end of a job whose deadline
-    passes while nothing is claimed."""
+    """Have a service come to a write that needs a job of a certain kind: one that fails, one that is cancelled, or one
+    whose deadline passes while nothing is claimed."""
     if boundary not in PROVOKED:
         return
-    for number in world.alive():
-        async with client(world, number) as told:
-            await told.drain()
     number = jobs + PROVOKED.index(boundary)
+    kind = kind_of(number, jobs)
+    if kind in ("cancel", "claim_overdue"):
+        await drain(world, victim)
     async with client(world, victim) as asking:
         await asking.submit([job(number, jobs)])
         seen.submitted_at.setdefault(f"job-{number}", time.monotonic())
-        if kind_of(number, jobs) == "cancel":
+        if kind == "cancel":
             await asking.cancel(job_ids=[f"job-{number}"])
+
+
+async def hold_a_job(world: World, seen: Seen, jobs: int, boundary: str, victim: int) -> None:
+    """Until the service works on a job that hangs; it will have to let go of it at its next start."""
+    if victim not in world.alive():
+        await world.start_service(victim)
+    await provoke(world, seen, jobs, boundary, victim)
+    name = f"job-{jobs + PROVOKED.index(boundary)}"
+    async with client(world, victim) as asking:
+        while (await asking.job(name)).state == "queued":  # noqa: ASYNC110 - another process's
+            await asyncio.sleep(0.1)
 
 
 def release(seen: Seen, batches: int) -> None:

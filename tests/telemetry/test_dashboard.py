@@ -28,9 +28,10 @@ from tests.telemetry.test_servers import PAGE, families
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
+SWE_ROWS = ROOT / "resources_servers/swe_bench/data/example.jsonl"
 DASHBOARD = ROOT / "deploy/grafana/nemo_gym.json"
 BOXES = re.compile(r"sandbox_broker|box_start")
-"""Queries over boxes, of which this run makes none."""
+"""Queries over boxes, which have a run of their own."""
 RUNNING_ONLY = re.compile(r"nemo_gym_rollouts_(?:stage_(?!seconds)|server_|jobs)")
 """Of a pipeline while it works, and of a service."""
 DEADLINE_S = 120.0
@@ -154,6 +155,40 @@ async def test_each_query_of_the_dashboard_returns_data_of_a_real_run(tmp_path: 
     assert exposed <= set(rows)
     missing = {name for name in set(rows) - exposed if not RUNNING_ONLY.match(name) and rows[name][2] != "brokers"}
     assert missing == set()
+
+
+async def test_queries_over_boxes_return_data_of_boxes_of_a_broker(tmp_path: Path) -> None:
+    left = {name: query for name, query in queries().items() if BOXES.search(query)}
+    prepare = [str(Path(sys.executable).with_name("ng_prepare")), "swe_bench", f"rows={SWE_ROWS}", "sandbox=local"]
+    subprocess.run(prepare, cwd=ROOT, check=True, timeout=600)  # noqa: ASYNC221 - nothing else goes on yet
+    exposed: set[str] = set()
+    with collecting() as collector:
+        words = (
+            *("agent=mini_swe_agent", "environment=swe_bench", "sandbox=broker_local", "model=scripted"),
+            *(f"observability.traces.endpoint={collector.url}", "observability.traces.interval_s=0.2"),
+        )
+        async with observed_run(tmp_path, words, SWE_ROWS) as run, prometheus(run, tmp_path) as url:
+            await until_true(lambda: ask(url, 'up{job="nemo_gym"} == 1'))
+            keys = {"input": SWE_ROWS, "output": tmp_path / "again.jsonl", "agent_name": run.stack.chosen["agent"]}
+            going = asyncio.create_task(run_collection(pipeline_client(run.stack), {**keys, "num_repeats": 10}))
+            while not going.done():
+                for name, query in [*left.items()]:
+                    if await ask(url, query):
+                        del left[name]
+                for target in run.targets().values():
+                    exposed |= families((await run.scrape(target))[1])
+                await asyncio.sleep(0.2)
+            await going
+        spans = collector.spans
+    assert left == {}
+    rows = table(PAGE, "metric")
+    assert exposed <= set(rows)
+    assert {name for name, (_, _, where, _) in rows.items() if where == "brokers"} - exposed == set()
+    rollouts = {span.trace_id for span in spans if span.name == "rollout"}
+    for name in ("box_start", "box_exec", "box_close"):
+        of_boxes = [span for span in spans if span.name == name]
+        assert {span.trace_id for span in of_boxes} == rollouts, name
+        assert all(span.attributes["sandbox_id"] for span in of_boxes), name
 
 
 def test_the_dashboard_names_metrics_of_the_page_only() -> None:

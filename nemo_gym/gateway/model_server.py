@@ -44,9 +44,9 @@ from nemo_gym.gateway.sessions import (
 from nemo_gym.gateway.telemetry import answered, model_call
 from nemo_gym.http.body_values import check_messages
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
-from nemo_gym.http.middleware import caller_of, require_role
 from nemo_gym.http.plugin_call import PluginCall, plain
 from nemo_gym.http.problems import JsonResponse, parse_json_object, shape_errors
+from nemo_gym.http.request_state import caller_of, require_role
 from nemo_gym.http.server import Application, BaseServer, SimpleServer
 
 if TYPE_CHECKING:

@@ -42,10 +42,10 @@ from nemo_gym.gateway.sessions import (
     token_in,
 )
 from nemo_gym.gateway.telemetry import answered, model_call
-from nemo_gym.http.body_values import check_messages
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
+from nemo_gym.http.json_bodies import JsonResponse, check_messages, parse_json_object
 from nemo_gym.http.plugin_call import PluginCall, plain
-from nemo_gym.http.problems import JsonResponse, parse_json_object, shape_errors
+from nemo_gym.http.problems import shape_errors
 from nemo_gym.http.request_state import caller_of, require_role
 from nemo_gym.http.server import Application, BaseServer, SimpleServer
 

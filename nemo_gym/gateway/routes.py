@@ -33,7 +33,8 @@ from nemo_gym.gateway.live_session import LiveSession
 from nemo_gym.gateway.routing.pool import EnginePool
 from nemo_gym.gateway.sessions import token_in
 from nemo_gym.http.correlation import ROLLOUT_ID_HEADER
-from nemo_gym.http.problems import JsonResponse, parse_json_object, refused, unexpected
+from nemo_gym.http.json_bodies import JsonResponse, parse_json_object
+from nemo_gym.http.problems import refused, unexpected
 
 _SESSIONS = "/sessions/"
 _ELSEWHERE = frozenset(

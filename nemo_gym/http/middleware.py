@@ -24,7 +24,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nemo_gym.contract.credentials import CREDENTIAL_HEADER, ServerCredentials
 from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.http import tracing
-from nemo_gym.http.body_values import TooManyValuesError, ValueCounter
 from nemo_gym.http.correlation import (
     REPLICAS_HEADER,
     ROLLOUT_ID_HEADER,
@@ -35,6 +34,7 @@ from nemo_gym.http.correlation import (
     replica_context,
     rollout_context,
 )
+from nemo_gym.http.json_bodies import TooManyValuesError, ValueCounter
 from nemo_gym.http.metrics import METRICS_PATH, Counter, Histogram, Reading, add_source
 from nemo_gym.http.problems import refused, refused_by_framework, send_problem, unexpected
 from nemo_gym.http.request_state import (

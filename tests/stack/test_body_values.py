@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym.http import body_values
-from nemo_gym.http.body_values import TooManyValuesError, check_values, has_more_values
+from nemo_gym.http.json_bodies import TooManyValuesError, check_values, has_more_values
 
 _TEXTS = st.text(alphabet=st.sampled_from('\\"[]{},:a\u00e9\n'), max_size=30)
 _VALUES = st.recursive(

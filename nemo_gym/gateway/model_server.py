@@ -8,7 +8,7 @@ having its whole reply cut into events.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import aiohttp
@@ -37,6 +37,7 @@ from nemo_gym.gateway.sessions import (
     SESSION_TTL_S,
     GatewaySession,
     GatewaySessions,
+    InferenceCall,
     InMemoryGatewaySessions,
     opener_of,
     token_in,
@@ -103,23 +104,6 @@ class BaseResponsesAPIModelConfig(BaseRunServerInstanceConfig):
 
 class BaseResponsesAPIModel(BaseServer):
     config: BaseResponsesAPIModelConfig
-
-
-@dataclass(slots=True)
-class InferenceCall:
-    """One request for inference, with the session's sampling parameters already in ``body``."""
-
-    dialect: Dialect
-    body: dict[str, Any]
-    session: GatewaySession | None
-    """``None`` for a caller of the stack that has no session: a judge's environment, a legacy agent."""
-    request: Request
-    usage: Usage | None = None
-    """Set by ``infer`` when it knows the usage of a reply that is no stream; otherwise read from the reply."""
-
-    @property
-    def stream(self) -> bool:
-        return bool(self.body.get("stream"))
 
 
 class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):

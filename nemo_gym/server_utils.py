@@ -23,7 +23,7 @@ from nemo_gym.http.client import (
     request,
 )
 from nemo_gym.http.correlation import apply_rollout_prefix, rollout_path_prefix
-from nemo_gym.http.middleware import SESSION_ID_KEY
+from nemo_gym.http.request_state import SESSION_ID_KEY
 from nemo_gym.http.server import BaseServer, SimpleServer
 
 if TYPE_CHECKING:

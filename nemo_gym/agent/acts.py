@@ -24,8 +24,9 @@ from nemo_gym.contract.rows import SESSION_KEY
 from nemo_gym.contract.session import RolloutIdentity
 from nemo_gym.http.client import attach_headers
 from nemo_gym.http.delivery import CallerGoneError, end, while_connected
+from nemo_gym.http.json_bodies import json_object
 from nemo_gym.http.metrics import Counter
-from nemo_gym.http.problems import json_object, send_problem
+from nemo_gym.http.problems import send_problem
 
 REMEMBERED = 4096
 """Rollouts whose older attempts are known for such: about 1 MB."""

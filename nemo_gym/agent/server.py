@@ -65,13 +65,13 @@ from nemo_gym.http.correlation import (
     rollout_path_prefix,
 )
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError
+from nemo_gym.http.json_bodies import JsonResponse, parse_json_object, validated
 from nemo_gym.http.metrics import Reading
-from nemo_gym.http.middleware import TOKEN_CAPTURE, require_role
+from nemo_gym.http.middleware import TOKEN_CAPTURE
 from nemo_gym.http.peers import PeerError, Peers, Reply
 from nemo_gym.http.plugin_call import PluginCall, plain
-from nemo_gym.http.problems import JsonResponse, parse_json_object, validated
+from nemo_gym.http.request_state import describe_request, require_role
 from nemo_gym.http.server import Application, BaseServer, SimpleServer
-from nemo_gym.http.telemetry import describe_request
 from nemo_gym.reward_profile import AggregateMetricsMixin, compute_aggregate_metrics
 from nemo_gym.rollout import MODEL_SESSION_KEYS, Attempt, Budgets, RolloutSteps, Servers
 

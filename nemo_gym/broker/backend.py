@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping
-from typing import Any
 
 import orjson
 import structlog
@@ -161,9 +160,3 @@ class Backend:
             await self.provider.aclose()
         except SandboxError as error:
             log.warning("backend_close_failed", error=str(error))
-
-
-def plain_descriptor(data: bytes) -> dict[str, Any]:
-    """A stored descriptor as data."""
-    value: dict[str, Any] = orjson.loads(data)
-    return value

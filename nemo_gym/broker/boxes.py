@@ -23,6 +23,7 @@ from nemo_gym.broker.registry.tables import BoxRecord, BoxState, LeaseRecord
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import NemoGymError, SandboxCreateError, SandboxError, SandboxLostError
 from nemo_gym.contract.session import LeaseScope
+from nemo_gym.http.metrics import Counter
 from nemo_gym.sandbox.base import SandboxHandle
 from nemo_gym.sandbox.wire.models import CreateSandbox, DoorModel
 from nemo_gym.sandbox.wire.problems import BrokerError
@@ -63,6 +64,8 @@ class Sealer:
 # call is interrupted is found in one of the states between, and `Reconciler` ends what was begun.
 
 log = structlog.get_logger(__name__)
+
+RENEWALS = Counter("sandbox_broker_renewals", "Leases renewed")
 
 _RENEW_AFTER_S = 1.0
 """A create that took longer has used up some of the lease that the backend counts."""
@@ -220,6 +223,7 @@ class Boxes:
             await self.lost(box)
             raise gone(box.sandbox_id, "the backend has lost it") from None
         box.ttl_s, box.deadline = ttl_s, deadline
+        RENEWALS.add()
 
     # -- destroy -------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from nemo_gym.broker.registry.tables import BoxState, LeaseRecord
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import NemoGymError, SandboxError
 from nemo_gym.contract.session import LeaseScope
+from nemo_gym.http.metrics import Counter, Histogram
 from nemo_gym.sandbox.base import ExecOutcome
 from nemo_gym.sandbox.wire.models import BoxSpec, CreateSandbox
 from nemo_gym.sandbox.wire.problems import BrokerError
@@ -184,6 +185,8 @@ def _bare(spec: BoxSpec) -> BoxSpec:
 
 # -- Creation ------------------------------------------------------------------------------------------------------
 
+CREATES = Counter("sandbox_broker_creates", "Creates by how they ended", ("outcome",))
+CREATE_SECONDS = Histogram("sandbox_broker_create_seconds", "From the request to the box")
 IN_PROGRESS_WAIT_S = 20.0
 """How long a repeated request waits for the first one's box."""
 
@@ -220,7 +223,7 @@ class Creations:
         pending = self._pending.get(name)
         is_first = pending is None
         if pending is None:
-            task = asyncio.create_task(self._create(order), name=f"create by key {order.key[:64]}")
+            task = asyncio.create_task(self._counted(order), name=f"create by key {order.key[:64]}")
             pending = self._pending[name] = _Pending(order.digest, task)
             task.add_done_callback(lambda _: self._finished(name, task))
         elif pending.digest != order.digest:
@@ -270,6 +273,23 @@ class Creations:
             del self._pending[name]
         if task.done() and not task.cancelled():
             task.exception()  # its callers have it, or have left
+
+    async def _counted(self, order: CreateOrder) -> tuple[Box, bool]:
+        start, outcome = time.monotonic(), "internal"
+        try:
+            box, is_new = await self._create(order)
+            outcome = "created" if is_new else "repeated"
+        except asyncio.CancelledError:
+            outcome = "dropped"
+            raise
+        except NemoGymError as error:
+            outcome = error.code
+            raise
+        finally:
+            CREATES.add(outcome)
+        if is_new:
+            CREATE_SECONDS.observe(time.monotonic() - start)
+        return box, is_new
 
     async def _create(self, order: CreateOrder) -> tuple[Box, bool]:
         boxes = self._boxes

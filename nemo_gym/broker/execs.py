@@ -18,11 +18,14 @@ from nemo_gym.broker.registry.store import ExecStore
 from nemo_gym.broker.registry.tables import ExecRecord
 from nemo_gym.broker.spool import OutputSpool, SpoolSpace
 from nemo_gym.contract.errors import NemoGymError, SandboxError, SandboxLostError
+from nemo_gym.http.metrics import Counter
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, SandboxHandle
 from nemo_gym.sandbox.wire.models import ExecEndModel, ExecSubmission
 from nemo_gym.sandbox.wire.problems import BrokerError
 
 log = structlog.get_logger(__name__)
+
+STARTED = Counter("sandbox_broker_execs", "Commands started")
 MAX_OPEN_EXECS = 256
 """Of one box. Each takes descriptors of this process, and memory for as long as it waits for its input."""
 _KILL_PATIENCE_S = 10.0
@@ -149,6 +152,7 @@ class Execs:
                 log.warning("exec_not_discarded", exec_id=run.exec_id, error=str(failure))
             self._never_started(box, run, judged)
             raise judged from error
+        STARTED.add()
         run.pump(process)
         assert run.pumping is not None
         run.pumping.add_done_callback(lambda _: self._trim(box))

@@ -10,12 +10,8 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import structlog
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from nemo_gym._util.files import write_private
 from nemo_gym.broker.access import Access, Permissions, TokenSigner
@@ -32,64 +28,36 @@ from nemo_gym.broker.spool import SpoolSpace
 from nemo_gym.broker.upkeep import Reconciler, Upkeep
 from nemo_gym.contract.credentials import ServerCredentials
 from nemo_gym.contract.errors import ConfigError, NemoGymError
+from nemo_gym.http.metrics import Reading
 from nemo_gym.sandbox.base import SandboxProvider
-
-if TYPE_CHECKING:
-    from nemo_gym.broker.boxes import Boxes
-    from nemo_gym.broker.spool import SpoolSpace
-    from nemo_gym.broker.upkeep import Reconciler
-
 
 # -- Metrics -------------------------------------------------------------------------------------------------------
 
-_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
-
-class Metrics:
-    """One broker's metrics, in a registry of their own."""
-
-    def __init__(self, boxes: Boxes, reconciler: Reconciler, space: SpoolSpace) -> None:
-        self.registry = CollectorRegistry()
-        self.creates = Counter(
-            "sandbox_broker_creates", "Creates by how they ended", ["outcome"], registry=self.registry
-        )
-        self.create_seconds = Histogram(
-            "sandbox_broker_create_seconds", "From the request to the box", buckets=_SECONDS, registry=self.registry
-        )
-        self.execs = Counter("sandbox_broker_execs", "Commands started", registry=self.registry)
-        self.renewals = Counter("sandbox_broker_renewals", "Leases renewed", registry=self.registry)
-        self.registry.register(_State(boxes, reconciler, space))
-
-    def render(self) -> bytes:
-        return generate_latest(self.registry)
-
-
-class _State(Collector):
-    """What is so now, read when it is asked for."""
+class State:
+    """What is so now, read with each scrape; creates, commands and renewals are counted where they are made."""
 
     def __init__(self, boxes: Boxes, reconciler: Reconciler, space: SpoolSpace) -> None:
         self._boxes, self._reconciler, self._space = boxes, reconciler, space
 
-    def collect(self) -> Iterator[Metric]:
-        states = GaugeMetricFamily("sandbox_broker_boxes", "Boxes that are not gone, by state", labels=["state"])
+    def readings(self) -> Iterator[Reading]:
+        admission = self._boxes.admission
         counts: dict[str, int] = {}
         running = 0
         for box in self._boxes.live.values():
             counts[box.state.value] = counts.get(box.state.value, 0) + 1
             running += sum(run.phase == "running" for run in box.execs.values())
-        for state, count in counts.items():
-            states.add_metric([state], count)
-        yield states
-        owners = GaugeMetricFamily("sandbox_broker_owner_boxes", "Places that an owner holds", labels=["owner"])
-        for owner, held in self._boxes.admission.held.items():
-            owners.add_metric([owner], held)
-        yield owners
-        waiting = self._boxes.admission.waiting
-        yield GaugeMetricFamily("sandbox_broker_waiting", "Creates that wait for a place", waiting)
-        yield GaugeMetricFamily("sandbox_broker_execs_running", "Commands that run", running)
-        yield GaugeMetricFamily("sandbox_broker_spool_bytes", "Output that is kept", self._space.used)
-        yield GaugeMetricFamily(
-            "sandbox_broker_boxes_without_record", "Boxes without a record that were reaped", self._reconciler.reaped
+        states = [({"state": state}, count) for state, count in counts.items()]
+        owners = [({"owner": owner}, held) for owner, held in admission.held.items()]
+        yield Reading("sandbox_broker_boxes", "Boxes that are not gone, by state", states)
+        yield Reading("sandbox_broker_owner_boxes", "Places that an owner holds", owners)
+        yield Reading("sandbox_broker_waiting", "Creates that wait for a place", [({}, admission.waiting)])
+        yield Reading("sandbox_broker_execs_running", "Commands that run", [({}, running)])
+        yield Reading("sandbox_broker_spool_bytes", "Output that is kept", [({}, self._space.used)])
+        yield Reading(
+            "sandbox_broker_boxes_without_record",
+            "Boxes without a record that were reaped",
+            [({}, self._reconciler.reaped)],
         )
 
 
@@ -111,7 +79,7 @@ class BrokerService:
     images: Images
     warm: WarmPools
     upkeep: Upkeep
-    metrics: Metrics
+    state: State
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
     """What this process alone may have: the lock of the state directory."""
     draining: asyncio.Event = field(default_factory=asyncio.Event)
@@ -203,7 +171,7 @@ def assemble(
             retention_s=config.retention_s,
             output_retention_s=config.output_retention_s,
         ),
-        metrics=Metrics(boxes, reconciler, space),
+        state=State(boxes, reconciler, space),
         held=held,
     )
 

@@ -19,7 +19,6 @@ from nemo_gym.cli import command
 from nemo_gym.contract.errors import ConfigError
 
 NAME = "ng"
-Translate = Callable[[list[str]], list[str]]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from nemo_gym._util.files import INSTALL_ROOT
 from nemo_gym._util.suggest import nearest
-from nemo_gym.config.keys import SERVER_TYPES
 from nemo_gym.contract.errors import ConfigError
 
 EXTRA_ROOTS_VARIABLE = "NEMO_GYM_EXTRA_ROOTS"
@@ -54,12 +53,3 @@ def find_plugin(server_type: str, implementation: str, roots: Iterable[Path] | N
         f" {', '.join(dict.fromkeys(known)) or 'none'}. Other folders are found through {EXTRA_ROOTS_VARIABLE}",
         key=f"{server_type}.{implementation}",
     )
-
-
-def plugin_of_file(path: Path) -> tuple[str, str] | None:
-    """``(server type, implementation)`` when a file belongs to a plugin's folder."""
-    parts = path.parts
-    for index, part in enumerate(parts[:-2]):
-        if part in SERVER_TYPES:
-            return part, parts[index + 1]
-    return None

@@ -17,7 +17,7 @@ from nemo_gym.contract.verdict import FailureKind, Verdict, decide_validity, ver
 from nemo_gym.environment.judge import JudgeError, judge_failure_fields
 from nemo_gym.http.metrics import Counter
 from nemo_gym.http.plugin_call import PluginCall, plain
-from nemo_gym.http.telemetry import describe_request
+from nemo_gym.http.request_state import describe_request
 from nemo_gym.http.tracing import step
 
 if TYPE_CHECKING:

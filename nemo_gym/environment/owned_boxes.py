@@ -32,7 +32,7 @@ from nemo_gym.contract.session import (
     Topology,
 )
 from nemo_gym.environment.attempts import AttemptKey, AttemptStore
-from nemo_gym.http.problems import JsonResponse
+from nemo_gym.http.json_bodies import JsonResponse
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import Connectable, SandboxHandle, SandboxProvider, SupportsFencing, require
 from nemo_gym.sandbox.facade import keep_renewed

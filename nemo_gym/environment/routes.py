@@ -52,9 +52,9 @@ from nemo_gym.environment.grader import Grader, reply_fields, work_digest
 from nemo_gym.environment.hooks import ALLOWED_TOOLS_SESSION_KEY, MCP_PATH
 from nemo_gym.environment.owned_boxes import Lending
 from nemo_gym.environment.steps import StepRewards, is_stepped
-from nemo_gym.http.middleware import LazySession, caller_of, require_role
+from nemo_gym.http.json_bodies import JsonResponse, parse_json_object, validated
 from nemo_gym.http.plugin_call import PluginCall, plain
-from nemo_gym.http.problems import JsonResponse, parse_json_object, validated
+from nemo_gym.http.request_state import LazySession, caller_of, require_role
 
 if TYPE_CHECKING:
     from nemo_gym.environment.hooks import EnvironmentHooks

@@ -53,7 +53,6 @@ from nemo_gym.gateway.streaming import (
 )
 from nemo_gym.gateway.telemetry import answered, model_call
 from nemo_gym.gateway.wire_data import size_of
-from nemo_gym.http.body_values import check_values
 from nemo_gym.http.delivery import (
     CLIENT_CLOSED_REQUEST,
     DELIVERIES,
@@ -62,7 +61,7 @@ from nemo_gym.http.delivery import (
     Connection,
     while_connected,
 )
-from nemo_gym.http.problems import json_object
+from nemo_gym.http.json_bodies import check_values, json_object
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 0.25
 """First and longest interval between two looks at the socket's send queue, for a reply that did not leave at once."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from nemo_gym.contract.errors import ModelError
-from nemo_gym.http.body_values import check_messages
+from nemo_gym.http.json_bodies import check_messages
 
 LONG_S = 0.005
 """Steps that hold the event loop for longer are charged to their session."""

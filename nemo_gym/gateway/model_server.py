@@ -8,7 +8,7 @@ having its whole reply cut into events.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import aiohttp
@@ -37,16 +37,17 @@ from nemo_gym.gateway.sessions import (
     SESSION_TTL_S,
     GatewaySession,
     GatewaySessions,
+    InferenceCall,
     InMemoryGatewaySessions,
     opener_of,
     token_in,
 )
 from nemo_gym.gateway.telemetry import answered, model_call
-from nemo_gym.http.body_values import check_messages
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
-from nemo_gym.http.middleware import caller_of, require_role
+from nemo_gym.http.json_bodies import JsonResponse, check_messages, parse_json_object
 from nemo_gym.http.plugin_call import PluginCall, plain
-from nemo_gym.http.problems import JsonResponse, parse_json_object, shape_errors
+from nemo_gym.http.problems import shape_errors
+from nemo_gym.http.request_state import caller_of, require_role
 from nemo_gym.http.server import Application, BaseServer, SimpleServer
 
 if TYPE_CHECKING:
@@ -103,23 +104,6 @@ class BaseResponsesAPIModelConfig(BaseRunServerInstanceConfig):
 
 class BaseResponsesAPIModel(BaseServer):
     config: BaseResponsesAPIModelConfig
-
-
-@dataclass(slots=True)
-class InferenceCall:
-    """One request for inference, with the session's sampling parameters already in ``body``."""
-
-    dialect: Dialect
-    body: dict[str, Any]
-    session: GatewaySession | None
-    """``None`` for a caller of the stack that has no session: a judge's environment, a legacy agent."""
-    request: Request
-    usage: Usage | None = None
-    """Set by ``infer`` when it knows the usage of a reply that is no stream; otherwise read from the reply."""
-
-    @property
-    def stream(self) -> bool:
-        return bool(self.body.get("stream"))
 
 
 class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):

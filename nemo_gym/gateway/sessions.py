@@ -17,10 +17,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
+from starlette.requests import Request
+
 from nemo_gym.contract.credentials import Caller, Role
 from nemo_gym.contract.errors import ContractError, CredentialError, FencedError
 from nemo_gym.contract.model_limits import NONE_CHOSEN, ChosenLimits
 from nemo_gym.contract.session import RolloutIdentity
+from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.policy_request import Usage
 
 INFERENCE_TOKEN_PREFIX = "ngi1_"
@@ -329,3 +332,20 @@ def token_in(headers: Mapping[str, str], prefix: str = INFERENCE_TOKEN_PREFIX) -
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     token = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     return token if token.startswith(prefix) else None
+
+
+@dataclass(slots=True)
+class InferenceCall:
+    """One request for inference, with the session's sampling parameters already in ``body``."""
+
+    dialect: Dialect
+    body: dict[str, Any]
+    session: GatewaySession | None
+    """``None`` for a caller of the stack that has no session: a judge's environment, a legacy agent."""
+    request: Request
+    usage: Usage | None = None
+    """Set by ``infer`` when it knows the usage of a reply that is no stream; otherwise read from the reply."""
+
+    @property
+    def stream(self) -> bool:
+        return bool(self.body.get("stream"))

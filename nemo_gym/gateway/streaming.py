@@ -16,7 +16,7 @@ from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.errors import ContextOverflowError, anthropic_error, openai_code, openai_error
 from nemo_gym.gateway.engines.http import EventReader
 from nemo_gym.gateway.wire_data import coalesced, size_of, written
-from nemo_gym.http.problems import JsonResponse
+from nemo_gym.http.json_bodies import JsonResponse
 
 
 def failure_event(

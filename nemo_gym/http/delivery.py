@@ -9,6 +9,9 @@ had already taken the bytes from the kernel: that counts as delivered.
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import sys
+import termios
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
@@ -71,24 +74,41 @@ Connection = tuple[str, int]
 """Address and port of the client's end, as in an ASGI scope's ``client``."""
 
 
+def _unwritten(transport: asyncio.Transport) -> int:
+    """Bytes that may not be the kernel's yet. Below TLS lies a buffer that nobody can ask for its size: there, nothing
+    has left before the other end's kernel has taken what it was sent."""
+    size = transport.get_write_buffer_size()
+    return size if transport.get_extra_info("sslcontext") is None else size + untaken(transport)
+
+
+def untaken(transport: asyncio.BaseTransport | None) -> int:
+    """Bytes that were written and that the other end's kernel has not acknowledged. A client that leaves before they
+    come ends its connection in order: the reset comes behind its end, and nobody reads that far."""
+    sock = transport.get_extra_info("socket") if transport is not None else None
+    try:
+        waiting = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0" * 4) if sock is not None else b"\0" * 4
+    except (OSError, ValueError):  # no socket of the kernel's any more
+        return 0
+    return int.from_bytes(waiting, sys.byteorder)
+
+
 class AnswerWatch:
     """One answer on one connection."""
 
-    def __init__(self, unwritten: Callable[[], int] | None = None) -> None:
-        """``unwritten``: bytes on the connection that the kernel has not taken yet; nothing where its end will not be
-        seen here either."""
+    def __init__(self, transport: asyncio.Transport | None = None) -> None:
+        """``transport``: the connection's, if its end will be seen here."""
         self._undelivered: Callable[[], None] | None = None
         self._when_lost: Callable[[], None] | None = None
         self._lost = False
-        self._unwritten = unwritten
-        self.watched = unwritten is not None
+        self._transport = transport
+        self.watched = transport is not None
         """Whether the end of the connection will be seen here."""
 
     @property
     def left(self) -> bool:
         """Whether nothing of what was written is here any more: it is the kernel's, which outlives this process, or
         the connection is gone."""
-        return self._lost or self._unwritten is None or self._unwritten() == 0
+        return self._lost or self._transport is None or _unwritten(self._transport) == 0
 
     def when_lost(self, call: Callable[[], None] | None) -> None:
         """``call`` when the connection ends, at once if it has ended; nothing takes it back."""
@@ -124,12 +144,12 @@ class Deliveries:
 
     def __init__(self) -> None:
         self._watches: dict[Connection, AnswerWatch] = {}
-        self._open: dict[Connection, Callable[[], int]] = {}
+        self._open: dict[Connection, asyncio.Transport] = {}
 
-    def began(self, connection: Connection | None, unwritten: Callable[[], int]) -> None:
-        """A connection is open whose end will be told; ``unwritten`` as in `AnswerWatch`."""
+    def began(self, connection: Connection | None, transport: asyncio.Transport) -> None:
+        """A connection is open whose end will be told."""
         if connection is not None:
-            self._open[connection] = unwritten
+            self._open[connection] = transport
 
     def watch(self, connection: Connection | None) -> AnswerWatch:
         """Watch the answer to a request that came on ``connection``, an ASGI scope's ``client``. A request on a

@@ -1,32 +1,29 @@
-"""What every request passes: bounds on its body, its session cookie, its rollout, its sender's credential; and a short
-way to the routes of this suite, which every rollout takes.
+"""What every request passes: its metrics and span, bounds on its body, its session cookie, its rollout, its sender's
+credential; and a short way to the routes of this suite, which every rollout takes. What the layers learn about a
+request stands in `nemo_gym.http.request_state`.
 
-A session's cookie is a signed, unencrypted dict per client, read only when somebody looks at it. Its name is the one
-NeMo Gym uses; its key is the server's own, so no client can write a session. A session that was opened for an attempt
-names it, and every request with it is refused once that attempt is fenced or closed.
+A session that was opened for an attempt names it, and every request with it is refused once that attempt is fenced or
+closed. Requests that a layer answers early (a wrong credential, a body too large) are counted like any other. A
+request's ``traceparent`` is followed only where it comes with a credential of the stack.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import hmac
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
-import orjson
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, HTTPConnection, Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Caller, Role, ServerCredentials
+from nemo_gym.contract.credentials import CREDENTIAL_HEADER, ServerCredentials
 from nemo_gym.contract.errors import NemoGymError
-from nemo_gym.http.body_values import TooManyValuesError, ValueCounter
+from nemo_gym.http import tracing
 from nemo_gym.http.correlation import (
     REPLICAS_HEADER,
     ROLLOUT_ID_HEADER,
@@ -37,9 +34,23 @@ from nemo_gym.http.correlation import (
     replica_context,
     rollout_context,
 )
-from nemo_gym.http.metrics import METRICS_PATH
+from nemo_gym.http.json_bodies import TooManyValuesError, ValueCounter
+from nemo_gym.http.metrics import METRICS_PATH, Counter, Histogram, Reading, add_source
 from nemo_gym.http.problems import refused, refused_by_framework, send_problem, unexpected
-from nemo_gym.http.telemetry import note_route
+from nemo_gym.http.request_state import (
+    CALLER,
+    SEEN,
+    UNKNOWN_ROUTE,
+    CookieCodec,
+    LazySession,
+    Seen,
+    note_route,
+    sent_by_agent,
+)
+from nemo_gym.http.tracing import SpanKind
+
+_CREDENTIAL_HEADER = CREDENTIAL_HEADER.lower().encode()
+_ROLLOUT_HEADER = ROLLOUT_ID_HEADER.lower().encode()
 
 
 class BodyTooLargeError(NemoGymError):
@@ -159,80 +170,10 @@ class BodyLimitMiddleware:
         await self.app(scope, bounded, worded)
 
 
-SESSION_ID_KEY = "session_id"
 MAX_AGE_S = 14 * 24 * 3600
 _ATTRIBUTES = f"path=/; Max-Age={MAX_AGE_S}; httponly; samesite=lax"
 SessionGuard = Callable[[str, Mapping[str, Any]], Awaitable[None]]
 """Gets the path and the session; raises a `NemoGymError` for one that may not be used any more."""
-
-
-class CookieCodec:
-    """Signs and reads session cookies with one key."""
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-
-    def _mac(self, body: bytes) -> bytes:
-        return base64.urlsafe_b64encode(hmac.digest(self._key, body, hashlib.sha256)).rstrip(b"=")
-
-    def encode(self, session: Mapping[str, Any]) -> str:
-        body = base64.urlsafe_b64encode(orjson.dumps(dict(session))).rstrip(b"=")
-        return (body + b"." + self._mac(body)).decode()
-
-    def decode(self, cookie: str) -> dict[str, Any] | None:
-        """The session in a cookie, or ``None`` when it is not one of this server's."""
-        body, _, mac = cookie.encode("latin-1").rpartition(b".")
-        if not body or not hmac.compare_digest(mac, self._mac(body)):
-            return None
-        data: dict[str, Any] = orjson.loads(base64.urlsafe_b64decode(body + b"=" * (-len(body) % 4)))
-        return data
-
-
-class LazySession(MutableMapping[str, Any]):
-    """``request.session``: decoded on first use; a new one gets a random ``session_id``."""
-
-    __slots__ = ("_codec", "_cookie", "_data", "changed")
-
-    def __init__(self, codec: CookieCodec, cookie: str | None) -> None:
-        self._codec = codec
-        self._cookie = cookie
-        self._data: dict[str, Any] | None = None
-        self.changed = False
-
-    @property
-    def _loaded(self) -> dict[str, Any]:
-        if self._data is None:
-            data = self._codec.decode(self._cookie) if self._cookie else None
-            if data is None:
-                data = {SESSION_ID_KEY: str(uuid4())}
-                self.changed = True
-            self._data = data
-        return self._data
-
-    def replace(self, data: Mapping[str, Any]) -> None:
-        """Make this the session ``data``: a repeated seed gets the session of the first."""
-        self._data = dict(data)
-        self.changed = True
-
-    def __getitem__(self, key: str) -> Any:
-        return self._loaded[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self._loaded[key] = value
-        self.changed = True
-
-    def __delitem__(self, key: str) -> None:
-        del self._loaded[key]
-        self.changed = True
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._loaded)
-
-    def __len__(self) -> int:
-        return len(self._loaded)
-
-    def copy(self) -> dict[str, Any]:
-        return dict(self._loaded)
 
 
 class SessionMiddleware:
@@ -281,13 +222,98 @@ class SessionMiddleware:
         return None
 
 
+REQUESTS = Counter("nemo_gym_http_requests", "Requests that were answered", ("method", "route", "status"))
+REQUEST_SECONDS = Histogram("nemo_gym_http_request_seconds", "From a request to its last byte", ("route",))
+
+_UNTRACED = frozenset({"/", "/health", "/ready", "/heartbeat", "/sessions", "/close", METRICS_PATH})
+"""Short and the same for every rollout, or no part of one; with all requests as spans, traces cost twice as much."""
+_TITLES = {"/seed_session": "seed", "/harvest": "harvest", "/verify": "verify"}
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_TRACEPARENT = tracing.TRACEPARENT.encode()
+
+
+class _InFlight:
+    """Requests that this process is answering."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        add_source(self, self.readings)
+
+    def readings(self) -> Iterable[Reading]:
+        yield Reading("nemo_gym_http_requests_in_flight", "Requests that are being answered", [({}, self.count)])
+
+
+IN_FLIGHT = _InFlight()
+
+
+class ObserveMiddleware:
+    """Counts and times every request by its route, and puts a span around those of traced attempts.
+
+    The innermost layer, which knows the route, notes it in the scope's `Seen`.
+    """
+
+    def __init__(self, app: ASGIApp, *, follows_anybody: bool) -> None:
+        self.app = app
+        self._follows_anybody = follows_anybody
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or SEEN in scope:
+            await self.app(scope, receive, send)
+            return
+        seen = scope[SEEN] = Seen()
+        status = 500
+        span = None
+        if tracing.is_on() and _is_traced(scope["path"]) and (span := self._begun(scope)) is not None:
+            tracing.enter(span.context)  # for good: each request is a task of its own
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        start = time.perf_counter()
+        IN_FLIGHT.count += 1
+        try:
+            await self.app(scope, receive, watched)
+        finally:
+            IN_FLIGHT.count -= 1
+            route, method = seen.route, scope["method"]
+            REQUESTS.add(method if method in _METHODS else UNKNOWN_ROUTE, route, str(status))
+            REQUEST_SECONDS.observe(time.perf_counter() - start, route)
+            if span is not None and status not in (401, 403, 404):
+                span.name = seen.title or _TITLES.get(route) or f"{method} {route}"
+                span.attributes |= {
+                    "http.request.method": method,
+                    "http.route": route,
+                    "http.response.status_code": status,
+                    **seen.attributes,
+                }
+                tracing.end(span, f"status {status}" if status >= 500 else None)
+
+    def _begun(self, scope: Scope) -> tracing.Span | None:
+        given = rollout_id = None
+        follows = self._follows_anybody
+        for name, value in scope["headers"]:
+            if name == _TRACEPARENT:
+                given = value
+            elif name == _CREDENTIAL_HEADER:
+                follows = True
+            elif name == _ROLLOUT_HEADER:
+                rollout_id = value.decode("latin-1")
+        if given is None or not follows or (parent := tracing.extract(given.decode("latin-1"))) is None:
+            return None
+        return tracing.begin("", parent, SpanKind.SERVER, rollout_id=rollout_id)
+
+
+def _is_traced(path: str) -> bool:
+    return path not in _UNTRACED and not path.startswith("/sessions/")
+
+
 OPEN_ROUTES = frozenset({"/", "/health", "/ready"})
 """Served to anybody: they say that a server lives, and nothing else."""
 
 TOKEN_CAPTURE = "nemo_gym.token_capture"
-_CALLER = "nemo_gym.caller"
-_CREDENTIAL_HEADER = CREDENTIAL_HEADER.lower().encode()
-_ROLLOUT_HEADER = ROLLOUT_ID_HEADER.lower().encode()
 _REPLICAS_HEADER = REPLICAS_HEADER.lower().encode()
 _PREFIX = f"/{ROLLOUT_PATH_PREFIX}/"
 
@@ -368,7 +394,7 @@ class CredentialMiddleware:
             await send_problem(scope, receive, send, error)
             return
         if checked is not None:
-            scope[_CALLER] = checked
+            scope[CALLER] = checked
         await self.app(scope, receive, send)
 
     def _checks_callers(self, scope: Scope) -> bool:
@@ -380,26 +406,6 @@ class CredentialMiddleware:
 
 def _is_open(scope: Scope) -> bool:
     return scope["path"] in OPEN_ROUTES and scope["method"] in ("GET", "HEAD")
-
-
-def caller_of(connection: HTTPConnection) -> Caller | None:
-    """Who sent the request; ``None`` on an unsecured server (and on routes with another kind of token)."""
-    caller: Any = connection.scope.get(_CALLER)
-    return caller if isinstance(caller, Caller) else None
-
-
-def sent_by_agent(scope: Scope) -> bool:
-    """Whether an agent server's credential came with the request."""
-    caller = scope.get(_CALLER)
-    return isinstance(caller, Caller) and caller.role is Role.AGENT
-
-
-def require_role(connection: HTTPConnection, *roles: Role) -> Caller | None:
-    """The caller, who must have one of ``roles``; ``None`` on an unsecured server. Raises `RoleError`."""
-    caller = caller_of(connection)
-    if caller is not None:
-        caller.require(*roles, route=connection.scope["path"])
-    return caller
 
 
 Endpoint = Callable[[Request], Awaitable[Response]]

@@ -8,50 +8,25 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
 
 import orjson
 import structlog
 from fastapi import FastAPI
 from fastapi.exception_handlers import http_exception_handler
-from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from nemo_gym._util.suggest import validation_problems
-from nemo_gym.contract.errors import InvalidBodyError, NemoGymError, not_json
-from nemo_gym.http.body_values import check_values
+from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST
 
 PROBLEM_TYPE = "application/problem+json"
-_LEVELS_AROUND = 50
-"""Of nesting, kept free of the 254 that can be written."""
 log = structlog.get_logger(__name__)
-
-ModelT = TypeVar("ModelT", bound=BaseModel)
-
-
-class JsonResponse(JSONResponse):
-    """Plain data as JSON, encoded once."""
-
-    def render(self, content: Any) -> bytes:
-        try:
-            return orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
-        except TypeError as error:
-            raise not_json(error) from error
 
 
 ErrorShape = Callable[[Scope, NemoGymError], Response | None]
 """Answers an error in another form than a problem; ``None`` leaves it a problem."""
-
-
-class EncodedBodyError(NemoGymError):
-    """A body came compressed: nothing here inflates what somebody else has made small."""
-
-    code = "content_encoding"
-    status = 415
 
 
 class InternalError(NemoGymError):
@@ -80,58 +55,6 @@ def problem_response(error: NemoGymError, scope: Scope | None = None) -> Respons
 
 async def send_problem(scope: Scope, receive: Receive, send: Send, error: NemoGymError) -> None:
     await problem_response(error, scope)(scope, receive, send)
-
-
-def validated(model: type[ModelT], value: Any, what: str) -> ModelT:
-    """``value`` of a request as a model; raises `InvalidBodyError` that names ``what`` and each wrong field."""
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        raise InvalidBodyError(f"{what}: {validation_problems(error, model.model_fields)}") from None
-
-
-async def parse_json_object(
-    request: Request, loads: Callable[[bytes], Any] = orjson.loads, *, max_values: int | None = None
-) -> dict[str, Any]:
-    """The request's body as a JSON object; raises `InvalidBodyError`, `EncodedBodyError` for one that is compressed,
-    and `TooManyValuesError` where there is a bound. ``loads`` returns and raises as orjson's."""
-    refuse_encoded(request)
-    body = await request.body()
-    if max_values is not None:
-        await check_values(body, max_values)
-    return json_object(body, request.scope["path"], loads)
-
-
-def refuse_encoded(request: Request) -> None:
-    """Raise `EncodedBodyError` for a compressed body."""
-    for encoding in request.headers.getlist("content-encoding"):
-        if encoding.strip().lower() not in ("identity", ""):
-            raise EncodedBodyError(f"the body of {request.url.path} is encoded as {encoding[:40]!r}; send it as it is")
-
-
-def json_object(body: bytes, path: str, loads: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:
-    """See `parse_json_object`."""
-    try:
-        value = loads(body) if body else {}
-    except orjson.JSONDecodeError as error:
-        raise InvalidBodyError(f"the body of {path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise InvalidBodyError(f"the body of {path} must be a JSON object, not {type(value).__name__}")
-    if loads is orjson.loads:
-        _require_shallow(value, path)
-    return value
-
-
-def _require_shallow(value: dict[str, Any], path: str) -> None:
-    """Raise `InvalidBodyError` for a value that could be read but not be passed on: writing has a lower limit than
-    reading, and what holds the value counts too. Writing it costs a third of reading it."""
-    within: Any = value
-    for _ in range(_LEVELS_AROUND):
-        within = [within]
-    try:
-        orjson.dumps(within)
-    except TypeError as error:
-        raise InvalidBodyError(f"the body of {path}: {not_json(error)}") from None
 
 
 def install_problem_handlers(app: FastAPI) -> None:

@@ -25,22 +25,23 @@ from nemo_gym.contract.credentials import Role, ServerCredentials
 from nemo_gym.contract.errors import ConfigError, NemoGymError
 from nemo_gym.http import tracing
 from nemo_gym.http.client import ServerClient, close_global_aiohttp_client, server_config_of, server_path
+from nemo_gym.http.json_bodies import JsonResponse
 from nemo_gym.http.logs import configure_plain_logging
 from nemo_gym.http.metrics import CONTENT_TYPE, METRICS_PATH, Reading, render
 from nemo_gym.http.middleware import (
     BodyLimitMiddleware,
     BodyLimits,
-    CookieCodec,
     CredentialMiddleware,
     DirectRoutesMiddleware,
+    ObserveMiddleware,
     RolloutMiddleware,
     SessionGuard,
     SessionMiddleware,
     UnknownErrorMiddleware,
-    caller_of,
 )
-from nemo_gym.http.problems import JsonResponse, install_problem_handlers
-from nemo_gym.http.telemetry import ObserveMiddleware, require_scraper
+from nemo_gym.http.problems import install_problem_handlers
+from nemo_gym.http.request_state import CookieCodec, caller_of
+from nemo_gym.http.telemetry import require_scraper
 
 CONFIG_PATH_ENV = "NEMO_GYM_CONFIG_PATH"
 """The instance's name, for a server that is started by hand or by NeMo Gym's own tools."""

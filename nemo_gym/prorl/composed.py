@@ -21,7 +21,7 @@ from nemo_gym.config.compose import compose
 from nemo_gym.config.composition import Composition
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError, InvalidBodyError, ModelError
-from nemo_gym.gateway.engines.sampling import pinned_sampling
+from nemo_gym.gateway.engines.types import pinned_sampling
 from nemo_gym.http.client import get_global_aiohttp_client
 from nemo_gym.http.peers import PeerError, Peers
 from nemo_gym.rollout import Servers

@@ -30,9 +30,8 @@ from nemo_gym.contract.rows import (
 from nemo_gym.contract.session import AgentOutcome, Artifact, RolloutIdentity
 from nemo_gym.contract.verdict import MAX_REASON_CHARS, FailureKind, StageName, failure_of_reply
 from nemo_gym.http.peers import PeerError, Peers
-from nemo_gym.rollouts.result_rows import artifacts_digest
+from nemo_gym.rollouts.result_rows import artifacts_digest, is_masked, without_tokens
 from nemo_gym.rollouts.results import RunFiles
-from nemo_gym.rollouts.training_fields import is_masked, without_tokens
 
 UNSUPPORTED = "unsupported"
 

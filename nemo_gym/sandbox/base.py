@@ -16,13 +16,14 @@ What every provider owes its callers, and what ``nemo_gym.sandbox.conformance`` 
 from __future__ import annotations
 
 import builtins
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
-from nemo_gym.contract.errors import SandboxCapabilityError
+from nemo_gym.contract.errors import SandboxArchiveError, SandboxCapabilityError
 from nemo_gym.contract.sandbox import Door, NetworkPolicy, SandboxResources, SandboxSpec, default_limits
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 
@@ -407,3 +408,10 @@ def require(provider: SandboxProvider, protocol: type, *, why: str) -> None:
             f"sandbox provider '{provider.name}' does not implement {protocol.__name__}, which is needed {why}",
             provider=provider.name,
         )
+
+
+def absolute(path: str) -> str:
+    """``path`` with single slashes and none at its end. Raises `SandboxArchiveError` unless it is absolute."""
+    if not path.startswith("/") or "\0" in path:
+        raise SandboxArchiveError(f"'{path}' must be an absolute path in the box")
+    return re.sub(r"/+", "/", path.rstrip("/")) or "/"

@@ -261,17 +261,6 @@ def listen_in_network_namespace(namespace: int | str, port: int, *, backlog: int
     return result
 
 
-def process_start_time(pid: int) -> int | None:
-    """Clock ticks between boot and the start of ``pid``; ``None`` when there is no such process. With the pid, and
-    within one boot, it names a process for good."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:  # noqa: PTH123 - pathlib would import more than it saves here
-            fields = stat.read().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return int(fields[19])
-
-
 # -- System call filter of boxes -----------------------------------------------------------------------------------
 # Which system calls no process of a box may make; standard library only.
 #

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from nemo_gym.sandbox.base import (
     ExecRequest,
     SandboxExecResult,
     SandboxHandle,
+    absolute,
 )
 from nemo_gym.sandbox.tar_stream import ArchiveError
 
@@ -124,13 +124,6 @@ async def in_thread(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
     """A blocking iterator as an asynchronous one."""
     while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
         yield chunk
-
-
-def absolute(path: str) -> str:
-    """``path`` with single slashes and none at its end. Raises `SandboxArchiveError` unless it is absolute."""
-    if not path.startswith("/") or "\0" in path:
-        raise SandboxArchiveError(f"'{path}' must be an absolute path in the box")
-    return re.sub(r"/+", "/", path.rstrip("/")) or "/"
 
 
 # -- Provider ------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from nemo_gym.broker.routes.table import install_routes, invalid_parameter, not_
 from nemo_gym.broker.service import BrokerService, assemble
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import ConfigError, CredentialError
+from nemo_gym.http.metrics import Reading
 from nemo_gym.http.problems import shape_errors
 from nemo_gym.http.server import SimpleServer
 from nemo_gym.sandbox.registry import SandboxOwner
@@ -77,8 +79,9 @@ class SandboxBroker(SimpleServer):
     async def ready(self) -> dict[str, Any] | None:
         return await not_ready(self.broker)
 
-    def metrics_text(self) -> bytes:
-        return super().metrics_text() + self.broker.metrics.render()
+    def readings(self) -> Iterable[Reading]:
+        yield from super().readings()
+        yield from self.broker.state.readings()
 
     def require_scraper(self, request: Request) -> None:
         """The run's token, or a caller's credential of any role but `agent`: metrics tell of all who have boxes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 _START = re.compile(rb"^(?:diff --git |--- [^\n]*\n\+\+\+ |@@ -)", re.MULTILINE)
@@ -97,9 +97,9 @@ def paths_of(patch: bytes) -> set[str]:
     return {path for section in split_patch(patch) for path in section.paths}
 
 
-def part_of(patch: bytes, wanted: Callable[[FilePatch], bool]) -> bytes:
-    """The sections for which ``wanted`` holds; empty when there are none."""
-    return b"".join(section.text for section in split_patch(patch) if wanted(section))
+def joined(sections: Iterable[FilePatch]) -> bytes:
+    """One patch of these sections; empty when there are none."""
+    return b"".join([section.text for section in sections])
 
 
 def copied_from(section: FilePatch) -> set[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from nemo_gym.contract.verdict import Finding
-from resources_servers.swe_bench.patches import FilePatch, copied_from, split_patch
+from resources_servers.swe_bench.patches import FilePatch, copied_from, joined, paths_of, split_patch
 
 RUNNER_FILES = frozenset(
     {
@@ -75,6 +75,16 @@ def is_control_part(section: FilePatch, gold_paths: set[str]) -> bool:
     """Whether a section belongs into the control run without source changes: such files, except those that the gold
     patch itself has to change. A copy of what gold changes is such a file as well when its new name is."""
     return any(decides_how_tests_run(path) and path not in gold_paths for path in section.paths)
+
+
+def divided(patch: bytes, gold_patch: bytes) -> tuple[bytes, bytes]:
+    """The part of a patch that decides how tests run (`is_control_part`), and the rest; either may be empty."""
+    gold = paths_of(gold_patch)
+    control: list[FilePatch] = []
+    rest: list[FilePatch] = []
+    for section in split_patch(patch):
+        (control if is_control_part(section, gold) else rest).append(section)
+    return joined(control), joined(rest)
 
 
 def findings_in_patch(patch: bytes) -> list[Finding]:

@@ -49,9 +49,9 @@ from nemo_gym.gateway.sessions import (
 )
 from nemo_gym.gateway.text_backend import TextBackend
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError
+from nemo_gym.http.json_bodies import JsonResponse, parse_json_object, refuse_encoded
 from nemo_gym.http.metrics import Reading
-from nemo_gym.http.middleware import require_role
-from nemo_gym.http.problems import JsonResponse, parse_json_object, refuse_encoded
+from nemo_gym.http.request_state import require_role
 from nemo_gym.http.server import Application
 
 SESSION_PREFIX = "/sessions/{session_id}"

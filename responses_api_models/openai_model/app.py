@@ -40,7 +40,7 @@ from nemo_gym.gateway.engines.types import EngineCheck
 from nemo_gym.gateway.model_server import EVENT_STREAM, upstream_error
 from nemo_gym.gateway.policy_request import Usage
 from nemo_gym.http.client import get_global_aiohttp_client
-from nemo_gym.http.problems import JsonResponse
+from nemo_gym.http.json_bodies import JsonResponse
 
 ROUTES = {Dialect.CHAT: "/chat/completions", Dialect.RESPONSES: "/responses"}
 API_KEY_ENV = "OPENAI_API_KEY"

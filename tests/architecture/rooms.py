@@ -27,7 +27,7 @@ PRODUCT = ("nemo_gym", "resources_servers", "responses_api_agents", "responses_a
 BARS = {"scripted": 60, "gateway": 95}
 MAX_MUTUAL_PAIRS = 6
 _HOOK = f"""
-import mmap, os, sys, threading
+import inspect, mmap, os, sys, threading
 _directory, _root = os.environ["ROOMS_DIRECTORY"], os.environ["ROOMS_ROOT"]
 with open(os.path.join(_directory, "watching"), "rb") as _file:
     _watching = mmap.mmap(_file.fileno(), 1, access=mmap.ACCESS_READ)
@@ -39,8 +39,8 @@ def _room(code):
         _rooms[name] = name[len(_root):] if inside else None
     return _rooms[name]
 def _enter(frame, event, _):
-    if event != "call" or not _watching[0] or frame.f_code.co_name == "<module>":
-        return
+    if event != "call" or not _watching[0] or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return  # or a module's or class's statement, which an import runs
     here = _room(frame.f_code)
     if here is None:
         return

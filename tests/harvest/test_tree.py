@@ -23,7 +23,9 @@ async def files_behind(directories: int, count: int) -> AsyncIterator[bytes]:
 
 async def test_paths_of_a_tree_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree, "MAX_PATH_BYTES", 1_000_000)
-    read = await tree.read_tree(files_behind(390, 9), max_bytes=1 << 30, max_files=1000)
-    assert len(read.entries) == 9
+    reader = tree.TreeReader(max_bytes=1 << 30, max_files=1000)
+    assert [content async for content in reader.contents(files_behind(390, 9))] == []
+    assert len(reader.tree.entries) == 9
     with pytest.raises(tree.TreeTooLargeError, match="paths of the tree's files take more than 1000000 bytes"):
-        await tree.read_tree(files_behind(390, 20), max_bytes=1 << 30, max_files=1000)
+        async for _ in tree.TreeReader(max_bytes=1 << 30, max_files=1000).contents(files_behind(390, 20)):
+            pass

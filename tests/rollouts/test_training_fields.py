@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym.rollouts.training_fields import is_masked, masked_response, with_tokens, without_tokens
+from nemo_gym.rollouts.result_rows import is_masked, masked_response, with_tokens, without_tokens
 
 PROMPT = [1, 2, 3]
 

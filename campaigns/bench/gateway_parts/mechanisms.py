@@ -199,7 +199,7 @@ def _two_writes() -> None:
 def _framework_replies() -> None:
     from nemo_gym.gateway import streaming as delivered
     from nemo_gym.gateway.wire_data import written
-    from nemo_gym.http.problems import JsonResponse
+    from nemo_gym.http.json_bodies import JsonResponse
 
     def begin(self: Any, content: Any, sent: Callable[[], None]) -> None:
         JsonResponse.__init__(self, None)

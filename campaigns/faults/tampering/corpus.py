@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 import yaml
 
-from resources_servers.swe_bench.patches import part_of, paths_of
+from resources_servers.swe_bench.patches import joined, paths_of, split_patch
 
 DIRECTORY = Path(__file__).with_name("corpus")
 VERSION = 2
@@ -65,7 +65,7 @@ class RowChange:
         dropped: set[str] = set()
         if self.files:
             wanted = set(self.files)
-            new = part_of(new.encode(), lambda section: not wanted.isdisjoint(section.paths)).decode()
+            new = joined([one for one in split_patch(new.encode()) if not wanted.isdisjoint(one.paths)]).decode()
             dropped = paths_of(old.encode()) - wanted
         script = str(row["eval_script"]).replace(old, new)
         for path in dropped:

@@ -28,8 +28,8 @@ from nemo_gym.environment.mcp.call import call_route
 from nemo_gym.environment.mcp.tokens import check_mcp_token, issue_mcp_token
 from nemo_gym.environment.route_tools import RouteTool, catch_all_of, tools_of
 from nemo_gym.http.correlation import ROLLOUT_ID_HEADER, rollout_path_prefix
-from nemo_gym.http.middleware import CookieCodec
 from nemo_gym.http.problems import problem_response
+from nemo_gym.http.request_state import CookieCodec
 from nemo_gym.http.tracing import TRACEPARENT, attempt_context, tool_call
 
 if TYPE_CHECKING:

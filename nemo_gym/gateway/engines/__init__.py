@@ -9,7 +9,6 @@ from nemo_gym.gateway.engines.engine_config import (
 from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
 from nemo_gym.gateway.engines.http_client import EngineConnections
 from nemo_gym.gateway.engines.openai import OpenAIEngine, SampledText, sampled_text
-from nemo_gym.gateway.engines.sampling import asked_otherwise, pinned_sampling
 from nemo_gym.gateway.engines.sglang import SglangEngine
 from nemo_gym.gateway.engines.types import (
     Engine,
@@ -33,6 +32,8 @@ from nemo_gym.gateway.engines.types import (
     TokenEngine,
     TokenRequest,
     WeightsSpan,
+    asked_otherwise,
+    pinned_sampling,
 )
 from nemo_gym.gateway.engines.vllm import VllmEngine
 

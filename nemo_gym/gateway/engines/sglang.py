@@ -10,7 +10,6 @@ import msgspec
 
 from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
 from nemo_gym.gateway.engines.http_client import EngineConnections, Reply
-from nemo_gym.gateway.engines.sampling import sglang_fields
 from nemo_gym.gateway.engines.types import (
     EngineError,
     EngineFailedError,
@@ -115,7 +114,7 @@ class SglangEngine(HttpEngine):
     def _body(self, request: TokenRequest, *, stream: bool) -> dict[str, Any]:
         sampling = {
             **request.sampling.given(),
-            **sglang_fields(request.sampling.json_schema),
+            **_schema_fields(request.sampling.json_schema),
             "max_new_tokens": request.sampling.max_tokens,
             # The trajectory keeps what was sampled, end-of-sequence token and matched stop string included.
             "no_stop_trim": True,
@@ -200,3 +199,8 @@ class SglangEngine(HttpEngine):
 def _pairs(meta: dict[str, Any]) -> list[tuple[int, float]]:
     """Token id and logprob of each sampled token; SGLang lists them the other way round, with the text third."""
     return [(int(entry[1]), float(entry[0])) for entry in meta.get("output_token_logprobs") or ()]
+
+
+def _schema_fields(schema: str | None) -> dict[str, Any]:
+    """What SGLang takes among ``sampling_params``."""
+    return {} if schema is None else {"json_schema": schema}

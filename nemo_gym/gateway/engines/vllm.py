@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from array import array
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ import orjson
 
 from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine, without_echo
 from nemo_gym.gateway.engines.http_client import EngineConnections, Reply
-from nemo_gym.gateway.engines.sampling import vllm_fields
 from nemo_gym.gateway.engines.types import (
     EngineCheck,
     EngineCredentialError,
@@ -341,7 +341,7 @@ class VllmEngine(HttpEngine):
     def _completions_parameters(self, sampling: Sampling) -> dict[str, Any]:
         body: dict[str, Any] = {
             **sampling.given(),
-            **vllm_fields(sampling.json_schema),
+            **_schema_fields(sampling.json_schema),
             "max_tokens": sampling.max_tokens,
             "logprobs": 0,  # of the sampled token, and of no alternative
             "return_token_ids": True,
@@ -357,7 +357,7 @@ class VllmEngine(HttpEngine):
         self._refuse_images(request)
         sampling = {
             **request.sampling.given(),
-            **vllm_fields(request.sampling.json_schema),
+            **_schema_fields(request.sampling.json_schema),
             "max_tokens": request.sampling.max_tokens,
             "logprobs": 0,
         }
@@ -424,3 +424,8 @@ def _unequal(ids: int, logprobs: int) -> ValueError:
 def _cached(usage: dict[str, Any]) -> int | None:
     value = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     return tokens_counted(value) if value is not None else None
+
+
+def _schema_fields(schema: str | None) -> dict[str, Any]:
+    """What vLLM takes, beside a completion's other parameters or among ``sampling_params``."""
+    return {} if schema is None else {"structured_outputs": {"json": json.loads(schema)}}

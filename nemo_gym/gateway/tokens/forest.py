@@ -266,7 +266,7 @@ class TokenForest:
         """Decided at the commit: what was kept since the request was prepared counts as well."""
         reading, parent = prepared.reading, prepared.parent
         if parent is not None:
-            return continuation_reason(reading, prepared.shared, (child.request_key for child in parent.children))
+            return continuation_reason(reading, prepared.shared, {child.request_key for child in parent.children})
         leaves = [turn for turn in reversed(self._turns) if not turn.children][:_COMPARED]
         earlier = [(leaf.tools, [digest for turn in leaf.path() for digest in turn.entries]) for leaf in leaves]
         asked = any(turn.request_key == reading.key and turn.tools == reading.tools for turn in self._turns)

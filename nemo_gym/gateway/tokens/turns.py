@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain, islice
@@ -39,15 +39,14 @@ class SplitReason(StrEnum):
     """The chat template leaves out earlier reasoning, and the session follows the template (`History.TEMPLATE`)."""
 
 
-def continuation_reason(reading: Reading, shared: int, siblings: Iterable[bytes]) -> SplitReason | None:
+def continuation_reason(reading: Reading, shared: int, siblings: Set[bytes]) -> SplitReason | None:
     """Why a turn that continues the first ``shared`` entries is a sibling; nothing if it is the first to.
 
     ``siblings``: the keys of the requests that continued the same turn before.
     """
-    before = set(siblings)
-    if not before:
+    if not siblings:
         return None
-    if reading.key in before:
+    if reading.key in siblings:
         return SplitReason.RESAMPLE
     edited = any(entry.role == "assistant" for entry in reading.entries[shared:])
     return SplitReason.EDITED_HISTORY if edited else SplitReason.BRANCH

@@ -21,7 +21,7 @@ from nemo_gym.sandbox import labels as label_names
 from nemo_gym.sandbox.archive import END_OF_ARCHIVE, ArchiveError, pack_bytes
 from nemo_gym.sandbox.base import ExecOutcome, SandboxExecResult, SandboxHandle, SandboxProvider
 from nemo_gym.sandbox.facade import AsyncSandbox, keep_renewed
-from nemo_gym.sandbox.harvest.tree import SYMLINK, Entry, Tree, TreeTooLargeError, read_tree
+from nemo_gym.sandbox.harvest.tree import SYMLINK, Entry, Tree, TreeReader, TreeTooLargeError
 
 HARVEST_LEASE_S = 120.0
 """How long a harvest box outlives its owner when that is killed."""
@@ -218,50 +218,42 @@ class _Harvester:
         tracked = frozenset(names[first + 1 : second])
         exclude = _excludes(tracked, [name for name in names[second + 1 :] if name.endswith(b"/")])
         contents: dict[bytes, bytes] = {}
-
-        def on_content(path: bytes, entry: Entry, content: bytes) -> None:
-            if entry.mode == SYMLINK or path.rpartition(b"/")[2] == b".gitignore":
-                contents[path] = content
-
+        reader = self._reader(max_content_bytes=1024 * 1024)
         stream = self._provider.get_archive(self._box, self._path, exclude=exclude, max_bytes=MAX_TREE_BYTES)
         try:
-            tree = await read_tree(
-                stream,
-                algorithm=self._algorithm,
-                max_bytes=MAX_TREE_BYTES,
-                max_files=MAX_TREE_FILES,
-                on_content=on_content,
-                max_content_bytes=1024 * 1024,
-            )
+            async for path, entry, content in reader.contents(stream):
+                if entry.mode == SYMLINK or path.rpartition(b"/")[2] == b".gitignore":
+                    contents[path] = content
         except (SandboxArchiveError, ArchiveError, TreeTooLargeError) as error:
             raise SandboxError(f"the image's own {self._path} cannot be read: {error}", path=self._path) from error
         init = await self._sh(_INIT, self._algorithm, exclude_file)
         if not init.ok:
             raise SandboxError(f"the harvest box cannot make a repository: {(init.stderr or '').strip()[-500:]}")
-        by_oid = {entry.oid: path for path, entry in tree.entries.items() if entry.mode != SYMLINK}
-        return _Pristine(tree, tracked, exclude, contents, by_oid)
+        by_oid = {entry.oid: path for path, entry in reader.tree.entries.items() if entry.mode != SYMLINK}
+        return _Pristine(reader.tree, tracked, exclude, contents, by_oid)
 
     # -------------------------------------------------------------------------------------------- the agent's side
 
     async def _read_work_tree(self, handle: SandboxHandle, pristine: _Pristine, contents: _Contents) -> Tree:
-        def on_content(path: bytes, entry: Entry, content: bytes) -> None:
-            if pristine.tree.entries.get(path) != entry:
-                contents.add(entry.oid, content)
-
+        reader = self._reader(max_content_bytes=self._item.max_bytes)
         stream = self._provider.get_archive(handle, self._path, exclude=pristine.exclude, max_bytes=MAX_TREE_BYTES)
         try:
-            return await read_tree(
-                stream,
-                algorithm=self._algorithm,
-                max_bytes=MAX_TREE_BYTES,
-                max_files=MAX_TREE_FILES,
-                on_content=on_content,
-                max_content_bytes=self._item.max_bytes,
-            )
+            async for path, entry, content in reader.contents(stream):
+                if pristine.tree.entries.get(path) != entry:
+                    contents.add(entry.oid, content)
         except (SandboxArchiveTooLargeError, TreeTooLargeError) as error:
             raise _BoxContentsError(str(error), truncated=True) from error
         except (SandboxArchiveError, ArchiveError) as error:
             raise _BoxContentsError(f"'{self._path}' cannot be read from the box: {error}") from error
+        return reader.tree
+
+    def _reader(self, max_content_bytes: int) -> TreeReader:
+        return TreeReader(
+            algorithm=self._algorithm,
+            max_bytes=MAX_TREE_BYTES,
+            max_files=MAX_TREE_FILES,
+            max_content_bytes=max_content_bytes,
+        )
 
     async def _ignored(self, paths: list[bytes], pristine: _Pristine) -> set[bytes]:
         """Those of ``paths`` that the pristine rules ignore, and by-products."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import tarfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from nemo_gym.sandbox.archive import ArchiveError, TarParser
@@ -45,53 +45,26 @@ MAX_NAMED_SKIPS = 20
 MAX_PATH_BYTES = 256 * 1024 * 1024
 """Of all paths together, which are kept in memory: one more file at the end of hundreds of directories costs a box
 next to nothing. The paths of the largest public repositories take some tens of MB."""
-OnContent = Callable[[bytes, Entry, bytes], None]
+Content = tuple[bytes, Entry, bytes]
+"""Path, entry and content of one file."""
 
 
-async def read_tree(
-    stream: AsyncIterator[bytes],
-    *,
-    algorithm: str = "sha1",
-    max_bytes: int,
-    max_files: int,
-    on_content: OnContent | None = None,
-    max_content_bytes: int = 0,
-) -> Tree:
-    """Read a tar stream whose first member is the tree's root.
+class TreeReader:
+    """Reads one tar stream whose first member is the tree's root; `tree` is whole when `contents` has ended."""
 
-    Args:
-        algorithm: hash of the repository's object ids, ``sha1`` or ``sha256``.
-        max_bytes, max_files: caps of the whole stream.
-        on_content: called with path, entry and content of every file of at most ``max_content_bytes``.
-
-    Raises:
-        TreeTooLargeError: a cap was passed.
-        ArchiveError: the stream is damaged.
-    """
-    reader = _Reader(algorithm, max_files, on_content, max_content_bytes)
-    parser, received = TarParser(), 0
-    async for chunk in stream:
-        received += len(chunk)
-        if received > max_bytes:
-            raise TreeTooLargeError(f"the tree is larger than {max_bytes} bytes")
-        for event in parser.feed(chunk):
-            reader.on(event)
-    parser.close()
-    return reader.tree
-
-
-class _Reader:
     def __init__(
-        self,
-        algorithm: str,
-        max_files: int,
-        on_content: OnContent | None,
-        max_content_bytes: int,
+        self, *, algorithm: str = "sha1", max_bytes: int, max_files: int, max_content_bytes: int = -1
     ) -> None:
+        """
+        Args:
+            algorithm: hash of the repository's object ids, ``sha1`` or ``sha256``.
+            max_bytes, max_files: caps of the whole stream.
+            max_content_bytes: of the files that `contents` gives; by default none.
+        """
         self.tree = Tree()
         self._algorithm = algorithm
+        self._max_bytes = max_bytes
         self._max_files = max_files
-        self._on_content = on_content
         self._max_content_bytes = max_content_bytes
         self._path_bytes_left = MAX_PATH_BYTES
         self._root: str | None = None
@@ -100,29 +73,48 @@ class _Reader:
         self._hash = hashlib.new(algorithm)
         self._content: bytearray | None = None
 
-    def on(self, event: tarfile.TarInfo | bytes | None) -> None:
-        if isinstance(event, tarfile.TarInfo):
-            self._start(event)
-        elif event is not None:
-            if self._path is not None:
-                self._hash.update(event)
-                if self._content is not None:
-                    self._content += event
-        elif self._path is not None:
-            self._finish()
+    async def contents(self, stream: AsyncIterator[bytes]) -> AsyncIterator[Content]:
+        """Read the stream, and give every file and link that is small enough as it comes by.
 
-    def _start(self, member: tarfile.TarInfo) -> None:
+        Raises:
+            TreeTooLargeError: a cap was passed.
+            ArchiveError: the stream is damaged.
+        """
+        parser, received = TarParser(), 0
+        async for chunk in stream:
+            received += len(chunk)
+            if received > self._max_bytes:
+                raise TreeTooLargeError(f"the tree is larger than {self._max_bytes} bytes")
+            for event in parser.feed(chunk):
+                if (content := self._take(event)) is not None:
+                    yield content
+        parser.close()
+
+    def _take(self, event: tarfile.TarInfo | bytes | None) -> Content | None:
+        """One event of the stream; what it completes."""
+        if isinstance(event, tarfile.TarInfo):
+            return self._start(event)
+        if self._path is None:
+            return None
+        if event is None:
+            return self._finish()
+        self._hash.update(event)
+        if self._content is not None:
+            self._content += event
+        return None
+
+    def _start(self, member: tarfile.TarInfo) -> Content | None:
         self._path = None
         if self._root is None:
             self._root = member.name.strip("/")
             self.tree.is_directory = member.isdir()
-            return
+            return None
         path = self._below_root(member.name)
         if path is None or member.isdir():
-            return
+            return None
         if any(part.lower() == b".git" for part in path.split(b"/")):
             self._skip(path)
-            return
+            return None
         if len(self.tree.entries) >= self._max_files:
             raise TreeTooLargeError(f"the tree has more than {self._max_files} files")
         self._path_bytes_left -= len(path)
@@ -132,9 +124,10 @@ class _Reader:
             self._link(path, member.linkname)
         elif member.issym():
             self._begin(path, SYMLINK, member.linkname.encode("utf-8", "surrogateescape"))
-            self._finish()
+            return self._finish()
         elif member.isreg():
             self._begin(path, EXECUTABLE if member.mode & 0o100 else REGULAR, b"", member.size)
+        return None
 
     def _below_root(self, name: str) -> bytes | None:
         parts = [part for part in name.split("/") if part not in ("", ".")]
@@ -151,14 +144,12 @@ class _Reader:
         self._hash.update(b"blob %d\0" % length + content)
         self._content = bytearray(content) if length <= self._max_content_bytes else None
 
-    def _finish(self) -> None:
-        if self._path is None:
-            return
-        entry = Entry(self._mode, self._hash.hexdigest())
-        self.tree.entries[self._path] = entry
-        if self._on_content is not None and self._content is not None:
-            self._on_content(self._path, entry, bytes(self._content))
+    def _finish(self) -> Content | None:
+        path, content = self._path, self._content
+        assert path is not None
         self._path, self._content = None, None
+        entry = self.tree.entries[path] = Entry(self._mode, self._hash.hexdigest())
+        return None if content is None else (path, entry, bytes(content))
 
     def _link(self, path: bytes, target: str) -> None:
         """A hard link is one more name of a file already seen."""

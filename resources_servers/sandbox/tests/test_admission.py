@@ -120,6 +120,23 @@ async def test_storm_of_creates_is_served_within_the_bound_and_fairly(start_brok
         assert "sandbox_broker_waiting 0.0" in metrics
 
 
+async def test_creates_commands_and_renewals_are_counted(start_broker: StartBroker) -> None:
+    async with calling(start_broker()) as operator:
+
+        async def counted(*names: str) -> list[float]:
+            lines = (await operator.call("GET", "/metrics")).body.decode().splitlines()
+            values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+            return [float(values.get(f"sandbox_broker_{name}", 0)) for name in names]
+
+        names = ('creates_total{outcome="created"}', "create_seconds_count", "execs_total", "renewals_total")
+        before = await counted(*names)
+        box = await operator.box()
+        assert (await box.run("true")).end["return_code"] == 0
+        assert (await box.ask("PUT", "/lease", json={"ttl_s": 60})).status == 200
+        after = await counted(*names)
+        assert [new - old for old, new in zip(before, after, strict=True)] == [1, 1, 1, 1]
+
+
 async def waits(api: Api, count: int) -> bool:
     return f"sandbox_broker_waiting {count}.0" in (await api.call("GET", "/metrics")).body.decode()
 

@@ -14,9 +14,8 @@ from resources_servers.swe_bench.confirm.controls import RowControls
 from resources_servers.swe_bench.confirm.runs import Recorded, run_renderings
 from resources_servers.swe_bench.confirm.twins import Delivery, TwinRun, dealt, look_at
 from resources_servers.swe_bench.eval_box import EvalSite, patch_may_be_the_cause
-from resources_servers.swe_bench.patches import part_of, paths_of
 from resources_servers.swe_bench.row import SweBenchRow
-from resources_servers.swe_bench.signs import is_control_part
+from resources_servers.swe_bench.signs import divided
 from resources_servers.swe_bench.tamper.controls import MAX_NAMED_TESTS, ControlResult
 
 CLEAN_RUNS_AFTER_A_FAILED_ONE = 2
@@ -53,16 +52,11 @@ async def confirm_control(
     if whole.problems:
         return [_result("twins" if whole.lies else "confirmed", whole, _LIES if whole.lies else _VALUES)]
     results = [ControlResult(name, duration_s=seconds) for name, seconds in whole.seconds.items()]
-    part = await asyncio.to_thread(_without_control_part, row, patch)
-    if part != patch:
-        rest = await _confirmed(site, row, part, controls)
-        results.append(_result("without_control_part", rest, _CONTROL_PART))
+    _, rest = await asyncio.to_thread(divided, patch, row.patch.encode("utf-8", "surrogateescape"))
+    if rest != patch:
+        confirmed = await _confirmed(site, row, rest, controls)
+        results.append(_result("without_control_part", confirmed, _CONTROL_PART))
     return results
-
-
-def _without_control_part(row: SweBenchRow, patch: bytes) -> bytes:
-    gold = paths_of(row.patch.encode("utf-8", "surrogateescape"))
-    return part_of(patch, lambda section: not is_control_part(section, gold))
 
 
 _VALUES = Finding(

@@ -20,9 +20,9 @@ from nemo_gym.sandbox.base import ExecOutcome
 from resources_servers.swe_bench import grading
 from resources_servers.swe_bench.eval_box import EvalRun, EvalSite, run_evaluation
 from resources_servers.swe_bench.grading import LogGrade
-from resources_servers.swe_bench.patches import part_of, paths_of
+from resources_servers.swe_bench.patches import paths_of
 from resources_servers.swe_bench.row import SweBenchRow
-from resources_servers.swe_bench.signs import is_control_part
+from resources_servers.swe_bench.signs import divided
 from resources_servers.swe_bench.tamper.canary import make_canary_script
 from resources_servers.swe_bench.test_ids import TestId
 
@@ -105,8 +105,7 @@ async def _canary_once(site: EvalSite, row: SweBenchRow, patch: bytes) -> Contro
 async def without_source_control(site: EvalSite, row: SweBenchRow, patch: bytes) -> ControlResult | None:
     """Run only what decides how tests run; ``None`` when the patch holds nothing of the kind."""
     name = "without_source"
-    gold = paths_of(row.patch.encode("utf-8", "surrogateescape"))
-    part = part_of(patch, lambda section: is_control_part(section, gold))
+    part, _ = divided(patch, row.patch.encode("utf-8", "surrogateescape"))
     if not part:
         return None
     run = await run_evaluation(site, row.eval_script, part)

@@ -6,9 +6,10 @@ import random
 
 import pytest
 
-from resources_servers.swe_bench.patches import part_of, paths_of, split_patch
+from resources_servers.swe_bench.patches import joined, paths_of, split_patch
 from resources_servers.swe_bench.signs import (
     decides_how_tests_run,
+    divided,
     finding_where_weak,
     findings_in_patch,
     is_control_part,
@@ -51,7 +52,7 @@ def test_paths_are_those_of_the_headers_when_hunks_look_like_headers() -> None:
 
 
 def test_part_holds_only_the_wanted_files_when_a_patch_is_split() -> None:
-    part = part_of(PATCH, lambda section: any(decides_how_tests_run(path) for path in section.paths))
+    part = joined([one for one in split_patch(PATCH) if any(decides_how_tests_run(path) for path in one.paths)])
     assert paths_of(part) == {"tests/conftest.py"}
     assert b"".join(section.text for section in split_patch(PATCH)) == PATCH
 
@@ -223,7 +224,7 @@ def test_a_file_hidden_behind_a_hunk_is_seen_and_can_be_left_out() -> None:
     hidden = b"--- /dev/null\n+++ b/conftest.py\n@@ -0,0 +1 @@\n+import m\n"
     assert paths_of(first) == {"m.py"}
     assert paths_of(first + hidden) == {"m.py", "conftest.py"}
-    assert part_of(first + hidden, lambda section: not is_control_part(section, set())) == first
+    assert divided(first + hidden, b"") == (hidden, first)
     assert [f.kind for f in findings_in_patch(first + hidden.replace(b"conftest.py", b".git/config"))] == [
         "patch_reaches_outside_the_tree"
     ]

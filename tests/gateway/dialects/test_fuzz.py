@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
-from nemo_gym.gateway.engines.sampling import pinned_sampling
+from nemo_gym.gateway.engines.types import pinned_sampling
 from nemo_gym.gateway.policy_request import PolicyRequest
 from nemo_gym.gateway.tokens.history import entries_of, tools_digest
 from tests.gateway.dialects.bodies import answer, call, chat_body, claude_body, codex_body

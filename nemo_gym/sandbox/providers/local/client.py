@@ -30,10 +30,10 @@ from nemo_gym.contract.errors import (
     SandboxLostError,
 )
 from nemo_gym.contract.sandbox import DEFAULT_TTL_S, NetworkPolicy, SandboxSpec
+from nemo_gym.sandbox.base import absolute
 from nemo_gym.sandbox.providers.local.options import SupervisedOptions, hidden_paths
 from nemo_gym.sandbox.providers.local.protocol import PROTOCOL_VERSION, Connection, Message, close_all, memory_file
 from nemo_gym.sandbox.providers.local.supervisor.main import BOOT, OPTIONS_VARIABLE, SOCKET_NAME
-from nemo_gym.sandbox.streaming_provider import absolute
 
 # -- Requests ------------------------------------------------------------------------------------------------------
 

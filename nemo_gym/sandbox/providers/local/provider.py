@@ -21,7 +21,7 @@ from nemo_gym.contract.errors import (
     SandboxLostError,
 )
 from nemo_gym.contract.sandbox import DEFAULT_READY_TIMEOUT_S, Door, NetworkPolicy, SandboxSpec
-from nemo_gym.sandbox.base import ExecRequest, SandboxCapabilities, SandboxHandle, SandboxInfo, SandboxStatus
+from nemo_gym.sandbox.base import ExecRequest, SandboxCapabilities, SandboxHandle, SandboxInfo, SandboxStatus, absolute
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.doors import DoorServer, door_server
 from nemo_gym.sandbox.egress import EgressProxy
@@ -29,7 +29,7 @@ from nemo_gym.sandbox.providers.local.client import BASE_ENV, SupervisorClient, 
 from nemo_gym.sandbox.providers.local.images import ImageError, ImageStore
 from nemo_gym.sandbox.providers.local.options import LocalOptions, SupervisedOptions
 from nemo_gym.sandbox.providers.local.process import LocalProcess, read_stream, write_stream
-from nemo_gym.sandbox.streaming_provider import StreamingProvider, absolute
+from nemo_gym.sandbox.streaming_provider import StreamingProvider
 
 _NO_NESTING = (
     "processes in a box have no capabilities and cannot make namespaces, so no containers either; sandbox=docker has"

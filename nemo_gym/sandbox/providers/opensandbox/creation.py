@@ -19,6 +19,7 @@ from nemo_gym.contract.errors import (
     reject_unknown_keys,
 )
 from nemo_gym.contract.sandbox import DEFAULT_TTL_S, NetworkPolicy, SandboxSpec
+from nemo_gym.sandbox.base import absolute
 from nemo_gym.sandbox.providers.docker.config import DockerConfig
 from nemo_gym.sandbox.providers.docker.engine import Engine
 from nemo_gym.sandbox.providers.docker.images import Images
@@ -33,7 +34,6 @@ from nemo_gym.sandbox.providers.opensandbox.connection import (
     translate,
 )
 from nemo_gym.sandbox.providers.opensandbox.tool import run_helper, sdk_of
-from nemo_gym.sandbox.streaming_provider import absolute
 
 if TYPE_CHECKING:
     from opensandbox.models.sandboxes import SandboxInfo as BackendInfo

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_gym._util.backoff import Backoff
 from nemo_gym.contract.errors import SandboxArchiveError, SandboxArchiveTooLargeError, SandboxError, SandboxLostError
 from nemo_gym.sandbox.archive_filters import TarFilter
+from nemo_gym.sandbox.base import absolute
 from nemo_gym.sandbox.providers.opensandbox.connection import (
     Connection,
     OpenSandboxBox,
@@ -24,7 +25,6 @@ from nemo_gym.sandbox.providers.opensandbox.connection import (
     sdk_errors,
     translate,
 )
-from nemo_gym.sandbox.streaming_provider import absolute
 from nemo_gym.sandbox.tar_stream import ArchiveError, ArchiveTooLargeError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import aiohttp
 import structlog
 
 from nemo_gym.contract.errors import NemoGymError, SandboxError, SandboxLostError
-from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecRequest
+from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecRequest, absolute
 from nemo_gym.sandbox.providers.remote.connection import (
     BrokerConnection,
     BrokerUnreachableError,
@@ -21,7 +21,6 @@ from nemo_gym.sandbox.providers.remote.connection import (
     refusals,
     retries,
 )
-from nemo_gym.sandbox.streaming_provider import absolute
 from nemo_gym.sandbox.wire import routes
 from nemo_gym.sandbox.wire.frames import PING_INTERVAL_S, FrameError, FrameParser
 from nemo_gym.sandbox.wire.models import ExecEndModel, ExecSubmission, SignalExec

@@ -1,4 +1,4 @@
-"""Bounds on what a JSON body holds.
+"""JSON bodies: bounds on what one holds, reading it as an object or a model, and answering with one.
 
 Bytes alone are no bound: an empty list takes three of them in a body and sixty in memory. So a body's values are
 counted before anything is parsed.
@@ -7,11 +7,17 @@ counted before anything is parsed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
-from nemo_gym.contract.errors import NemoGymError
+import orjson
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from nemo_gym._util.suggest import validation_problems
+from nemo_gym.contract.errors import InvalidBodyError, NemoGymError, not_json
 
 
 class TooManyValuesError(NemoGymError):
@@ -108,3 +114,78 @@ def check_messages(body: Mapping[str, Any], at_most: int) -> None:
                 param=key,
                 limit=at_most,
             )
+
+
+_LEVELS_AROUND = 50
+"""Of nesting, kept free of the 254 that can be written."""
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+class JsonResponse(JSONResponse):
+    """Plain data as JSON, encoded once."""
+
+    def render(self, content: Any) -> bytes:
+        try:
+            return orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+        except TypeError as error:
+            raise not_json(error) from error
+
+
+class EncodedBodyError(NemoGymError):
+    """A body came compressed: nothing here inflates what somebody else has made small."""
+
+    code = "content_encoding"
+    status = 415
+
+
+def validated(model: type[ModelT], value: Any, what: str) -> ModelT:
+    """``value`` of a request as a model; raises `InvalidBodyError` that names ``what`` and each wrong field."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise InvalidBodyError(f"{what}: {validation_problems(error, model.model_fields)}") from None
+
+
+async def parse_json_object(
+    request: Request, loads: Callable[[bytes], Any] = orjson.loads, *, max_values: int | None = None
+) -> dict[str, Any]:
+    """The request's body as a JSON object; raises `InvalidBodyError`, `EncodedBodyError` for one that is compressed,
+    and `TooManyValuesError` where there is a bound. ``loads`` returns and raises as orjson's."""
+    refuse_encoded(request)
+    body = await request.body()
+    if max_values is not None:
+        await check_values(body, max_values)
+    return json_object(body, request.scope["path"], loads)
+
+
+def refuse_encoded(request: Request) -> None:
+    """Raise `EncodedBodyError` for a compressed body."""
+    for encoding in request.headers.getlist("content-encoding"):
+        if encoding.strip().lower() not in ("identity", ""):
+            raise EncodedBodyError(f"the body of {request.url.path} is encoded as {encoding[:40]!r}; send it as it is")
+
+
+def json_object(body: bytes, path: str, loads: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:
+    """See `parse_json_object`."""
+    try:
+        value = loads(body) if body else {}
+    except orjson.JSONDecodeError as error:
+        raise InvalidBodyError(f"the body of {path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidBodyError(f"the body of {path} must be a JSON object, not {type(value).__name__}")
+    if loads is orjson.loads:
+        _require_shallow(value, path)
+    return value
+
+
+def _require_shallow(value: dict[str, Any], path: str) -> None:
+    """Raise `InvalidBodyError` for a value that could be read but not be passed on: writing has a lower limit than
+    reading, and what holds the value counts too. Writing it costs a third of reading it."""
+    within: Any = value
+    for _ in range(_LEVELS_AROUND):
+        within = [within]
+    try:
+        orjson.dumps(within)
+    except TypeError as error:
+        raise InvalidBodyError(f"the body of {path}: {not_json(error)}") from None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_gym.http import body_values
-from nemo_gym.http.body_values import TooManyValuesError, check_values, has_more_values
+from nemo_gym.http import json_bodies
+from nemo_gym.http.json_bodies import TooManyValuesError, check_values, has_more_values
 
 _TEXTS = st.text(alphabet=st.sampled_from('\\"[]{},:a\u00e9\n'), max_size=30)
 _VALUES = st.recursive(
@@ -29,6 +29,7 @@ def signs(value: object) -> int:
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 2, 3, 7, 1 << 18])
+@settings(deadline=None)
 @given(value=_VALUES, less=st.integers(1, 5))
 def test_values_are_counted_whatever_strings_hold_and_wherever_the_body_is_cut(
     piece_bytes: int, value: object, less: int
@@ -36,7 +37,7 @@ def test_values_are_counted_whatever_strings_hold_and_wherever_the_body_is_cut(
     raw = json.dumps(value, ensure_ascii=False).encode()
     count = signs(value)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(body_values, "_HELD_AT_ONCE_BYTES", piece_bytes)
+        patch.setattr(json_bodies, "_HELD_AT_ONCE_BYTES", piece_bytes)
         assert not has_more_values(raw, count)
         if count:
             assert has_more_values(raw, max(0, count - less))

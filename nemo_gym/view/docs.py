@@ -8,6 +8,7 @@ parse.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import re
@@ -375,11 +376,15 @@ def faults_of(language: str, code: str, title: str = "") -> Iterator[tuple[int, 
         yield (mark.line + 1 if mark else 1), str(getattr(error, "problem", None) or error)
 
 
-def main(words: Sequence[str]) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Build; 1 with what is wrong, a line each."""
-    source, site = [*(Path(word) for word in words[:2]), *(SOURCE, SITE)[len(words) :]]
+    parser = argparse.ArgumentParser(prog="python -m nemo_gym.view.docs", description="Build the documentation's site.")
+    parser.add_argument("source", nargs="?", type=Path, default=SOURCE, help="folder with docs.yml")
+    parser.add_argument("site", nargs="?", type=Path, default=SITE, help="folder to write, made anew")
+    chosen = parser.parse_args(words)
+    site = chosen.site
     try:
-        made = Site(source)
+        made = Site(chosen.source)
         count = made.write(site)
     except ConfigError as error:
         sys.stderr.write(f"docs: error: {error.message}\n")
@@ -393,4 +398,4 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

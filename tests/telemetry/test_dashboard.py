@@ -159,7 +159,9 @@ async def test_each_query_of_the_dashboard_returns_data_of_a_real_run(tmp_path: 
 
 async def test_queries_over_boxes_return_data_of_boxes_of_a_broker(tmp_path: Path) -> None:
     left = {name: query for name, query in queries().items() if BOXES.search(query)}
-    prepare = [str(Path(sys.executable).with_name("ng_prepare")), "swe_bench", f"rows={SWE_ROWS}", "sandbox=local"]
+    task = tmp_path / "task.jsonl"
+    task.write_text(SWE_ROWS.read_text().splitlines()[0])
+    prepare = [str(Path(sys.executable).with_name("ng_prepare")), "swe_bench", f"rows={task}", "sandbox=local"]
     subprocess.run(prepare, cwd=ROOT, check=True, timeout=600)  # noqa: ASYNC221 - nothing else goes on yet
     exposed: set[str] = set()
     with collecting() as collector:
@@ -167,9 +169,9 @@ async def test_queries_over_boxes_return_data_of_boxes_of_a_broker(tmp_path: Pat
             *("agent=mini_swe_agent", "environment=swe_bench", "sandbox=broker_local", "model=scripted"),
             *(f"observability.traces.endpoint={collector.url}", "observability.traces.interval_s=0.2"),
         )
-        async with observed_run(tmp_path, words, SWE_ROWS) as run, prometheus(run, tmp_path) as url:
+        async with observed_run(tmp_path, words, task) as run, prometheus(run, tmp_path) as url:
             await until_true(lambda: ask(url, 'up{job="nemo_gym"} == 1'))
-            keys = {"input": SWE_ROWS, "output": tmp_path / "again.jsonl", "agent_name": run.stack.chosen["agent"]}
+            keys = {"input": task, "output": tmp_path / "again.jsonl", "agent_name": run.stack.chosen["agent"]}
             going = asyncio.create_task(run_collection(pipeline_client(run.stack), {**keys, "num_repeats": 10}))
             while not going.done():
                 for name, query in [*left.items()]:

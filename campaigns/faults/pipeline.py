@@ -170,7 +170,6 @@ class Seen:
     all_seen: asyncio.Event = field(default_factory=asyncio.Event)
     may_come: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     """Batches that may be submitted."""
-    provoking: list[asyncio.Task[None]] = field(default_factory=list)
 
 
 def client(world: World, number: int = 0) -> AsyncRolloutClient:
@@ -231,9 +230,10 @@ async def harass(world: World, seen: Seen, jobs: int, kills: int) -> dict[str, i
             died[boundary] = 1
         except TimeoutError:
             died[boundary] = 0  # nothing of this kind was written
-        if provoking.done():
-            provoking.result()
-        seen.provoking.append(provoking)
+        if not provoking.done():  # it asks until somebody answers, and may drain whom it finds
+            await world.kill_service(victim)
+            await world.start_service(victim)
+        await provoking
         for other in others:
             await (world.start_service(other) if "overdue" in boundary else drain(world, other, resume=True))
         if boundary.endswith("after") and world.pipelines > 1:
@@ -244,6 +244,9 @@ async def harass(world: World, seen: Seen, jobs: int, kills: int) -> dict[str, i
         await world.kill_service(victim)
         release(seen, each_time)
         await world.start_service(victim)
+        if number // world.pipelines % 2:  # it may take longer to start than to be killed again
+            async with client(world, victim) as asking:
+                await asking.status()
         await asyncio.sleep(chance.uniform(1.0, 3.0))
     release(seen, batches)
     for number in range(world.pipelines):
@@ -304,7 +307,6 @@ async def run_case(name: str, store: str, pipelines: int, jobs: int, kills: int,
         tasks.append(submitting)
         died = await harass(world, seen, jobs, kills)
         await submitting
-        await asyncio.gather(*seen.provoking)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_S):
                 await asyncio.wait(

@@ -78,3 +78,10 @@ def without_secrets(text: str, words: Iterable[str]) -> str:
         if len(value) >= 4 and is_secret_name(key.lstrip("+~").split(".")[-1]):
             secrets.append(value.strip("'\""))
     return scrub(text, secrets)
+
+
+def print_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows under a header, each column as wide as its widest cell."""
+    widths = [max(len(row[index]) for row in (header, *rows)) for index in range(len(header))]
+    for row in (header, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -205,7 +205,7 @@ async def _cancel(client: AsyncRolloutClient, values: dict[str, Any], *, as_json
 async def _status(client: AsyncRolloutClient, values: dict[str, Any], *, as_json: bool) -> int:
     from dataclasses import asdict
 
-    from nemo_gym.cli.tables import print_columns
+    from nemo_gym.cli.command import print_columns
 
     if "job" in values:
         print(json.dumps(asdict(await client.job(str(values["job"]))), indent=None if as_json else 2))

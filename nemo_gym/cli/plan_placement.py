@@ -71,7 +71,7 @@ def _from_file(path: str) -> list[Node]:
 
 
 def _print(placement: Placement) -> None:
-    from nemo_gym.cli.tables import print_columns
+    from nemo_gym.cli.command import print_columns
 
     print_columns(
         ("ENGINE", "URL", "GPUS"),

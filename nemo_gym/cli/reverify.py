@@ -169,7 +169,7 @@ def _work(files: RunFiles, environments: Mapping[str, str], concurrency: int, ti
 
 
 def _show(compared: Reverification) -> int:
-    from nemo_gym.cli.tables import print_columns
+    from nemo_gym.cli.command import print_columns
     from nemo_gym.rollouts.reverify import Outcome
 
     rows: list[tuple[str, Any]] = [*sorted(compared.counts.items())]

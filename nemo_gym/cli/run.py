@@ -366,7 +366,7 @@ def _collecting(composition: Composition, config: RolloutRunConfig, outlook: Run
 
 
 def _print_table(supervisor: Supervisor) -> None:
-    from nemo_gym.cli.tables import print_columns
+    from nemo_gym.cli.command import print_columns
 
     stack = supervisor.stack()
     print_columns(

@@ -45,7 +45,7 @@ def status(argv: Sequence[str]) -> int:
 
 
 def _print(report: list[dict[str, Any]]) -> None:
-    from nemo_gym.cli.tables import print_columns
+    from nemo_gym.cli.command import print_columns
 
     if not report:
         print("no stack runs")

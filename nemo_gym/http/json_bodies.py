@@ -116,6 +116,8 @@ def check_messages(body: Mapping[str, Any], at_most: int) -> None:
             )
 
 
+# Reading a body as an object or a model, and answering with one.
+
 _LEVELS_AROUND = 50
 """Of nesting, kept free of the 254 that can be written."""
 

@@ -17,7 +17,7 @@ from nemo_gym.http.peers import Peers
 from nemo_gym.rollout import Servers
 from nemo_gym.rollouts.interfaces import JobListener, JobStore, Stage
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
-from nemo_gym.rollouts.routing import agent_instances, checked_servers, chosen_topology, preflight, servers_of
+from nemo_gym.rollouts.routing import agent_instances, checked_servers, preflight, servers_of
 from nemo_gym.rollouts.server_pool import ServerPool
 from nemo_gym.rollouts.stages import http_stages
 
@@ -90,7 +90,7 @@ class RolloutCore:
             pooled: take only jobs that find a place at their servers; by default where the configuration has bounds.
         """
         config = self.config
-        init, run, evaluation = http_stages(self.peers, config, chosen_topology(self.client), logs=logs)
+        init, run, evaluation = http_stages(self.peers, config, self._topology, logs=logs)
         has_pool = bool(config.agent_caps or config.environment_caps) if pooled is None else pooled
         self.pool = self._pool() if has_pool else None
         self._dispatcher = AsyncDispatcher(
@@ -105,6 +105,12 @@ class RolloutCore:
             server_logs=server_logs,
         )
         return self._dispatcher
+
+    @property
+    def _topology(self) -> str | None:
+        """The composition's; ``None`` leaves the environment its default."""
+        topology = (self.client.global_config_dict.get("composition") or {}).get("topology")
+        return str(topology) if topology is not None else None
 
     def _pool(self) -> ServerPool:
         config = self.config

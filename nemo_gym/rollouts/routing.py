@@ -220,9 +220,3 @@ def _without_prompt(
             yield its.environment, batches.pop(its.environment)
             del sizes[its.environment]
     yield from batches.items()
-
-
-def chosen_topology(client: ServerClient) -> str | None:
-    """The composition's topology; ``None`` leaves the environment its default."""
-    topology = (client.global_config_dict.get("composition") or {}).get("topology")
-    return str(topology) if topology is not None else None

@@ -5,6 +5,7 @@ The tools are typed routes, declared once: harnesses call them over MCP, NeMo Gy
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -18,7 +19,6 @@ from nemo_gym.contract.verdict import Verdict
 from nemo_gym.environment.attempts import AttemptKey
 from nemo_gym.environment.mcp.answers import answered_text, tool_calls
 from nemo_gym.environment.routes import attempt_of
-from resources_servers.example_mcp_weather.grading import contains_number
 
 
 class CityRequest(BaseModel):
@@ -99,6 +99,16 @@ def _measurements(row: dict[str, Any]) -> dict[str, Weather]:
 def _expected(row: dict[str, Any]) -> float:
     measured: float = getattr(_measurements(row)[row["answer"]["city"]], row["answer"]["measurement"])
     return measured
+
+
+_NUMBER = re.compile(r"(?<![\d.,])[-−]?\d+(?:[.,]\d+)?(?![\d]|[.,]\d)")
+
+
+def contains_number(text: str, expected: float) -> bool:
+    """Whether ``text`` states ``expected``, to a tenth, and no more than two other numbers: a list of guesses is no
+    answer."""
+    said = [float(number.replace("−", "-").replace(",", ".")) for number in _NUMBER.findall(text)]
+    return len(said) <= 3 and any(abs(number - expected) < 0.05 for number in said)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,20 @@ from pydantic import PrivateAttr
 from nemo_gym.agent.topology.world import BROKER_CLIENT
 from nemo_gym.base_resources_server import ReverifyMode, SimpleResourcesServer
 from nemo_gym.contract.sandbox import SandboxRole
-from nemo_gym.contract.session import Artifact, RolloutIdentity, SessionDescriptor, Topology
+from nemo_gym.contract.session import (
+    Artifact,
+    Egress,
+    EgressPolicy,
+    GitDiffHarvest,
+    Limits,
+    Placement,
+    ResourcesModel,
+    RolloutIdentity,
+    SandboxClause,
+    SandboxSpecModel,
+    SessionDescriptor,
+    Topology,
+)
 from nemo_gym.contract.verdict import Verdict
 from nemo_gym.environment.owned_boxes import OwnedBoxes
 from nemo_gym.sandbox.labels import box_labels
@@ -21,9 +34,17 @@ from resources_servers.swe_bench.confirm.comparing import close_comparers
 from resources_servers.swe_bench.confirm.controls import ControlStore, RowControls
 from resources_servers.swe_bench.eval_box import EvalSite
 from resources_servers.swe_bench.grading import close_readers
-from resources_servers.swe_bench.row import TESTBED, PreparedImage, SweBenchRow, resolve_image
-from resources_servers.swe_bench.tasks import PATCH_ARTIFACT, dataset_row, describe, prompt_params
+from resources_servers.swe_bench.row import (
+    TESTBED,
+    PreparedImage,
+    SweBenchRow,
+    dataset_row,
+    prompt_params,
+    resolve_image,
+)
 from resources_servers.swe_bench.verdicts import judge
+
+PATCH_ARTIFACT = "patch"
 
 
 class SweBenchServer(SimpleResourcesServer):
@@ -51,7 +72,7 @@ class SweBenchServer(SimpleResourcesServer):
 
     async def open_session(self, row: dict[str, Any], rollout: RolloutIdentity) -> SessionDescriptor:
         task = SweBenchRow.from_mapping(dataset_row(row))
-        return describe(self.config, task, rollout, await resolve_image(self.box_provider(), dataset_row(row)))
+        return _described(self.config, task, rollout, await resolve_image(self.box_provider(), dataset_row(row)))
 
     async def grade(
         self, row: dict[str, Any], response: dict[str, Any], artifacts: Sequence[Artifact], rollout: RolloutIdentity
@@ -112,6 +133,31 @@ class SweBenchServer(SimpleResourcesServer):
         if self._slots is None:
             self._slots = asyncio.Semaphore(self.config.max_concurrent_verifications)
         return self._slots
+
+
+def _described(
+    config: SweBenchConfig, row: SweBenchRow, rollout: RolloutIdentity, image: PreparedImage
+) -> SessionDescriptor:
+    """The session of one attempt: a box of the row's prepared image that reaches nothing but the model, and the patch
+    to harvest from it."""
+    return SessionDescriptor(
+        environment=config.name,
+        task_id=rollout.task_id,
+        rollout=rollout,
+        placement=Placement(topology=config.topology, supported=SweBenchServer.topologies),
+        sandbox=SandboxClause(
+            spec=SandboxSpecModel(
+                image=image.name,
+                workdir=TESTBED,
+                env=dict(image.env),
+                resources=ResourcesModel(**config.work_resources.model_dump()),
+                provider_options=config.provider_options,
+            )
+        ),
+        egress=Egress(policy=EgressPolicy.MODEL_ONLY),
+        harvest=(GitDiffHarvest(name=PATCH_ARTIFACT, path=TESTBED, max_bytes=config.max_patch_bytes),),
+        limits=Limits(wall_clock_s=config.agent_wall_clock_s, max_turns=config.agent_max_turns),
+    )
 
 
 def _keep_log(directory: Path, row: SweBenchRow, rollout: RolloutIdentity, log: str) -> None:

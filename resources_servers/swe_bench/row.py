@@ -218,3 +218,33 @@ async def resolve_image(provider: SandboxProvider, row: Mapping[str, Any]) -> Pr
             provider=provider.name,
         )
     return PreparedImage(image, json.loads(labels.get(ENV_LABEL, "{}")), labels[CONTENT_LABEL])
+
+
+def dataset_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The SWE-bench row in a row of a run: itself, or as NeMo Gym's rows carry it, as JSON in
+    ``responses_create_params.metadata.instance_dict`` or in ``verifier_metadata``."""
+    if "instance_id" in row and "eval_script" in row:
+        return row
+    params = row.get("responses_create_params")
+    metadata = params.get("metadata") if isinstance(params, Mapping) else None
+    for holder in (metadata, row.get("verifier_metadata")):
+        instance = holder.get("instance_dict", holder) if isinstance(holder, Mapping) else None
+        if isinstance(instance, str):
+            try:
+                instance = json.loads(instance)
+            except ValueError as error:
+                raise RowError(f"instance_dict is not JSON: {error}", field="instance_dict") from error
+        if isinstance(instance, Mapping) and "instance_id" in instance:
+            return instance
+    return row
+
+
+def prompt_params(row: Mapping[str, Any], template: str) -> dict[str, Any]:
+    """``responses_create_params`` of a row: its own where they say something, else the problem statement's."""
+    params = row.get("responses_create_params")
+    own = {key: value for key, value in params.items() if key != "metadata"} if isinstance(params, Mapping) else {}
+    if own.get("input"):
+        return own
+    task = SweBenchRow.from_mapping(dataset_row(row))
+    text = template.format(problem_statement=task.problem_statement.strip(), repo=task.repo, workdir=TESTBED)
+    return {**own, "input": [{"role": "user", "content": text}]}

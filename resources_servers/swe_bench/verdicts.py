@@ -21,7 +21,7 @@ from nemo_gym.sandbox.base import ExecOutcome
 from resources_servers.swe_bench.confirm.confirming import confirm_control
 from resources_servers.swe_bench.confirm.controls import RowControls, Strength
 from resources_servers.swe_bench.eval_box import EvalRun, EvalSite, patch_may_be_the_cause, run_evaluation
-from resources_servers.swe_bench.grading import LogGrade, MarkerState
+from resources_servers.swe_bench.grading import LogGrade, MarkerState, graded
 from resources_servers.swe_bench.row import SweBenchRow
 from resources_servers.swe_bench.signs import (
     Sign,
@@ -33,7 +33,6 @@ from resources_servers.swe_bench.signs import (
 from resources_servers.swe_bench.tamper.controls import (
     ControlResult,
     canary_control,
-    graded,
     skipped_control,
     without_source_control,
 )
@@ -102,7 +101,7 @@ async def judge(
         return Judgement(Verdict.of(0.0, official=official, findings=findings, details=details))
     if run.outcome is not ExecOutcome.EXITED:
         log.warning("the tests were ended", instance_id=row.instance_id, outcome=str(run.outcome))
-    grade, respelled = await graded(row, run)
+    grade, respelled = await graded(row, run.log)
     if grade.unread:
         await _require_gold(site, row, grade.unread, run.log)
     resolved = grade.official_resolved and run.applied and run.outcome is ExecOutcome.EXITED
@@ -129,7 +128,7 @@ async def judge(
 async def gold_resolves(site: EvalSite, row: SweBenchRow) -> bool:
     """Whether the row's own solution still resolves it here."""
     run = await run_evaluation(site, row.eval_script, row.patch.encode("utf-8", "surrogateescape"))
-    return run.applied and run.outcome is ExecOutcome.EXITED and (await graded(row, run))[0].official_resolved
+    return run.applied and run.outcome is ExecOutcome.EXITED and (await graded(row, run.log))[0].official_resolved
 
 
 async def _run_surely(site: EvalSite, row: SweBenchRow, patch: bytes) -> EvalRun | None:

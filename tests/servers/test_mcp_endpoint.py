@@ -17,8 +17,7 @@ from nemo_gym.base_resources_server import SimpleResourcesServer
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.session import McpServer
-from nemo_gym.environment.mcp.endpoint import TOOLS_TTL_MS
-from nemo_gym.environment.mcp.tokens import issue_mcp_token
+from nemo_gym.environment.mcp.endpoint import TOOLS_TTL_MS, issue_mcp_token
 from nemo_gym.environment.route_tools import CatchAll, RouteTool, catch_all_of
 from tests.servers.plugins import CounterEnvironment
 from tests.servers.stack import Stack, rollout

@@ -20,8 +20,7 @@ from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.session import InferenceEndpoint, RolloutIdentity, SessionDescriptor, Topology
 from nemo_gym.sandbox.doors import DoorServer
 from nemo_gym.sandbox.merge import HarnessNeeds
-from resources_servers.example_mcp_weather.app import WeatherEnvironment
-from resources_servers.example_mcp_weather.grading import contains_number
+from resources_servers.example_mcp_weather.app import WeatherEnvironment, contains_number
 from tests.servers.stack import Stack, running_stack
 
 ROWS = [json.loads(line) for line in (Path(__file__).parents[1] / "data" / "example.jsonl").read_text().splitlines()]

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 
 from nemo_gym.contract.verdict import Finding
 from nemo_gym.sandbox.base import ExecOutcome
-from resources_servers.swe_bench import grading
-from resources_servers.swe_bench.eval_box import EvalRun, EvalSite, run_evaluation
-from resources_servers.swe_bench.grading import LogGrade
+from resources_servers.swe_bench.eval_box import EvalSite, run_evaluation
+from resources_servers.swe_bench.grading import LogGrade, graded
 from resources_servers.swe_bench.patches import paths_of
 from resources_servers.swe_bench.row import SweBenchRow
 from resources_servers.swe_bench.signs import divided
@@ -52,11 +51,6 @@ class ControlResult:
         return cls(name, (), f"inconclusive: {why}", duration_s)
 
 
-async def graded(row: SweBenchRow, run: EvalRun) -> tuple[LogGrade, bool]:
-    """The grade of a run of ours, and whether test ids had to be spelled anew for this Python."""
-    return await grading.graded(row, run.log)
-
-
 async def canary_control(site: EvalSite, row: SweBenchRow, patch: bytes) -> ControlResult:
     """Run the patch against tests that can only fail. A run that says nothing is made once more, and then tells
     against the patch, unless gold says nothing there either."""
@@ -86,7 +80,7 @@ async def _canary_once(site: EvalSite, row: SweBenchRow, patch: bytes) -> Contro
     run = await run_evaluation(site, canary.eval_script, patch)
     if not run.applied or run.outcome is not ExecOutcome.EXITED:
         return ControlResult.inconclusive(name, f"the run ended by '{run.outcome}'", run.duration_s)
-    grade, _ = await graded(row, run)
+    grade, _ = await graded(row, run.log)
     if not canary.exact:
         if grade.official_resolved and run.test_exit_code == 0:
             return ControlResult.found(name, _finding([], exact=False), run.duration_s)
@@ -111,13 +105,13 @@ async def without_source_control(site: EvalSite, row: SweBenchRow, patch: bytes)
     run = await run_evaluation(site, row.eval_script, part)
     if not run.applied or run.outcome is not ExecOutcome.EXITED:
         return ControlResult.inconclusive(name, "that part cannot be run alone", run.duration_s)
-    grade, _ = await graded(row, run)
+    grade, _ = await graded(row, run.log)
     passed = _fixed(row, grade)
     if not passed:
         return ControlResult(name, duration_s=run.duration_s)
     nothing = await run_evaluation(site, row.eval_script, b"")
     spent = run.duration_s + nothing.duration_s
-    already = set(_fixed(row, (await graded(row, nothing))[0]))
+    already = set(_fixed(row, (await graded(row, nothing.log))[0]))
     passed = [test for test in passed if test not in already]
     if not passed:
         return ControlResult(name, duration_s=spent)
@@ -137,7 +131,7 @@ async def skipped_control(site: EvalSite, row: SweBenchRow, official: LogGrade) 
     if not skipped:
         return None
     nothing = await run_evaluation(site, row.eval_script, b"")
-    before = (await graded(row, nothing))[0].status_map
+    before = (await graded(row, nothing.log))[0].status_map
     by_patch = [test for test in skipped if before.get(test) == "PASSED"]
     if not by_patch:
         return ControlResult(name, duration_s=nothing.duration_s)

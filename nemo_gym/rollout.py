@@ -139,7 +139,10 @@ class Attempt:
     """The verify response, once it has a valid verdict."""
     replicas: dict[str, int] = field(default_factory=dict)
     """Which replica of each server has this attempt's sessions; a new attempt chooses anew."""
-    closers: list[Closer] = field(default_factory=list)
+    closes_with_verdict: bool = False
+    """The environment has nothing to release for it: a valid verdict may be its end there."""
+    closers: dict[str, Closer] = field(default_factory=dict)
+    """By what they release."""
     numbers: Mapping[str, int] = field(default_factory=dict)
     """Members that a run adds to the row."""
     span: Span | None = field(default=None, repr=False)
@@ -174,11 +177,12 @@ class Attempt:
         try:
             async with asyncio.timeout(timeout_s):
                 while self.closers:
+                    what = next(reversed(self.closers))
                     try:
-                        await self.closers[-1]()
+                        await self.closers[what]()
                     except Exception as error:  # noqa: BLE001 - one failed release must not keep the others
-                        log.warning("release failed", rollout_id=rollout_id, error=str(error))
-                    self.closers.pop()
+                        log.warning("release failed", rollout_id=rollout_id, what=what, error=str(error))
+                    self.closers.pop(what, None)
         except TimeoutError:
             log.warning("release timed out", rollout_id=rollout_id, left=len(self.closers), timeout_s=timeout_s)
             self.closers.clear()
@@ -228,7 +232,7 @@ class RolloutSteps:
             with step("open_session", has_span=False):
                 await self.open_session(attempt, servers.model)
         if servers.environment is not None:
-            attempt.closers.append(lambda: self.close_environment(attempt))
+            attempt.closers["environment"] = lambda: self.close_environment(attempt)
             with step("seed", has_span=False):
                 await self.seed(attempt)
 
@@ -278,7 +282,7 @@ class RolloutSteps:
                 await self._of(attempt).post(model, path, {}, control_token=token, idempotent=True)
                 attempt.session = None
 
-        attempt.closers.append(abort)
+        attempt.closers["model session"] = abort
 
     async def seed(self, attempt: Attempt) -> None:
         servers, settings = attempt.servers, self._settings
@@ -300,6 +304,7 @@ class RolloutSteps:
         if attempt.row_ref is None:
             attempt.control_token = required(seeded, "control_token", environment, path, StageName.INIT)
         attempt.cookies = {**attempt.cookies, **reply.cookies}
+        attempt.closes_with_verdict = seeded.get("closes_with_verdict") is True
         if isinstance(beat_s := seeded.get("heartbeat_s"), int | float):
             self._start_heartbeat(attempt, beat_s)
         public = seeded.get("public_row")
@@ -356,9 +361,9 @@ class RolloutSteps:
         if servers.skipped_reward is not None:
             graded = {RESPONSE_KEY: act["response"], "reward": servers.skipped_reward, "verification_skipped": True}
             return attempt.row_with(**graded)
-        session = attempt.envelope(
-            artifacts=act.get("artifacts") or [], outcome=act.get("outcome", AgentOutcome.COMPLETED)
-        )
+        outcome = act.get("outcome", AgentOutcome.COMPLETED)
+        closes = {"close": True} if attempt.closes_with_verdict else {}
+        session = attempt.envelope(artifacts=act.get("artifacts") or [], outcome=outcome, **closes)
         body = attempt.row_with(**{RESPONSE_KEY: act["response"], SESSION_KEY: session})
         verified = (await self._post_environment(attempt, "/verify", body)).json()
         if not isinstance(verified, dict):
@@ -367,6 +372,8 @@ class RolloutSteps:
         attempt.reply = verified
         if (failure := failure_of_reply(StageName.EVAL, verified)) is not None:
             raise StageError(failure)
+        if attempt.closes_with_verdict:
+            attempt.closers.pop("environment", None)
         return verified
 
     async def finalize(self, attempt: Attempt, verdict: Mapping[str, Any]) -> dict[str, Any]:
@@ -382,6 +389,7 @@ class RolloutSteps:
             log.warning("session not finalized", rollout_id=attempt.rollout["rollout_id"], error=str(error))
             return {"ng_model_session": {"error": str(error) or "timed out"}}
         attempt.session = None
+        attempt.closers.pop("model session", None)
         finalized = reply.json()
         trajectories = finalized.pop("trajectories", None)
         return {"ng_model_session": finalized, **({"ng_trajectory": trajectories} if trajectories else {})}
@@ -421,7 +429,7 @@ class RolloutSteps:
         if attempt.heartbeat is None:
             name = f"heartbeat {attempt.rollout['rollout_id']}"
             attempt.heartbeat = asyncio.create_task(self._beat(attempt, every_s), name=name)
-            attempt.closers.append(lambda: stop_heartbeat(attempt))
+            attempt.closers["heartbeat"] = lambda: stop_heartbeat(attempt)
 
     async def _beat(self, attempt: Attempt, every_s: float) -> None:
         while True:

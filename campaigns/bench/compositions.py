@@ -4,11 +4,12 @@
 
 *Shipped*: servers as ``ng_run`` starts them and whole collections: rows checked, durable store, result files. The
 model behind `openai` and `gateway` is a process that answers at once. *Bare*: the same hops with handlers of a few
-lines (``tests/rollouts/chain.py``) and a loop of posts; nothing is checked or kept. Tools over MCP are served and
-called there by the protocol's official library, by one client for all rollouts. Both run by turns on servers that stay
-up; the bars are on the ratio of their rates, and, for the compositions that people measure, on rollouts per second and
-on the CPU of the environment, agent and model servers. CPU of the pipeline (with its store) and of the fake model
-stand apart.
+lines (``tests/rollouts/chain.py``) and a loop of posts; nothing is checked or kept. It makes six for every rollout:
+open a model session, seed, act, verify, finalize, close. Where an environment has nothing to release, the shipped
+pipeline leaves out the last one. Tools over MCP are served and called there by the protocol's official library, by one
+client for all rollouts. Both run by turns on servers that stay up; the bars are on the ratio of their rates, and, for
+the compositions that people measure, on rollouts per second and on the CPU of the environment, agent and model
+servers. CPU of the pipeline (with its store) and of the fake model stand apart.
 
 *Memory*: of each server after 20,000 rollouts, over what it had after 10,000; for the compositions in `MEMORY`. The
 first ten thousand fill what is kept up to a number, and the environment's heap, by the one request with all their rows

@@ -502,5 +502,7 @@ class SessionEnvelope(BaseModel):
     outcome_detail: str | None = None
     reverify: bool = False
     """Grade this work once more, whatever was said of it before: an operator's, whose every verify says so."""
+    close: bool = False
+    """A valid verdict ends the attempt: a pipeline's, where the seed said ``closes_with_verdict``."""
     box_needs: BoxNeeds | None = None
     """What the agent needs in its box; given by a pipeline that will beat (`/heartbeat`) and ask for the harvest."""

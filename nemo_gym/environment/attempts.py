@@ -260,9 +260,12 @@ class AttemptStore:
         _check_work(rollout, stored, digest)
         return stored if stored.final else None
 
-    async def keep_verdict(self, rollout: RolloutIdentity, verdict: StoredVerdict) -> StoredVerdict:
+    async def keep_verdict(
+        self, rollout: RolloutIdentity, verdict: StoredVerdict, *, closes: bool = False
+    ) -> StoredVerdict:
         """Keep the verdict of an attempt that has none yet, or only an invalid one of the same work; the one that
-        stands then. Raises `FencedError` where that is one of other work."""
+        stands then. ``closes``: the same write closes the attempt, if that is final. Raises `FencedError` where it is
+        one of other work."""
         key = _key(rollout)
         values = (*key, rollout.attempt, verdict.digest, verdict.final, _json(verdict.reply))
 
@@ -276,10 +279,14 @@ class AttemptStore:
             db.execute("INSERT INTO rollout VALUES (?,?,?,0) ON CONFLICT DO NOTHING", (*key, rollout.attempt))
             stored = _verdict(db, key, rollout.attempt)
             assert stored is not None
+            if closes and stored.final and stored.digest == verdict.digest:
+                _close(db, key, rollout.attempt)
             return stored
 
         stored = await self.ask(operation)
         _check_work(rollout, stored, verdict.digest)
+        if closes and stored.final:
+            self._remember(key, rollout.attempt, closed=True)
         return stored
 
     async def close(self, rollout: RolloutIdentity) -> bool:
@@ -290,8 +297,7 @@ class AttemptStore:
         def operation(db: sqlite3.Connection) -> bool:
             known = _known(db, key)
             _check_current(rollout, known)
-            _save(db, key, rollout.attempt, closed=True)
-            db.execute(f"DELETE FROM given WHERE {_ROLLOUT} AND attempt <= ?", (*key, rollout.attempt))
+            _close(db, key, rollout.attempt)
             return known == _Known(rollout.attempt, False)
 
         was_open = await self.ask(operation)
@@ -358,6 +364,11 @@ def _save(db: sqlite3.Connection, key: tuple[str, str], attempt: int, *, closed:
     """The new state of a rollout. What an earlier attempt's seed promised, or a closed one's, is over."""
     db.execute(f"DELETE FROM seed WHERE {_ROLLOUT}", key)
     db.execute("INSERT OR REPLACE INTO rollout VALUES (?,?,?,?)", (*key, attempt, closed))
+
+
+def _close(db: sqlite3.Connection, key: tuple[str, str], attempt: int) -> None:
+    _save(db, key, attempt, closed=True)
+    db.execute(f"DELETE FROM given WHERE {_ROLLOUT} AND attempt <= ?", (*key, attempt))
 
 
 def _seed(db: sqlite3.Connection, key: tuple[str, str], attempt: int) -> Seed | None:

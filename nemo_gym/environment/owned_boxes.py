@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nemo_gym._util.tasks import finish
-from nemo_gym.contract.errors import ContractError, FencedError, SandboxError
+from nemo_gym.contract.errors import ConfigError, ContractError, FencedError, SandboxError
 from nemo_gym.contract.sandbox import SandboxRole, SandboxSpec
 from nemo_gym.contract.session import (
     Artifact,
@@ -277,3 +277,18 @@ class Lending:
         if boxes is None:
             raise ContractError("this environment makes no boxes for agents")
         return boxes
+
+
+def placed(descriptor: SessionDescriptor, topology: str | None) -> SessionDescriptor:
+    """The descriptor with the composition's topology instead of the environment's default."""
+    if topology is None or (wanted := Topology.parse(topology)) is descriptor.placement.topology:
+        return descriptor
+    choices = descriptor.placement.choices
+    if wanted not in choices:
+        raise ConfigError(
+            f"environment '{descriptor.environment}' cannot place an agent as '{wanted}'; it supports"
+            f" {', '.join(choices)}",
+            key="topology",
+        )
+    placement = descriptor.placement.model_copy(update={"topology": wanted})
+    return SessionDescriptor.model_validate({**descriptor.model_dump(), "placement": placement.model_dump()})

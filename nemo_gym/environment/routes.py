@@ -43,14 +43,12 @@ from nemo_gym.contract.rows import (
 )
 from nemo_gym.contract.session import (
     RolloutIdentity,
-    SessionDescriptor,
     SessionEnvelope,
-    Topology,
 )
 from nemo_gym.environment.attempts import AttemptKey, AttemptStore, RowStore, Seed, StoredRow, StoredVerdict
 from nemo_gym.environment.grader import Grader, reply_fields, work_digest
 from nemo_gym.environment.hooks import ALLOWED_TOOLS_SESSION_KEY, MCP_PATH
-from nemo_gym.environment.owned_boxes import Lending
+from nemo_gym.environment.owned_boxes import Lending, placed
 from nemo_gym.environment.steps import StepRewards, is_stepped
 from nemo_gym.http.json_bodies import JsonResponse, parse_json_object, validated
 from nemo_gym.http.plugin_call import PluginCall, plain
@@ -114,6 +112,8 @@ class EnvironmentRoutes:
         self._running: dict[tuple[str, str, str, int], asyncio.Task[Any]] = {}
         self._mcp: McpEndpoint | None = None
         self._steps: StepRewards | None = None
+        # With nothing to release at an attempt's end, its verdict may be that end.
+        self._closes = not any(map(server.overrides, ("close_session", "owned_boxes")))
 
     def install(self, app: FastAPI) -> None:
         handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
@@ -140,7 +140,7 @@ class EnvironmentRoutes:
         """An application that a plugin built itself, with what its attempts need around it."""
         if not is_stepped(app.routes):
             return app
-        self._steps = StepRewards(app, self.rows)
+        self._steps, self._closes = StepRewards(app, self.rows), False
         return self._steps
 
     def authenticates_itself(self, scope: Scope) -> bool:
@@ -190,7 +190,7 @@ class EnvironmentRoutes:
             raise RoleError("the row reference belongs to another attempt", route=request.url.path)
         asked = SessionEnvelope(rollout=stored.rollout, row_ref=ref)
         if envelope is not None:
-            asked = envelope.model_copy(update={"row_ref": ref, "validation": None})
+            asked = envelope.model_copy(update={"row_ref": ref, "validation": None, "close": False})
         return _Asked(
             caller=caller,
             envelope=asked,
@@ -257,6 +257,7 @@ class EnvironmentRoutes:
             return JsonResponse(reply)
         reply["control_token"] = issue_control_token(self._control_key, CONTROL_SUBJECT, rollout)
         reply["public_row"] = self._server.public_row(asked.row)
+        reply["closes_with_verdict"] = self._closes
         if envelope.validation is not None:
             reply["validation"] = await self._solution(asked.row, envelope.validation)
         return JsonResponse(reply)
@@ -273,7 +274,7 @@ class EnvironmentRoutes:
         descriptor = await self._server.open_session(asked.row, rollout)
         if descriptor.rollout != rollout:
             raise ContractError(f"open_session of '{self._server.config.name}' returned another attempt's descriptor")
-        descriptor = _placed(descriptor, asked.envelope.topology)
+        descriptor = placed(descriptor, asked.envelope.topology)
         descriptor = descriptor.model_copy(update={"limits": asked.envelope.limits.over(descriptor.limits)})
         if self._mcp is not None:
             session.pop(ALLOWED_TOOLS_SESSION_KEY, None)
@@ -355,13 +356,16 @@ class EnvironmentRoutes:
         stored = await self.attempts.admit_verdict(rollout, row_digest(asked.seeded_row), digest)
         if stored is None:
             stored = await self._once("verify", rollout, digest, lambda: self._judge(request, asked, response, digest))
+        elif asked.envelope.close and self._closes:
+            await self.attempts.close(rollout)
         return stored.reply
 
     async def _judge(self, request: Request, asked: _Asked, response: dict[str, Any], digest: str) -> StoredVerdict:
         assert asked.envelope is not None
         rollout = asked.envelope.rollout
         reply = await self._grader.grade(request, asked.row, response, asked.envelope.artifacts, rollout)
-        return await self.attempts.keep_verdict(rollout, StoredVerdict(digest, bool(reply["valid"]), reply))
+        verdict, closes = StoredVerdict(digest, bool(reply["valid"]), reply), asked.envelope.close and self._closes
+        return await self.attempts.keep_verdict(rollout, verdict, closes=closes)
 
     async def _again(self, request: Request, asked: _Asked, response: dict[str, Any]) -> dict[str, Any]:
         """Grade stored work once more, for an operator; the first verdict stays what it is."""
@@ -483,18 +487,3 @@ def attempt_of(request: Request) -> AttemptKey:
     if not (attempt := request.session.get(ATTEMPT_SESSION_KEY)):
         raise ContractError(f"{request.url.path} needs the session of an attempt: the cookies of its seed")
     return AttemptKey(*attempt)
-
-
-def _placed(descriptor: SessionDescriptor, topology: str | None) -> SessionDescriptor:
-    """The descriptor with the composition's topology instead of the environment's default."""
-    if topology is None or (wanted := Topology.parse(topology)) is descriptor.placement.topology:
-        return descriptor
-    choices = descriptor.placement.choices
-    if wanted not in choices:
-        raise ConfigError(
-            f"environment '{descriptor.environment}' cannot place an agent as '{wanted}'; it supports"
-            f" {', '.join(choices)}",
-            key="topology",
-        )
-    placement = descriptor.placement.model_copy(update={"topology": wanted})
-    return SessionDescriptor.model_validate({**descriptor.model_dump(), "placement": placement.model_dump()})

@@ -175,7 +175,8 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
         return None
 
     async def close_session(self, rollout: RolloutIdentity) -> None:
-        """Release what belongs to an attempt. Called once, when it is closed or fenced."""
+        """Release what belongs to an attempt. Called once, when it is closed or fenced; where no class overrides it, a
+        valid verdict ends the attempt."""
 
     def boxed_session(
         self, rollout: RolloutIdentity, *, collect: Sequence[str] = (), workdir: str = "/home/task", **spec: Any

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import socket
 import weakref
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import cached_property
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -28,6 +27,7 @@ from nemo_gym.config.launch import current_launch
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.contract.credentials import CREDENTIAL_HEADER
 from nemo_gym.contract.errors import ConfigError, ServerError, not_json
+from nemo_gym.http.connections import NoHttpError, NotConnectedError, is_own_timeout, watched_socket
 from nemo_gym.http.correlation import (
     REPLICAS_HEADER,
     ROLLOUT_ID_HEADER,
@@ -54,6 +54,13 @@ CONNECTION_LIMIT = 0
 IDEMPOTENT_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
 
 ServerStatus = Literal["success", "connection_error", "timeout", "unknown_error"]
+
+T = TypeVar("T")
+
+# Of both clients: aiohttp and `nemo_gym.http.connections`.
+_NOT_BEGUN = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, NotConnectedError)
+"""Refused, unresolvable, unroutable, silent: nothing was sent."""
+_BROKEN = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, NoHttpError, OSError)
 
 
 class ServerUnreachableError(ServerError, ConnectionError):
@@ -109,26 +116,26 @@ def get_global_aiohttp_client() -> aiohttp.ClientSession:
     if session is None or session.closed:
         timeout = aiohttp.ClientTimeout(total=TOTAL_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
         session = new_session(timeout, read_bufsize=2**18)
-        _sessions[loop] = session, close_with_the_loop(session)
+        _sessions[loop] = session, close_with_the_loop(session.close)
     return session
 
 
-def close_with_the_loop(session: aiohttp.ClientSession) -> AsyncGenerator[None]:
-    """Close ``session`` when the running event loop ends, or when the returned generator's ``aclose`` is awaited. Keep
-    the generator for as long as the session is used."""
-    owner = _close_at_the_end(session)
+def close_with_the_loop(close: Callable[[], Awaitable[None]]) -> AsyncGenerator[None]:
+    """Await ``close`` when the running event loop ends, or when the returned generator's ``aclose`` is awaited. Keep
+    the generator for as long as what it closes is used."""
+    owner = _close_at_the_end(close)
     with contextlib.suppress(StopIteration):
         owner.asend(None).send(None)
     return owner
 
 
-async def _close_at_the_end(session: aiohttp.ClientSession) -> AsyncGenerator[None]:
+async def _close_at_the_end(close: Callable[[], Awaitable[None]]) -> AsyncGenerator[None]:
     """Whoever ends an event loop properly ends its asynchronous generators first; nothing else of a loop can be
     waited for by code that did not start it."""
     try:
         yield
     finally:
-        await session.close()
+        await close()
 
 
 async def close_global_aiohttp_client() -> None:
@@ -181,17 +188,27 @@ async def request(
         if body is not None:
             options["data"] = encode_json(body)
             options["headers"] = {"Content-Type": "application/json", **(options.get("headers") or {})}
-    repeatable = method in IDEMPOTENT_METHODS if idempotent is None else idempotent
     session = get_global_aiohttp_client()
+    repeatable = method in IDEMPOTENT_METHODS if idempotent is None else idempotent
+    return await begun(
+        lambda: session.request(method, url, **options), method, url, repeatable=repeatable, max_tries=max_tries
+    )
+
+
+async def begun(
+    send: Callable[[], Awaitable[T]], method: str, url: str, *, repeatable: bool, max_tries: int = MAX_NUM_TRIES
+) -> T:
+    """What ``send`` gives, which is tried again as this module allows. Raises `ServerUnreachableError`."""
     backoff = Backoff(first_s=FIRST_BACKOFF_S, tries=max_tries, jitter=NETWORK_JITTER)
     while True:
         try:
-            return await session.request(method, url, **options)
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            # Refused, unresolvable, unroutable, silent: nothing was sent.
+            return await send()
+        except _NOT_BEGUN as error:
             if not await backoff.again():
                 raise _unreachable(method, url, error, started="no") from error
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
+        except _BROKEN as error:
+            if is_own_timeout(error) and not isinstance(error, aiohttp.ClientError):
+                raise
             if not repeatable or not await backoff.again():
                 raise _unreachable(method, url, error, started="unknown") from error
 
@@ -382,6 +399,14 @@ class ServerClient(BaseModel):
     async def request(self, server_name: str, url_path: str, method: str, **options: Any) -> ClientResponse:
         """Send a request to ``url_path`` of a server; options as in `request`. Where no replica was chosen, one that
         cannot be connected to is another's turn."""
+        # Credentials are for this address; a redirection is an answer like any other.
+        return await self.send(request, server_name, url_path, method, **{**options, "allow_redirects": False})
+
+    async def send(
+        self, send: Callable[..., Awaitable[T]], server_name: str, url_path: str, method: str, **options: Any
+    ) -> T:
+        """The same by another ``send`` than `request`, whose options are its own but for ``headers`` and
+        ``max_tries``."""
         headers = dict(options.pop("headers", None) or {})
         if credential := self._credentials.get(server_name):
             headers.setdefault(CREDENTIAL_HEADER, credential)
@@ -396,21 +421,26 @@ class ServerClient(BaseModel):
         for number in others:
             try:
                 few = {**options, "max_tries": TRIES_OF_ONE_REPLICA}
-                return await self._request_of(method, urls[number], url_path, headers, few)
+                return await self._sent(send, method, urls[number], url_path, headers, few)
             except ServerUnreachableError as error:
                 if error.details.get("started") != "no":
                     raise
-        return await self._request_of(method, urls[last], url_path, headers, options)
+        return await self._sent(send, method, urls[last], url_path, headers, options)
 
-    async def _request_of(
-        self, method: str, url: str, url_path: str, headers: dict[str, str], options: dict[str, Any]
-    ) -> ClientResponse:
+    async def _sent(
+        self,
+        send: Callable[..., Awaitable[T]],
+        method: str,
+        url: str,
+        url_path: str,
+        headers: dict[str, str],
+        options: dict[str, Any],
+    ) -> T:
         if (own := self._credentials_by_url.get(url)) is not None:
             headers = {**headers, CREDENTIAL_HEADER: own}
         with self._chooser.busy(url):
             try:
-                # Credentials are for this address; a redirection is an answer like any other.
-                return await request(method, url + url_path, headers=headers, **{**options, "allow_redirects": False})
+                return await send(method, url + url_path, headers=headers, **options)
             except ServerUnreachableError as error:
                 if error.details.get("started") == "no":
                     self._chooser.unreachable(url)
@@ -464,20 +494,3 @@ def is_loopback(host: str) -> bool:
 def get_server_url(server_name: str) -> str:
     """Where a server of this process's stack listens."""
     return ServerClient.load_from_global_config().base_url(server_name)
-
-
-_WATCHED = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
-"""Options of connections: seconds, seconds, probes, milliseconds."""
-
-
-def watched_socket(address: Any) -> socket.socket:
-    """A socket on which a peer that vanished is noticed within 30 s: while an answer is being waited for (the kernel
-    asks it) and while bytes are being sent (nobody acknowledges them). ``address``: as of `socket.getaddrinfo`."""
-    family, kind, protocol, _, _ = address
-    made = socket.socket(family, kind, protocol)
-    if family in (socket.AF_INET, socket.AF_INET6):
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _WATCHED.items():
-            if (option := getattr(socket, name, None)) is not None:  # not every system has each
-                made.setsockopt(socket.IPPROTO_TCP, option, value)
-    return made

@@ -8,14 +8,16 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 import orjson
 
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER
 from nemo_gym.contract.errors import ServerError
 from nemo_gym.contract.verdict import MAX_REASON_CHARS, FailureKind, StageFailure, StageName
 from nemo_gym.http.client import TRIES_OF_ONE_REPLICA, ServerClient
+from nemo_gym.http.connections import BROKEN, SET_COOKIE, TooLongError
+from nemo_gym.http.connections import Reply as Incoming
 from nemo_gym.http.correlation import replica_context
+from nemo_gym.http.exchange import MAX_REPLY_BYTES, read_whole, send
 from nemo_gym.http.json_bodies import TooManyValuesError, check_values
 
 CONNECT_PATIENCE_S = 60.0
@@ -23,13 +25,10 @@ CONNECT_PATIENCE_S = 60.0
 never started, so nothing is repeated."""
 REPLICA_PATIENCE_S = 10.0
 """The same for one replica of several: a new attempt need not wait for it."""
-MAX_REPLY_BYTES = 1 << 30
 MAX_AGENT_REPLY_BYTES = 256 << 20
 """Of an agent server, which runs what others wrote: an artifact of 64 MiB as base64, and a long conversation."""
 MAX_AGENT_REPLY_VALUES = 5_000_000
 """JSON values in it: token ids are the most that there is of."""
-_JSON = {"Content-Type": "application/json"}
-
 
 _KIND_BY_STAGE = {
     StageName.INIT: FailureKind.SEED_FAILED,
@@ -114,7 +113,7 @@ class Peers:
     ) -> Reply:
         """Send ``body`` as JSON. Raises `PeerError` for any status of 300 or more (a redirection is not followed), for
         a peer that cannot be reached, and for an answer that is too large; ``from_agent``: one of an agent server."""
-        headers = dict(_JSON)
+        headers: dict[str, str] = {}
         if control_token is not None:
             headers[CONTROL_TOKEN_HEADER] = control_token
         if cookies:
@@ -154,37 +153,23 @@ class Peers:
                 chosen[server] = self._client.choose_replica(server)
             try:
                 with replica_context(chosen):
-                    request = await self._client.request(server, path, method, **options)
-                async with request as response:
-                    body = await _read(response, max_bytes)
-                    if body is None:
-                        raise _too_large(server, path, f"is larger than {max_bytes} bytes")
-                    if response.status >= 300:
-                        raise PeerError(server, path, response.status, _problem(body, response.status))
-                    return Reply(body, _cookies(response))
+                    incoming = await self._client.send(send, server, path, method, **options)
+                body = await read_whole(incoming, max_bytes)
+                if incoming.status >= 300:
+                    raise PeerError(server, path, incoming.status, _problem(body, incoming.status))
+                return Reply(body, _cookies(incoming))
+            except TooLongError:
+                raise _too_large(server, path, f"is larger than {max_bytes} bytes") from None
             except ServerError as error:
                 if error.details.get("started") != "no" or time.monotonic() >= give_up:
                     problem = {"detail": error.message, **error.details}
                     if error.details.get("started") == "no" and server in chosen:
                         problem["replica_lost"] = True
                     raise PeerError(server, path, 0, problem) from error
-            except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            except BROKEN as error:
                 detail = f"the connection broke ({type(error).__name__}: {error})"
                 raise PeerError(server, path, 0, {"detail": detail}) from error
             await asyncio.sleep(0.5)
-
-
-async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes | None:
-    """The body, inflated where it came compressed; ``None`` for one beyond the bound, whose rest is not read."""
-    pieces: list[bytes] = []
-    size = 0
-    async for piece in response.content.iter_any():
-        size += len(piece)
-        if size > max_bytes:
-            response.close()
-            return None
-        pieces.append(piece)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def _too_large(server: str, path: str, what: str) -> PeerError:
@@ -192,11 +177,11 @@ def _too_large(server: str, path: str, what: str) -> PeerError:
     return PeerError(server, path, 413, {"code": "reply_too_large", "detail": f"the answer {what}"})
 
 
-def _cookies(response: aiohttp.ClientResponse) -> Mapping[str, str]:
+def _cookies(incoming: Incoming) -> Mapping[str, str]:
     """``name=value`` of each cookie that was set; their attributes are for browsers."""
-    if "Set-Cookie" not in response.headers:
+    if SET_COOKIE not in incoming.headers:
         return {}
-    pairs = (header.partition(";")[0].partition("=") for header in response.headers.getall("Set-Cookie"))
+    pairs = (cookie.partition(";")[0].partition("=") for cookie in incoming.headers[SET_COOKIE].split("\n"))
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 

@@ -102,7 +102,7 @@ class InitStage(HttpStage):
             body = {"rollout": attempt.rollout}
             await peers.post(environment, "/close", body, control_token=token, idempotent=True)
 
-        attempt.closers.append(close)
+        attempt.closers["row"] = close
 
 
 class RunStage(HttpStage):

@@ -378,7 +378,9 @@ def faults_of(language: str, code: str, title: str = "") -> Iterator[tuple[int, 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Build; 1 with what is wrong, a line each."""
-    parser = argparse.ArgumentParser(prog="python -m nemo_gym.view.docs", description="Build the documentation's site.")
+    parser = argparse.ArgumentParser(
+        prog="python -m nemo_gym.view.docs", description="Build the documentation's site."
+    )
     parser.add_argument("source", nargs="?", type=Path, default=SOURCE, help="folder with docs.yml")
     parser.add_argument("site", nargs="?", type=Path, default=SITE, help="folder to write, made anew")
     chosen = parser.parse_args(words)

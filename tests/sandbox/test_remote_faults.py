@@ -15,7 +15,7 @@ from aiohttp import web
 
 from nemo_gym.contract.errors import SandboxCreateError, SandboxError, SandboxLostError
 from nemo_gym.contract.sandbox import Door, SandboxSpec
-from nemo_gym.http.client import watched_socket
+from nemo_gym.http.connections import watched_socket
 from nemo_gym.sandbox.archive import pack_bytes
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest, SandboxHandle, SandboxStatus
 from nemo_gym.sandbox.conformance.abilities import upstream

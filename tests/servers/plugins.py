@@ -136,6 +136,12 @@ class PhraseEnvironment(SimpleResourcesServer):
         self.closed.append(rollout.attempt_id)
 
 
+class UnheldPhraseEnvironment(PhraseEnvironment):
+    """The same with nothing to release."""
+
+    close_session = SimpleResourcesServer.close_session
+
+
 # -- agents ----------------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import socket
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -14,6 +16,7 @@ from pydantic import BaseModel
 from nemo_gym.contract.errors import ConfigError, ServerError
 from nemo_gym.http import client as client_module
 from nemo_gym.http import openai_client as model_client_module
+from nemo_gym.http import peers as peers_module
 from nemo_gym.http.client import close_global_aiohttp_client, expect_json, get_global_aiohttp_client
 from nemo_gym.http.openai_client import MAX_TRIES, NeMoGymAsyncOpenAI
 from nemo_gym.http.peers import PeerError, Peers
@@ -134,6 +137,65 @@ async def test_credential_stays_with_its_server_when_that_answers_with_a_redirec
             await Peers(client).post("math", "/verify", {})
     assert caught.value.details["peer_status"] == 307
     assert heard == []
+
+
+def peers_of(port: int) -> Peers:
+    block = {"host": "127.0.0.1", "port": port}
+    return Peers(ServerClient(global_config_dict={"math": {"resources_servers": {"math": block}}}))
+
+
+def answer_of(body: bytes, *headers: str) -> bytes:
+    head = "".join(f"{header}\r\n" for header in (*headers, f"Content-Length: {len(body)}"))
+    return f"HTTP/1.1 200 OK\r\n{head}\r\n".encode() + body
+
+
+async def test_peers_hear_every_cookie_of_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    cookies = "Set-Cookie: a=1; expires=Thu, 01 Jan 2099 00:00:00 GMT", "set-cookie: b=x=y; path=/"
+    monkeypatch.setattr(f"{__name__}.ANSWER", answer_of(b"{}", *cookies))
+    async with peer(hang_ups=0) as (port, _):
+        assert (await peers_of(port).post("math", "/seed_session", {})).cookies == {"a": "1", "b": "x=y"}
+
+
+@pytest.mark.parametrize(
+    ("coding", "body", "error"),
+    [
+        ("gzip", gzip.compress(b'{"a":1}'), None),
+        ("deflate", zlib.compress(b'{"a":1}'), None),
+        ("gzip", gzip.compress(bytes(10_000_000)), "is larger than 1000000 bytes"),
+        ("gzip", gzip.compress(b'{"a":1}')[:-9], "without its end"),
+        ("gzip", b"no gzip", "compressed body that is none"),
+        ("br", b"x", "in the coding 'br', which nobody asked for"),
+    ],
+)
+async def test_compressed_answer_is_read_within_the_bound_or_refused(
+    coding: str, body: bytes, error: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.ANSWER", answer_of(body, f"Content-Encoding: {coding}"))
+    monkeypatch.setattr(peers_module, "MAX_REPLY_BYTES", 1_000_000)
+    async with peer(hang_ups=0) as (port, _):
+        asked = peers_of(port).post("math", "/verify", {})
+        if error is None:
+            assert (await asked).json() == {"a": 1}
+        else:
+            with pytest.raises(PeerError, match=error):
+                await asked
+
+
+async def test_header_with_a_line_break_is_never_sent() -> None:
+    async with peer(hang_ups=0) as (port, seen):
+        with pytest.raises(ConfigError, match="'X-NeMo-Gym-Control-Token': a line break"):
+            await peers_of(port).post("math", "/verify", {}, control_token="t\r\nX-Forged: 1")
+    assert seen == []
+
+
+async def test_peers_repeat_what_is_idempotent_alone() -> None:
+    async with peer(hang_ups=1) as (port, seen):
+        with pytest.raises(PeerError, match="the connection broke"):
+            await peers_of(port).post("math", "/act", {})
+        assert len(seen) == 1
+    async with peer(hang_ups=1) as (port, seen):
+        await peers_of(port).post("math", "/verify", {}, idempotent=True)
+        assert len(seen) == 2
 
 
 def test_unknown_server_is_named_with_the_nearest_one() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.contract.session import Limits, SessionDescriptor
-from tests.servers.plugins import CounterEnvironment, PhraseEnvironment
+from tests.servers.plugins import CounterEnvironment, PhraseEnvironment, UnheldPhraseEnvironment
 from tests.servers.stack import Stack, response, rollout, running_stack
 
 ROW = {"responses_create_params": {"input": "say it"}, "phrase": "swordfish"}
@@ -46,9 +46,10 @@ async def verify(
     row: dict[str, Any] = ROW,
     role: Role = Role.PIPELINE,
     reverify: bool | None = None,
+    closes: bool = False,
     **identity: Any,
 ) -> tuple[int, Any]:
-    session: dict[str, Any] = {"rollout": rollout(**identity).model_dump()}
+    session: dict[str, Any] = {"rollout": rollout(**identity).model_dump(), **({"close": True} if closes else {})}
     if reverify if reverify is not None else role is Role.OPERATOR:
         session["reverify"] = True
     body = {**row, "response": response(text), "_ng_session": session}
@@ -171,6 +172,47 @@ async def test_verdict_is_invalid_without_reward_when_grading_fails(phrase: Stac
     status, reply = await verify(phrase, text, control)
     assert (status, reply["valid"], reply["reward"], reply["mask_sample"]) == (200, False, None, True)
     assert reply["failure_kind"] == kind and reply["failure_reason"]
+
+
+async def test_valid_verdict_ends_the_attempt_when_asked_and_nothing_is_to_be_released(stack: Stack) -> None:
+    stack.add("phrase", UnheldPhraseEnvironment, Role.ENVIRONMENT)
+    seeded = await seed(stack)
+    control = seeded["control_token"]
+    assert seeded["closes_with_verdict"] is True
+    _, invalid = await verify(stack, "broken grader", control, closes=True)
+    again = await call(stack, "phrase", "/seed_session", {**ROW, "_ng_session": {"rollout": rollout().model_dump()}})
+    assert (invalid["valid"], again[0]) == (False, 200), "an invalid verdict is not the end"
+    await seed(stack, rollout_id="r2")
+    control = (await seed(stack, rollout_id="r2"))["control_token"]
+    first = await verify(stack, "swordfish", control, closes=True, rollout_id="r2")
+    late = {**ROW, "_ng_session": {"rollout": rollout(rollout_id="r2").model_dump()}}
+    assert (await call(stack, "phrase", "/seed_session", late))[0] == 409
+    assert await verify(stack, "swordfish", control, closes=True, rollout_id="r2") == first
+    assert (await verify(stack, "other", control, closes=True, rollout_id="r2"))[0] == 409
+    body = {"rollout": rollout(rollout_id="r2").model_dump()}
+    assert (await call(stack, "phrase", "/close", body, control=control))[1] == {
+        "closed": True,
+        "already_closed": True,
+    }
+    assert environment(stack).graded == 2
+
+
+async def test_repeated_verdict_ends_the_attempt_that_its_first_one_left_open(stack: Stack) -> None:
+    stack.add("phrase", UnheldPhraseEnvironment, Role.ENVIRONMENT)
+    control = (await seed(stack))["control_token"]
+    await verify(stack, "swordfish", control)
+    await verify(stack, "swordfish", control, closes=True)
+    body = {"rollout": rollout().model_dump()}
+    assert (await call(stack, "phrase", "/close", body, control=control))[1]["already_closed"] is True
+
+
+async def test_verdict_is_not_the_end_when_the_environment_has_something_to_release(phrase: Stack) -> None:
+    seeded = await seed(phrase)
+    assert seeded["closes_with_verdict"] is False
+    assert (await verify(phrase, "swordfish", seeded["control_token"], closes=True))[0] == 200
+    assert environment(phrase).closed == []
+    await call(phrase, "phrase", "/close", {"rollout": rollout().model_dump()}, control=seeded["control_token"])
+    assert environment(phrase).closed == ["r1-a1"]
 
 
 async def test_work_is_graded_again_when_its_first_verdict_was_invalid(phrase: Stack) -> None:

@@ -13,7 +13,7 @@ from nemo_gym.contract.verdict import FailureKind, StageError, StageName
 from nemo_gym.http.peers import Peers
 from nemo_gym.rollout import Attempt, Budgets, RolloutSettings, RolloutSteps, Servers, failure_of
 from responses_api_models.scripted_model.app import ScriptedModel
-from tests.servers.plugins import WaitingAgent
+from tests.servers.plugins import UnheldPhraseEnvironment, WaitingAgent
 from tests.servers.stack import Stack, rollout, until
 
 SCRIPT = "responses_api_models/scripted_model/data/example_script.yaml"
@@ -54,6 +54,28 @@ async def test_rollout_ends_with_its_verdict_and_its_model_session(servers: Stac
     assert (verified["reward"], verified["valid"], verified["phrase"]) == (1.0, True, "rested")
     assert verified["ng_model_session"]["turns"] == 0
     assert left_open(servers) == NOTHING
+
+
+async def test_environment_with_nothing_to_release_is_not_asked_to_close(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack.add("phrase", UnheldPhraseEnvironment, Role.ENVIRONMENT)
+    stack.add("model", ScriptedModel, Role.MODEL, script=SCRIPT)
+    reference = {"type": "resources_servers", "name": "phrase"}
+    stack.add("agent", WaitingAgent, Role.AGENT, ("phrase", "model"), resources_server=reference)
+    asked, post = [], Peers.post
+
+    async def noted(self: Peers, server: str, path: str, body: Any, **options: Any) -> Any:
+        asked.append(path.rpartition("/")[2])
+        return await post(self, server, path, body, **options)
+
+    monkeypatch.setattr(Peers, "post", noted)
+    assert (await steps_of(stack).run(attempt_at("at once"), Budgets(60, 60, 60)))["reward"] == 1.0
+    assert asked == ["sessions", "seed_session", "act", "verify", "finalize"]
+    with pytest.raises(TimeoutError):
+        other = Attempt(SERVERS, rollout("r2").model_dump(), attempt_at("wait").row)
+        await steps_of(stack).run(other, Budgets(work_s=1))
+    assert asked[5:] == ["sessions", "seed_session", "act", "close", "abort"], "no verdict, no end"
 
 
 async def test_rollout_is_closed_when_its_work_takes_longer_than_its_budget(servers: Stack) -> None:

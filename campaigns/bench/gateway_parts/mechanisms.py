@@ -31,7 +31,7 @@ class Mechanism:
 
 
 class _AiohttpReply:
-    """`nemo_gym.gateway.engines.http_client.Reply` over aiohttp."""
+    """`nemo_gym.http.connections.Reply` over aiohttp."""
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:
         self._response = response
@@ -39,7 +39,7 @@ class _AiohttpReply:
         self.headers = {name.lower(): value for name, value in response.headers.items()}
 
     async def read(self, at_most: int) -> bytes:
-        from nemo_gym.gateway.engines.http_client import TooLongError
+        from nemo_gym.http.connections import TooLongError
 
         body = await self._response.read()
         if len(body) > at_most:
@@ -55,7 +55,7 @@ class _AiohttpReply:
 
 
 class _AiohttpConnections:
-    """`nemo_gym.gateway.engines.http_client.EngineConnections` over aiohttp."""
+    """`nemo_gym.http.connections.Connections` over aiohttp."""
 
     def __init__(self, **_: Any) -> None:
         self._session: aiohttp.ClientSession | None = None
@@ -229,7 +229,7 @@ def _frequent_collections() -> None:
 
 MECHANISMS: Mapping[str, Mechanism] = {
     "nothing": Mechanism("(a second gateway like the first)", lambda: None, kept_for="the noise"),
-    "engine_client": Mechanism("engines/http_client", _aiohttp_client),
+    "engine_client": Mechanism("http/connections", _aiohttp_client),
     "echo_as_bytes": Mechanism("engines/http (without_echo)", _no_echo_comparison),
     "long_completions": Mechanism("engines/vllm (long_completion)", _whole_decoder),
     "ascii_words": Mechanism("tokens/byte_level (AsciiEncoder)", _tokenizer_encodes),

@@ -7,7 +7,6 @@ from nemo_gym.gateway.engines.engine_config import (
     VllmEngineConfig,
 )
 from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
-from nemo_gym.gateway.engines.http_client import EngineConnections
 from nemo_gym.gateway.engines.openai import OpenAIEngine, SampledText, sampled_text
 from nemo_gym.gateway.engines.sglang import SglangEngine
 from nemo_gym.gateway.engines.types import (
@@ -36,6 +35,7 @@ from nemo_gym.gateway.engines.types import (
     pinned_sampling,
 )
 from nemo_gym.gateway.engines.vllm import VllmEngine
+from nemo_gym.http.connections import Connections as EngineConnections
 
 __all__ = [
     "Engine",

@@ -11,12 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from nemo_gym.contract.model_limits import CONNECT_TIMEOUT_S, IDLE_TIMEOUT_S, REQUEST_TIMEOUT_S
 from nemo_gym.gateway.engines.http import MAX_ANSWER_BYTES, EngineEndpoint
-from nemo_gym.gateway.engines.http_client import EngineConnections
 from nemo_gym.gateway.engines.openai import OpenAIEngine
 from nemo_gym.gateway.engines.sglang import STREAM_INTERVAL as SGLANG_STREAM_INTERVAL
 from nemo_gym.gateway.engines.sglang import SglangEngine
 from nemo_gym.gateway.engines.vllm import STREAM_INTERVAL as VLLM_STREAM_INTERVAL
 from nemo_gym.gateway.engines.vllm import VllmEngine, VllmRoute
+from nemo_gym.http.connections import Connections
 
 API_KEY_ENV = "OPENAI_API_KEY"
 
@@ -99,7 +99,7 @@ class VllmEngineConfig(_EngineConfig):
     """Tokens per streamed event that the server is asked for. An answer that breaks off goes on elsewhere after the
     last event."""
 
-    def make(self, http: EngineConnections) -> VllmEngine:
+    def make(self, http: Connections) -> VllmEngine:
         engine = VllmEngine(self.endpoint(), http, route=self.route, stream_interval=self.stream_interval)
         engine.weights_version = self.weights_version
         return engine
@@ -113,7 +113,7 @@ class SglangEngineConfig(_EngineConfig):
     """Tokens per streamed event that the server is asked for. An answer that breaks off goes on elsewhere after the
     last event."""
 
-    def make(self, http: EngineConnections) -> SglangEngine:
+    def make(self, http: Connections) -> SglangEngine:
         engine = SglangEngine(self.endpoint(), http, stream_interval=self.stream_interval)
         engine.weights_version = self.weights_version
         return engine
@@ -127,7 +127,7 @@ class OpenAIEngineConfig(_EngineConfig):
     logprobs: bool = False
     """Ask for the logprobs of sampled tokens."""
 
-    def make(self, http: EngineConnections) -> OpenAIEngine:
+    def make(self, http: Connections) -> OpenAIEngine:
         endpoint = self.endpoint()
         if endpoint.api_key is None:
             endpoint = replace(endpoint, api_key=os.environ.get(API_KEY_ENV) or None)

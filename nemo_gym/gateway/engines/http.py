@@ -21,16 +21,6 @@ from nemo_gym.contract.model_limits import (
     REQUEST_TIMEOUT_S,
     chosen_limits,
 )
-from nemo_gym.gateway.engines.http_client import (
-    BROKEN,
-    EngineConnections,
-    NoHttpError,
-    NotConnectedError,
-    Patience,
-    Reply,
-    RequestHeads,
-    TooLongError,
-)
 from nemo_gym.gateway.engines.types import (
     EngineAnswerError,
     EngineAnswerTooLargeError,
@@ -45,6 +35,16 @@ from nemo_gym.gateway.engines.types import (
     EngineUnreachableError,
     WeightsSpan,
 )
+from nemo_gym.http.connections import (
+    BROKEN,
+    Connections,
+    NoHttpError,
+    NotConnectedError,
+    Patience,
+    Reply,
+    TooLongError,
+)
+from nemo_gym.http.exchange import RequestHeads
 
 DONE = b"[DONE]"
 
@@ -135,7 +135,7 @@ class HttpEngine:
     tokenize_route: str | None = None
     """Where the engine tokenizes a text; nothing for wires that carry no token ids."""
 
-    def __init__(self, endpoint: EngineEndpoint, http: EngineConnections) -> None:
+    def __init__(self, endpoint: EngineEndpoint, http: Connections) -> None:
         """Raises `ConfigError` for headers that cannot be sent."""
         self.endpoint = endpoint
         self.weights_version: str | None = None

@@ -10,7 +10,6 @@ import msgspec
 import orjson
 
 from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
-from nemo_gym.gateway.engines.http_client import EngineConnections
 from nemo_gym.gateway.engines.types import (
     EngineCheck,
     EngineCredentialError,
@@ -19,6 +18,7 @@ from nemo_gym.gateway.engines.types import (
     TextReply,
 )
 from nemo_gym.gateway.wire_data import JsonText
+from nemo_gym.http.connections import Connections
 
 
 class OpenAIEngine(HttpEngine):
@@ -27,7 +27,7 @@ class OpenAIEngine(HttpEngine):
 
     health_route = models_route = "/models"
 
-    def __init__(self, endpoint: EngineEndpoint, http: EngineConnections, *, logprobs: bool = False) -> None:
+    def __init__(self, endpoint: EngineEndpoint, http: Connections, *, logprobs: bool = False) -> None:
         super().__init__(endpoint, http)
         self._logprobs = logprobs
 

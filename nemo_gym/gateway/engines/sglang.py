@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine
-from nemo_gym.gateway.engines.http_client import EngineConnections, Reply
 from nemo_gym.gateway.engines.types import (
     EngineError,
     EngineFailedError,
@@ -25,6 +24,7 @@ from nemo_gym.gateway.engines.types import (
     prompt_of,
 )
 from nemo_gym.gateway.policy_request import tokens_counted
+from nemo_gym.http.connections import Connections, Reply
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 _ROUTE = "/generate"
@@ -63,9 +63,7 @@ class SglangEngine(HttpEngine):
 
     tokenize_route = "/tokenize"
 
-    def __init__(
-        self, endpoint: EngineEndpoint, http: EngineConnections, *, stream_interval: int = STREAM_INTERVAL
-    ) -> None:
+    def __init__(self, endpoint: EngineEndpoint, http: Connections, *, stream_interval: int = STREAM_INTERVAL) -> None:
         super().__init__(endpoint, http)
         self._stream_interval = stream_interval
 

@@ -14,7 +14,6 @@ import msgspec
 import orjson
 
 from nemo_gym.gateway.engines.http import EngineEndpoint, HttpEngine, without_echo
-from nemo_gym.gateway.engines.http_client import EngineConnections, Reply
 from nemo_gym.gateway.engines.types import (
     EngineCheck,
     EngineCredentialError,
@@ -30,6 +29,7 @@ from nemo_gym.gateway.engines.types import (
 )
 from nemo_gym.gateway.policy_request import tokens_counted
 from nemo_gym.gateway.wire_data import packed
+from nemo_gym.http.connections import Connections, Reply
 
 # A long completion of vLLM's, read at the cost of its ids and logprobs.
 #
@@ -212,7 +212,7 @@ class VllmEngine(HttpEngine):
     def __init__(
         self,
         endpoint: EngineEndpoint,
-        http: EngineConnections,
+        http: Connections,
         *,
         route: VllmRoute = "completions",
         stream_interval: int = STREAM_INTERVAL,

@@ -217,7 +217,7 @@ class BrokerConnection:
                 read_bufsize=2**20,
                 skip_auto_headers=("User-Agent", "Accept-Encoding"),
             )
-            self._sessions[key] = session, close_with_the_loop(session)
+            self._sessions[key] = session, close_with_the_loop(session.close)
         return session
 
 

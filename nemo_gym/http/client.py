@@ -167,9 +167,10 @@ async def request(
     *,
     idempotent: bool | None = None,
     max_tries: int = MAX_NUM_TRIES,
+    session: aiohttp.ClientSession | None = None,
     **options: Any,
 ) -> ClientResponse:
-    """Send one request; the response's status is the caller's to judge.
+    """Send one request, by ``session`` or the running loop's; the response's status is the caller's to judge.
 
     ``idempotent`` defaults to what the method says; ``True`` allows a POST to be sent again after its connection
     broke. ``_internal`` is accepted for NeMo Gym plugins. Other options are aiohttp's. Raises
@@ -182,11 +183,11 @@ async def request(
             options["data"] = encode_json(body)
             options["headers"] = {"Content-Type": "application/json", **(options.get("headers") or {})}
     repeatable = method in IDEMPOTENT_METHODS if idempotent is None else idempotent
-    session = get_global_aiohttp_client()
+    session = session if session is not None else get_global_aiohttp_client()
     backoff = Backoff(first_s=FIRST_BACKOFF_S, tries=max_tries, jitter=NETWORK_JITTER)
     while True:
         try:
-            return await session.request(method, url, **options)
+            return await session.request(method=method, url=url, **options)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             # Refused, unresolvable, unroutable, silent: nothing was sent.
             if not await backoff.again():
@@ -212,7 +213,12 @@ async def raise_for_status(response: ClientResponse) -> None:
         return
     content = await response.content.read()
     if not issubclass(type(response), ClientResponse) and hasattr(response, "raise_for_status"):
-        response.raise_for_status()  # a stub of a NeMo Gym plugin's tests, which may have little else of a response
+        # A stub of a NeMo Gym plugin's tests, which may have little else of a response.
+        try:
+            response.raise_for_status()
+        except aiohttp.ClientResponseError as raised:
+            raised.response_content = content  # type: ignore[attr-defined]
+            raise
     error = aiohttp.ClientResponseError(
         response.request_info,
         getattr(response, "history", ()),

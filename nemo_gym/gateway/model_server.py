@@ -187,14 +187,14 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
 
     async def _message(self, call: InferenceCall, body: dict[str, Any]) -> dict[str, Any]:
         """A reply in Messages by whichever hook of NeMo Gym this server implements."""
+        if not (self.overrides("responses") or self.overrides("chat_completions")):
+            raise DialectError(f"model server '{self.config.name}' does not implement {call.request.url.path}")
         chat = messages.chat_request(body)
         if self.overrides("responses"):
             reply = plain(await PluginCall(self.responses)(call.request, responses.responses_request(chat)))
             completion = responses.completion_of_response(reply)
-        elif self.overrides("chat_completions"):
-            completion = plain(await PluginCall(self.chat_completions)(call.request, chat))
         else:
-            raise DialectError(f"model server '{self.config.name}' does not implement {call.request.url.path}")
+            completion = plain(await PluginCall(self.chat_completions)(call.request, chat))
         return messages.message_of_completion(completion, body)
 
     async def preflight(self) -> list[EngineCheck]:

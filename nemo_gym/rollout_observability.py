@@ -118,8 +118,8 @@ class TrajectoryModelCall(ObservationModel):
     duration_ms: Milliseconds | None = None
     request: Any | None = None
     response: Any | None = None
-    response_metadata: TrajectoryResponseMetadata = Field(default_factory=TrajectoryResponseMetadata)
     token_stats: TrajectoryTokenStats = Field(default_factory=TrajectoryTokenStats)
+    response_metadata: TrajectoryResponseMetadata = Field(default_factory=TrajectoryResponseMetadata)
 
 
 class TrajectoryTurn(ObservationModel):
@@ -250,10 +250,10 @@ class TrajectoryRecord(ObservationModel):
     schema_version: Literal["1.0"] = "1.0"
     task_id: str
     rollout_id: str
-    invocations: list[AgentInvocation] = Field(default_factory=list)
     turns: list[TrajectoryTurn] = Field(default_factory=list)
-    model_calls: list[TrajectoryModelCall] = Field(default_factory=list)
+    invocations: list[AgentInvocation] = Field(default_factory=list)
     tool_calls: list[TrajectoryToolCall] = Field(default_factory=list)
+    model_calls: list[TrajectoryModelCall] = Field(default_factory=list)
     gaps: list[ObservationGap] = Field(default_factory=list)
 
     @model_validator(mode="after")

@@ -32,10 +32,10 @@ class AgentSeedSessionRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     agent_session_id: str = Field(min_length=1)
-    episode_id: EpisodeId
     task_id: TaskId
-    tool_accesses: list[ToolAccess] = Field(default_factory=list)
+    episode_id: EpisodeId
     sandbox_access: SandboxAccess | None = None
+    tool_accesses: list[ToolAccess] = Field(default_factory=list)
 
     @field_validator("tool_accesses")
     @classmethod

@@ -33,7 +33,7 @@ from openai.types.chat.chat_completion_message_custom_tool_call_param import (
 )
 from openai.types.chat.completion_create_params import ResponseFormat, WebSearchOptions
 from openai.types.shared_params import FunctionDefinition, Metadata, ReasoningEffort
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from typing_extensions import TypedDict
 
 from nemo_gym.openai_types.tokens import TokenIDLogProbMixin, TokenIDLogProbTypedDictMixin, check_tokens
@@ -186,9 +186,7 @@ NeMoGymChatCompletionMessageParam: TypeAlias = Annotated[
 
 class NeMoGymChatCompletionCreateParamsNonStreaming(BaseModel):
     """A request for one chat completion; the deprecated function parameters are not taken, nor is a name that the
-    dialect has not."""
-
-    model_config = ConfigDict(extra="forbid")
+    dialect has not. Messages may have more: endpoints send thoughts there, and take them back."""
 
     messages: list[NeMoGymChatCompletionMessageParam]
     model: str | None = None
@@ -227,3 +225,11 @@ class NeMoGymChatCompletionCreateParamsNonStreaming(BaseModel):
     """Of gateways to Anthropic's models, as is ``output_config``."""
     output_config: dict[str, Any] | None = None
     stream: Literal[False] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _knows_every_name(cls, given: Any) -> Any:
+        # Not by extra="forbid", which typed dicts of messages would inherit.
+        if isinstance(given, dict) and (unknown := given.keys() - cls.model_fields.keys()):
+            raise ValueError(f"Extra inputs are not permitted: {', '.join(sorted(map(str, unknown)))}")
+        return given

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
+from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -31,7 +32,11 @@ from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import stream_of
 from nemo_gym.gateway.dialects.errors import status_of
 from nemo_gym.gateway.model_calls import reply_of_events
-from nemo_gym.openai_utils import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
+from nemo_gym.openai_utils import (
+    NeMoGymChatCompletionCreateParamsNonStreaming,
+    NeMoGymResponse,
+    NeMoGymResponseCreateParamsNonStreaming,
+)
 from nemo_gym.responses_converter import ResponsesConverter, split_responses_input_output_items
 from nemo_gym.responses_streaming import sanitize_streaming_responses_body
 from nemo_gym.rollout_collection import _attach_trajectory_record, _trajectory_identity
@@ -220,6 +225,14 @@ def test_calls_complete_what_an_agent_observed(tmp_path: Path) -> None:
     chains: dict[str, Any] = {"_ng_task_index": 0, "_ng_rollout_index": 1, "ng_trajectory": [{"chain": 0}]}
     _attach_trajectory_record(chains, chains)
     assert chains["ng_trajectory"] == [{"chain": 0}]
+
+
+def test_a_chat_request_has_known_names_and_messages_may_have_thoughts() -> None:
+    said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "reasoning_content": "z"}]
+    asked = NeMoGymChatCompletionCreateParamsNonStreaming.model_validate({"messages": said, "verbosity": "low"})
+    assert (asked.verbosity, len(asked.messages)) == ("low", 2)
+    with pytest.raises(ValidationError, match="not permitted: verbose"):
+        NeMoGymChatCompletionCreateParamsNonStreaming.model_validate({"messages": said, "verbose": 1})
 
 
 def test_a_store_refuses_ids_that_are_paths(tmp_path: Path) -> None:

@@ -79,17 +79,17 @@ def is_server_ref(config_dict: object) -> ServerRef | None:
 class Domain(StrEnum):
     """What an environment is about. Informative."""
 
-    MATH = "math"
-    CODING = "coding"
     AGENT = "agent"
-    KNOWLEDGE = "knowledge"
-    INSTRUCTION_FOLLOWING = "instruction_following"
-    LONG_CONTEXT = "long_context"
-    SAFETY = "safety"
-    GAMES = "games"
-    TRANSLATION = "translation"
+    CODING = "coding"
     E2E = "e2e"
+    GAMES = "games"
+    INSTRUCTION_FOLLOWING = "instruction_following"
+    KNOWLEDGE = "knowledge"
+    LONG_CONTEXT = "long_context"
+    MATH = "math"
     RLHF = "rlhf"
+    SAFETY = "safety"
+    TRANSLATION = "translation"
     OTHER = "other"
 
 

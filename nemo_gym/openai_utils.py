@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nemo_gym.http.client import MAX_NUM_TRIES
 from nemo_gym.http.openai_client import (
+    MAX_NUM_TRIES,
     RATE_LIMIT_ERROR_CODES,
     RETRY_ERROR_CODES,
     NeMoGymAsyncOpenAI,

@@ -33,6 +33,8 @@ __all__ = [
 
 _THINK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _OF_A_TURN = ("function_call", "custom_tool_call", "reasoning")
+_MADE_BY_THE_MODEL = ("reasoning", "mcp_list_tools", "mcp_approval_request", "compaction")
+"""Kinds of items, beside the ``…_call``, that no caller writes."""
 _INPUT_ITEM: TypeAdapter[Any] = TypeAdapter(NeMoGymResponseInputItem)
 _OUTPUT_ITEM: TypeAdapter[Any] = TypeAdapter(NeMoGymResponseOutputItem)
 
@@ -47,13 +49,25 @@ def _usage_detail(usage: Mapping[str, Any], details: str, name: str, *flat: str)
     )
 
 
+def _as_reported(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """What an endpoint says of its usage, where the gateway's accounting needs a number and this caller the truth:
+    details that it did not report are unknown, and the total is its own."""
+    read = usage.get("prompt_tokens_details"), usage.get("completion_tokens_details")
+    prompt, completion = (details if isinstance(details, Mapping) else {} for details in read)
+    said: dict[str, Any] = {
+        "input_tokens_details": {"cached_tokens": prompt.get("cached_tokens")},
+        "output_tokens_details": {"reasoning_tokens": completion.get("reasoning_tokens")},
+    }
+    return said if usage.get("total_tokens") is None else {**said, "total_tokens": usage["total_tokens"]}
+
+
 class ResponsesConverter(BaseModel):
     """Converts requests and replies. Keeps nothing between calls."""
 
     return_token_id_information: bool = False
     """Carry token ids and log probabilities of sampled turns, and ask for those of the reply."""
     uses_reasoning_parser: bool = True
-    """The endpoint separates reasoning from the answer. Read by model servers, not here."""
+    """What a model thought is told apart from its answer; otherwise ``<think>`` tags stay in the text."""
 
     @staticmethod
     def _wrap_reasoning_in_think_tags(texts: Sequence[str]) -> str:
@@ -104,6 +118,10 @@ class ResponsesConverter(BaseModel):
         reply["output"] = [
             item.model_dump(mode="json") for item in self.postprocess_assistant_message_dict(choice["message"])
         ]
+        if isinstance(usage := completion.get("usage"), Mapping):
+            reply["usage"] |= _as_reported(usage)
+        if (native := choice.get("native_finish_reason")) is not None:
+            reply["native_finish_reason"] = native
         return NeMoGymResponse.model_validate(reply)
 
     def postprocess_chat_response(self, choice: NeMoGymChoice) -> list[Any]:
@@ -114,7 +132,7 @@ class ResponsesConverter(BaseModel):
         """The output items of an assistant's message: its thoughts, its text, its calls; tokens go to the last."""
         content = message_dict.get("content") or ""
         text = content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
-        thoughts, text = self._extract_reasoning_from_content(text)
+        thoughts, text = self._extract_reasoning_from_content(text) if self.uses_reasoning_parser else ([], text)
         if separate := message_dict.get("reasoning_content"):
             thoughts = [separate, *thoughts]
         items: list[dict[str, Any]] = []
@@ -122,8 +140,11 @@ class ResponsesConverter(BaseModel):
             summary = [{"type": "summary_text", "text": thought} for thought in thoughts]
             items.append({"type": "reasoning", "id": f"rs_{uuid4().hex}", "summary": summary})
         calls = message_dict.get("tool_calls") or []
-        if text or not (calls or thoughts):
-            part = {"type": "output_text", "text": text, "annotations": []}
+        refusal = message_dict.get("refusal")
+        if text or refusal or not (calls or thoughts):
+            part: dict[str, Any] = {"type": "output_text", "text": text, "annotations": []}
+            if refusal and not text:
+                part = {"type": "refusal", "refusal": refusal}
             answer = {"type": "message", "role": "assistant", "status": "completed", "content": [part]}
             items.append({**answer, "id": f"msg_{uuid4().hex}"})
         items += [
@@ -185,13 +206,13 @@ def _put_tokens(items: Any, messages: Sequence[dict[str, Any]]) -> None:
 
 
 def split_responses_input_output_items(items: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The items before the first that an assistant made, and the rest."""
+    """The items before the first that the model made, and the rest. A call of a hosted tool is the model's as well."""
 
     def is_made(item: Any) -> bool:
         role, kind = (
             item.get(key) if isinstance(item, Mapping) else getattr(item, key, None) for key in ("role", "type")
         )
-        return role == "assistant" or kind in _OF_A_TURN
+        return role == "assistant" or kind in _MADE_BY_THE_MODEL or str(kind).endswith("_call")
 
     first = next((number for number, item in enumerate(items) if is_made(item)), len(items))
     return list(items[:first]), list(items[first:])

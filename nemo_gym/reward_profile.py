@@ -315,7 +315,7 @@ def compute_aggregate_metrics(
 
     repeats = _repeats(valid, compute_repeat_metrics_fn) if compute_repeat_metrics_fn is not None else []
     for name in {name: None for repeat in repeats for name in numeric_fields(repeat)}:
-        found = [repeat[name] for repeat in repeats if repeat.get(name) is not None]
+        found = [repeat[name] for repeat in repeats if name in repeat]
         metrics[f"mean_across_repeats/{name}"] = sum(found) / len(found)
 
     return AggregateMetrics(
@@ -327,14 +327,19 @@ def compute_aggregate_metrics(
 
 
 def _repeats(results: Sequence[Result], compute: Callable[[Tasks], dict[str, Any]]) -> list[dict[str, Any]]:
-    """What ``compute`` says of each repeat; nothing where there is but one."""
+    """What ``compute`` says of each repeat; nothing where there is but one. A metric that is unknown (``None``) in one
+    repeat is left out of all: repeats are there to be compared."""
     by_repeat: dict[int, list[list[Result]]] = defaultdict(list)
     for result in results:
         by_repeat[result.get(ROLLOUT_INDEX_KEY, 0)].append([result])
     if len(by_repeat) < 2:
         return []
-    said = ((index, compute(by_repeat[index])) for index in sorted(by_repeat))
-    return [{ROLLOUT_INDEX_KEY: index, **metrics} for index, metrics in said if metrics]
+    said = {index: metrics for index in sorted(by_repeat) if (metrics := compute(by_repeat[index]))}
+    unknown = {name for metrics in said.values() for name, value in metrics.items() if value is None}
+    return [
+        {ROLLOUT_INDEX_KEY: index, **{name: value for name, value in metrics.items() if name not in unknown}}
+        for index, metrics in said.items()
+    ]
 
 
 def _group(index: int, results: Sequence[Result]) -> dict[str, Any]:

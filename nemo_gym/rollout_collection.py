@@ -15,6 +15,9 @@ from nemo_gym.contract.rows import NG_FAILURE_CLASS_KEY, NG_NO_PERSIST_KEY, NG_T
 from nemo_gym.http.client import ServerClient
 from nemo_gym.rollouts.collection import CollectionResult, run_collection
 from nemo_gym.rollouts.examples import Example, ExampleRun, MaskedReward
+from nemo_gym.rollouts.trajectory_records import attach_trajectory_record as _attach_trajectory_record
+from nemo_gym.rollouts.trajectory_records import build_trajectory_record as _build_trajectory_record
+from nemo_gym.rollouts.trajectory_records import trajectory_identity as _trajectory_identity
 from nemo_gym.stack.background import started_here
 
 __all__ = [
@@ -23,6 +26,9 @@ __all__ = [
     "NG_TERMINAL_KEY",
     "RolloutCollectionConfig",
     "RolloutCollectionHelper",
+    "_attach_trajectory_record",
+    "_build_trajectory_record",
+    "_trajectory_identity",
     "run_examples",
     "run_from_config",
 ]

@@ -6,10 +6,11 @@ says otherwise; ``None`` means not observed, and a gap says why.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from nemo_gym.config_types import ModelServerRef
 
@@ -18,6 +19,23 @@ if TYPE_CHECKING:
 
 Count = Annotated[int, Field(ge=0)]
 Milliseconds = Annotated[float, Field(ge=0)]
+
+
+class ConversationItem(dict[str, Any]):
+    """An item of the Responses API as data, whose keys can be read as attributes, too: NeMo Gym has models here, whose
+    validation would cost every rollout more than it tells."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def _readable(items: Any) -> Any:
+    if not isinstance(items, list):
+        return items
+    return [ConversationItem(item) if type(item) is dict else item for item in items]
 
 
 class ObservationModel(BaseModel):
@@ -36,6 +54,41 @@ class ModelCallRef(ObservationModel):
         if not self.model_call_id and not (self.model_ref and self.response_id):
             raise ValueError("a model call is named by 'model_call_id', or by 'model_ref' and 'response_id' together")
         return self
+
+
+class ModelCallRecord(BaseModel):
+    """One captured model call. ``None`` means not observed."""
+
+    model_config = ConfigDict(extra="allow")
+
+    call_index: Count = 0
+    """Its place among the calls of its rollout, from 0."""
+    model_call_id: str | None = None
+    model_ref: ModelServerRef | None = None
+    client_session_id: str | None = None
+    """Of the harness that called, where it names one by header."""
+    dialect: str | None = None
+    started_at: float | None = None
+    completed_at: float | None = None
+    duration_ms: Milliseconds | None = None
+    status_code: int | None = None
+    error_category: str | None = None
+    """``None`` for a call that was answered."""
+    response_id: str | None = None
+    response_status: str | None = None
+    finish_reason: str | None = None
+    model: str | None = None
+    tokens_in: Count | None = None
+    tokens_out: Count | None = None
+    tokens_reasoning: Count | None = None
+    cached_tokens: Count | None = None
+    request: Any | None = None
+    response: Any | None = None
+
+    @property
+    def cache_hit(self) -> bool | None:
+        """Whether part of the prompt came from the engine's prefix cache."""
+        return None if self.cached_tokens is None else self.cached_tokens > 0
 
 
 class TrajectoryTokenStats(ObservationModel):
@@ -65,8 +118,8 @@ class TrajectoryModelCall(ObservationModel):
     duration_ms: Milliseconds | None = None
     request: Any | None = None
     response: Any | None = None
-    response_metadata: TrajectoryResponseMetadata = Field(default_factory=TrajectoryResponseMetadata)
     token_stats: TrajectoryTokenStats = Field(default_factory=TrajectoryTokenStats)
+    response_metadata: TrajectoryResponseMetadata = Field(default_factory=TrajectoryResponseMetadata)
 
 
 class TrajectoryTurn(ObservationModel):
@@ -95,7 +148,7 @@ class AgentInvocation(ObservationModel):
     duration_ms: Milliseconds | None = None
     error_type: str | None = None
     model_calls: list[ModelCallRef] = Field(default_factory=list)
-    conversation: list[Any] = Field(default_factory=list)
+    conversation: Annotated[list[Any], BeforeValidator(_readable)] = Field(default_factory=list)
     """Items of the Responses API, as this invocation saw them."""
 
 
@@ -197,10 +250,10 @@ class TrajectoryRecord(ObservationModel):
     schema_version: Literal["1.0"] = "1.0"
     task_id: str
     rollout_id: str
-    invocations: list[AgentInvocation] = Field(default_factory=list)
     turns: list[TrajectoryTurn] = Field(default_factory=list)
-    model_calls: list[TrajectoryModelCall] = Field(default_factory=list)
+    invocations: list[AgentInvocation] = Field(default_factory=list)
     tool_calls: list[TrajectoryToolCall] = Field(default_factory=list)
+    model_calls: list[TrajectoryModelCall] = Field(default_factory=list)
     gaps: list[ObservationGap] = Field(default_factory=list)
 
     @model_validator(mode="after")
@@ -215,6 +268,51 @@ class TrajectoryRecord(ObservationModel):
         if any((turn.task_id, turn.rollout_id) != (self.task_id, self.rollout_id) for turn in self.turns):
             raise ValueError("a turn belongs to another task or rollout")
         return self
+
+
+def join_model_call_observations(
+    observations: AgentObservationBundle, calls: Sequence[ModelCallRecord]
+) -> AgentObservationBundle:
+    """The observations with every reference to one of ``calls`` completed by its id; a call that nobody refers to
+    belongs to the invocation that its harness names as its session."""
+    by_response = {(_name(call.model_ref), call.response_id): call for call in reversed(calls)}
+    by_id = {call.model_call_id: call for call in calls if call.model_call_id}
+
+    def complete(reference: ModelCallRef | None) -> ModelCallRef | None:
+        if reference is None or reference.model_call_id or not reference.response_id:
+            return reference
+        call = by_response.get((_name(reference.model_ref), reference.response_id))
+        return reference if call is None else _reference_to(call)
+
+    records: list[AgentObservationRecord] = []
+    for record in observations.records:
+        changed: dict[str, Any] = {}
+        if isinstance(record, AgentInvocation | ContextCompactionObservation):
+            changed["model_calls"] = [complete(reference) for reference in record.model_calls]
+        if isinstance(record, ContextCompactionObservation):
+            changed["before_model_call"] = complete(record.before_model_call)
+            changed["after_model_call"] = complete(record.after_model_call)
+        records.append(record.model_copy(update=changed))
+
+    invocations = {record.invocation_id: record for record in records if isinstance(record, AgentInvocation)}
+    owned = {reference.model_call_id for record in invocations.values() for reference in record.model_calls}
+    for call in calls:
+        invocation = invocations.get(call.client_session_id or "")
+        if invocation is not None and call.model_call_id and call.model_call_id not in owned:
+            invocation.model_calls.append(_reference_to(call))
+    for invocation in invocations.values():
+        known = [by_id.get(reference.model_call_id or "") for reference in invocation.model_calls]
+        if None not in known:
+            invocation.model_calls.sort(key=lambda reference: by_id[str(reference.model_call_id)].call_index)
+    return observations.model_copy(update={"records": records, "gaps": list(observations.gaps)})
+
+
+def _name(server: ModelServerRef | None) -> str | None:
+    return server.name if server is not None else None
+
+
+def _reference_to(call: ModelCallRecord) -> ModelCallRef:
+    return ModelCallRef(model_call_id=call.model_call_id, model_ref=call.model_ref, response_id=call.response_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,12 @@ from nemo_gym.http.client import (
     get_server_url,
     inference_context,
     raise_for_status,
-    request,
 )
+from nemo_gym.http.client import request as _request
 from nemo_gym.http.correlation import apply_rollout_prefix, rollout_path_prefix
 from nemo_gym.http.request_state import SESSION_ID_KEY
 from nemo_gym.http.server import BaseServer, SimpleServer
+from nemo_gym.telemetry.connection_pool import EXTERNAL, destination
 
 if TYPE_CHECKING:
     from nemo_gym.global_config import get_first_server_config_dict, get_global_config_dict
@@ -55,6 +56,19 @@ __all__ = [
     "rollout_path_prefix",
     "setup_server_client",
 ]
+
+_GLOBAL_AIOHTTP_CLIENT_QUEUE_TELEMETRY = False
+"""NeMo Gym's switch for measuring its connection pool, which tests of its agents set; nothing here reads it."""
+
+
+async def request(
+    method: str, url: str, _internal: bool = False, *, _server_name: str = EXTERNAL, **options: Any
+) -> ClientResponse:
+    """`nemo_gym.http.client.request`, by this module's session, so that tests of NeMo Gym's plugins can replace it.
+    ``_server_name`` says to whom the request goes (`nemo_gym.telemetry.connection_pool`)."""
+    with destination(_server_name):
+        return await _request(method, url, _internal, session=get_global_aiohttp_client(), **options)
+
 
 FASTAPI_ENTRYPOINT_ENV = "IS_NEMO_GYM_FASTAPI_ENTRYPOINT"
 

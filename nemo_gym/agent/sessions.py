@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fastapi import HTTPException
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from starlette.requests import Request
 
@@ -31,10 +32,10 @@ class AgentSeedSessionRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     agent_session_id: str = Field(min_length=1)
-    episode_id: EpisodeId
     task_id: TaskId
-    tool_accesses: list[ToolAccess] = Field(default_factory=list)
+    episode_id: EpisodeId
     sandbox_access: SandboxAccess | None = None
+    tool_accesses: list[ToolAccess] = Field(default_factory=list)
 
     @field_validator("tool_accesses")
     @classmethod
@@ -105,10 +106,16 @@ class AgentSessions:
         return [*configured, *granted.values()]
 
     async def seed_agent_session(self, request: Request, body: AgentSeedSessionRequest) -> AgentSeedSessionResponse:
-        """Open the session; the same request again answers the same."""
+        """Open the session; the same request again answers the same. One that was closed is a conflict (409), which
+        no caller tries again."""
+        if (self.config.num_workers or 1) > 1:
+            raise ValueError(
+                f"sessions require num_workers=1: they live in one process, and '{self.config.name}' has"
+                f" {self.config.num_workers}"
+            )
         async with self._locked_agent_session(body.agent_session_id) as record:
             if record.closing or record.close_response is not None:
-                raise ValueError(f"agent session '{body.agent_session_id}' is closed")
+                raise HTTPException(409, f"agent session '{body.agent_session_id}' is closed")
             if record.state is None:
                 try:
                     record.state = await self._seed_agent_session_state(body)

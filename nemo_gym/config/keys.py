@@ -95,7 +95,6 @@ UNREAD_NEMO_GYM_KEYS: Final = {
     "verbose": "how much its commands print",
     "json": "how its commands print; here `--json` of ng_validate and ng_status",
     "query": "what its lists are searched for",
-    "model_call_capture_dir": "where model calls are written; here `capture` of the gateway's block",
     "token_id_capture": "token ids of all agents; here the gateway keeps them for every session",
     "component_name": "which agent, environment or benchmark its lists show",
     "telemetry": "reports to its makers; here nothing is reported",
@@ -109,8 +108,11 @@ UNREAD_NEMO_GYM_KEYS: Final = {
 """Top-level keys of NeMo Gym that nothing here reads → what they are there, and what does it here. They may stand in
 configurations written for it; whoever uses one is told."""
 
-NEMO_GYM_KEYS: Final = frozenset({*UNREAD_NEMO_GYM_KEYS, "hf_token", "observability_enabled"})
-"""Top-level keys that NeMo Gym reserves; configurations written for it may hold them."""
+NEMO_GYM_KEYS: Final = frozenset(
+    {*UNREAD_NEMO_GYM_KEYS, "hf_token", "observability_enabled", "model_call_capture_dir"}
+)
+"""Top-level keys that NeMo Gym reserves; configurations written for it may hold them. Its model servers write their
+calls below ``model_call_capture_dir``; the gateway's block has `capture`."""
 
 SERVER_KEYS: Final = frozenset(
     {

@@ -28,10 +28,24 @@ from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, CREDENTIAL_HEADE
 from nemo_gym.contract.errors import CredentialError, InvalidBodyError, ModelError
 from nemo_gym.contract.model_limits import NONE_CHOSEN, REQUEST_TIMEOUT_S, ChosenLimits, limited_call
 from nemo_gym.contract.session import RolloutIdentity
-from nemo_gym.gateway.dialects import PATHS, Dialect, apply_sampling
-from nemo_gym.gateway.dialects.adapters import models_reply, stream_of
+from nemo_gym.gateway.dialects import PATHS, Dialect, apply_sampling, messages, responses
+from nemo_gym.gateway.dialects.adapters import (
+    models_reply,
+    sanitize_streaming_responses_body,
+    stream_of,
+    with_namespaces,
+)
 from nemo_gym.gateway.dialects.errors import dialect_error, inference_refusal
 from nemo_gym.gateway.engines.types import EngineCheck
+from nemo_gym.gateway.model_calls import (
+    CallWriter,
+    CaptureStore,
+    ModelCallCaptureConfig,
+    aggregate_model_call_metrics,
+    install_model_call_capture,
+    merge_model_call_capture_into_record,
+    read_model_call_records,
+)
 from nemo_gym.gateway.policy_request import StreamedUsage, Usage
 from nemo_gym.gateway.sessions import (
     SESSION_TTL_S,
@@ -49,6 +63,7 @@ from nemo_gym.http.plugin_call import PluginCall, plain
 from nemo_gym.http.problems import shape_errors
 from nemo_gym.http.request_state import caller_of, require_role
 from nemo_gym.http.server import Application, BaseServer, SimpleServer
+from nemo_gym.rollout_observability import ModelCallRecord
 
 if TYPE_CHECKING:
     from nemo_gym.openai_types.chat import NeMoGymChatCompletion, NeMoGymChatCompletionCreateParamsNonStreaming
@@ -58,14 +73,24 @@ __all__ = [
     "BaseResponsesAPIModel",
     "BaseResponsesAPIModelConfig",
     "Body",
+    "CaptureStore",
     "DialectError",
     "InferenceCall",
+    "ModelCallCaptureConfig",
+    "ModelCallRecord",
     "RateLimitedError",
     "Request",
     "SimpleResponsesAPIModel",
+    "aggregate_model_call_metrics",
     "dialect_error",
+    "install_model_call_capture",
+    "merge_model_call_capture_into_record",
+    "read_model_call_records",
     "start_model_execution",
 ]
+
+_CaptureMiddleware = CallWriter
+"""NeMo Gym's name, which the suites of its model servers import."""
 
 EVENT_STREAM = "text/event-stream"
 INFERENCE_PATHS = frozenset({*PATHS, "/v1/models"})
@@ -129,15 +154,32 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
         """Answer one request in its own dialect, streaming when it asks for that. Raise `ModelError` when the model
         cannot be reached, `RateLimitedError` when it asks to wait, `DialectError` for a dialect not spoken."""
         hook = {Dialect.CHAT: "chat_completions", Dialect.RESPONSES: "responses"}.get(call.dialect)
-        if hook is None or not self.overrides(hook):
+        if hook is not None and not self.overrides(hook):
             raise DialectError(f"model server '{self.config.name}' does not implement {call.request.url.path}")
         streamed = ("stream", "stream_options")
         body = {key: value for key, value in call.body.items() if key not in streamed}
-        reply = plain(await PluginCall(getattr(self, hook))(call.request, body))
+        if hook is None:
+            reply = await self._message(call, body)
+        elif hook == "responses" and self.overrides("responses_dispatch"):
+            return await PluginCall(self.responses_dispatch)(call.request, call.body)  # type: ignore[no-any-return]
+        else:
+            reply = plain(await PluginCall(getattr(self, hook))(call.request, body))
         call.usage = Usage.of(reply.get("usage"))
         if not call.stream:
             return JsonResponse(reply)
         return Response(b"".join(stream_of(call.dialect, reply)), media_type=EVENT_STREAM)
+
+    async def _message(self, call: InferenceCall, body: dict[str, Any]) -> dict[str, Any]:
+        """A reply in Messages by whichever hook of NeMo Gym this server implements."""
+        if not (self.overrides("responses") or self.overrides("chat_completions")):
+            raise DialectError(f"model server '{self.config.name}' does not implement {call.request.url.path}")
+        chat = messages.chat_request(body)
+        if self.overrides("responses"):
+            reply = plain(await PluginCall(self.responses)(call.request, responses.responses_request(chat)))
+            completion = responses.completion_of_response(reply)
+        else:
+            completion = plain(await PluginCall(self.chat_completions)(call.request, chat))
+        return messages.message_of_completion(completion, body)
 
     async def preflight(self) -> list[EngineCheck]:
         """Ask each engine once, before the first rollout: does it take the key, has it the model, how long is its
@@ -151,6 +193,22 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
     async def responses(self, body: NeMoGymResponseCreateParamsNonStreaming) -> NeMoGymResponse:
         """NeMo Gym's hook; may also take the ``Request``."""
         raise NotImplementedError(f"{type(self).__name__} does not implement responses()")
+
+    async def responses_dispatch(self, request: Request, body: dict[str, Any]) -> Response:
+        """NeMo Gym's hook: the whole answer to a Responses request, streamed where it asks for that. For servers that
+        take more than the dialect has; others implement ``responses``."""
+        cleaned, namespaces = sanitize_streaming_responses_body(body)
+        if body.get("stream"):
+            return await self._stream_responses(request, cleaned, namespaces)
+        return _orjson_dispatch_response(await self._invoke_responses(request, cleaned))
+
+    async def _invoke_responses(self, request: Request, params: Any) -> Any:
+        """What ``responses`` returns, whether it takes the request or not."""
+        return await PluginCall(self.responses)(request, params)
+
+    async def _stream_responses(self, request: Request, params: Any, namespaces: Mapping[str, str]) -> Response:
+        reply = with_namespaces(plain(await self._invoke_responses(request, params)), namespaces)
+        return Response(b"".join(stream_of(Dialect.RESPONSES, reply)), media_type=EVENT_STREAM)
 
     @classmethod
     def overrides(cls, hook: str) -> bool:
@@ -193,6 +251,12 @@ class SimpleResponsesAPIModel(BaseResponsesAPIModel, SimpleServer):
         for path in PATHS:
             routes.append(Route(path, self._inference_route, methods=["POST"]))
         routes.append(Route("/v1/models", self._models_route, methods=["GET"]))
+        if self.overrides("responses") or self.overrides("chat_completions"):
+            known = getattr(self.server_client, "global_config_dict", None)
+            asked = {key: known.get(key) for key in ModelCallCaptureConfig.model_fields} if known else {}
+            given = {key: value for key, value in asked.items() if value is not None}
+            config = ModelCallCaptureConfig.model_validate(given)
+            install_model_call_capture(app, config, model_server_name=self.config.name)
         return app
 
     def facts(self) -> dict[str, Any]:
@@ -322,6 +386,11 @@ def start_model_execution(request: Request, *, upstream_attempted: bool) -> dict
     if state is not None:
         state.nemo_gym_model_execution = facts
     return facts
+
+
+def _orjson_dispatch_response(reply: Any) -> Response:
+    """NeMo Gym's name for a reply as it goes over the wire; ``reply`` is a model of one, or data."""
+    return JsonResponse(plain(reply))
 
 
 def reward_in(body: Mapping[str, Any]) -> tuple[float | None, dict[str, Any] | None]:

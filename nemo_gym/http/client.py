@@ -174,9 +174,10 @@ async def request(
     *,
     idempotent: bool | None = None,
     max_tries: int = MAX_NUM_TRIES,
+    session: aiohttp.ClientSession | None = None,
     **options: Any,
 ) -> ClientResponse:
-    """Send one request; the response's status is the caller's to judge.
+    """Send one request, by ``session`` or the running loop's; the response's status is the caller's to judge.
 
     ``idempotent`` defaults to what the method says; ``True`` allows a POST to be sent again after its connection
     broke. ``_internal`` is accepted for NeMo Gym plugins. Other options are aiohttp's. Raises
@@ -188,10 +189,14 @@ async def request(
         if body is not None:
             options["data"] = encode_json(body)
             options["headers"] = {"Content-Type": "application/json", **(options.get("headers") or {})}
-    session = get_global_aiohttp_client()
+    session = session if session is not None else get_global_aiohttp_client()
     repeatable = method in IDEMPOTENT_METHODS if idempotent is None else idempotent
     return await begun(
-        lambda: session.request(method, url, **options), method, url, repeatable=repeatable, max_tries=max_tries
+        lambda: session.request(method=method, url=url, **options),
+        method,
+        url,
+        repeatable=repeatable,
+        max_tries=max_tries,
     )
 
 
@@ -229,7 +234,12 @@ async def raise_for_status(response: ClientResponse) -> None:
         return
     content = await response.content.read()
     if not issubclass(type(response), ClientResponse) and hasattr(response, "raise_for_status"):
-        response.raise_for_status()  # a stub of a NeMo Gym plugin's tests, which may have little else of a response
+        # A stub of a NeMo Gym plugin's tests, which may have little else of a response.
+        try:
+            response.raise_for_status()
+        except aiohttp.ClientResponseError as raised:
+            raised.response_content = content  # type: ignore[attr-defined]
+            raise
     error = aiohttp.ClientResponseError(
         response.request_info,
         getattr(response, "history", ()),

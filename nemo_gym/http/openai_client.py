@@ -16,6 +16,8 @@ RETRY_ERROR_CODES = [*RATE_LIMIT_ERROR_CODES, 500]
 SHOULD_RETRY_HEADER = "x-should-retry"
 """``true`` or ``false``: what the official SDKs obey before they look at the status."""
 MAX_TRIES = 5
+MAX_NUM_TRIES = 3
+"""What NeMo Gym's model servers have as the default of their setting ``max_http_attempts``."""
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 
@@ -29,10 +31,12 @@ class NeMoGymAsyncOpenAI(BaseModel):
     api_key: str = Field(repr=False)
     internal: bool = False
     default_headers: dict[str, str] = Field(default_factory=dict, repr=False)
+    max_http_attempts: int = Field(MAX_TRIES, ge=1)
 
     async def _request(self, method: str, url: str, json: Any = None) -> Any:
         headers = {**self.default_headers, "Authorization": f"Bearer {self.api_key}"}
-        backoff = Backoff(first_s=FIRST_BACKOFF_S, longest_s=MAX_BACKOFF_S, tries=MAX_TRIES, jitter=NETWORK_JITTER)
+        tries = self.max_http_attempts
+        backoff = Backoff(first_s=FIRST_BACKOFF_S, longest_s=MAX_BACKOFF_S, tries=tries, jitter=NETWORK_JITTER)
         while True:
             response = await request(method, url, self.internal, json=json, headers=headers)
             if response.status not in RETRY_ERROR_CODES:

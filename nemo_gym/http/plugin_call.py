@@ -56,8 +56,11 @@ class PluginCall:
                 " body"
             )
 
-    async def __call__(self, request: Request, body: dict[str, Any], *, response: Response | None = None) -> Any:
-        """The hook's result. Raises `InvalidBodyError` naming the wrong fields, never their values."""
+    async def __call__(
+        self, request: Request, body: dict[str, Any] | BaseModel, *, response: Response | None = None
+    ) -> Any:
+        """The hook's result; a ``body`` that is a model already is given as it is. Raises `InvalidBodyError` naming
+        the wrong fields, never their values."""
         arguments: dict[str, Any] = {}
         if self._request is not None:
             arguments[self._request] = request
@@ -65,7 +68,7 @@ class PluginCall:
             arguments[self._response] = response or Response()
         if self._body is not None:
             name, models = self._body
-            arguments[name] = self._validated(models, body) if models else body
+            arguments[name] = self._validated(models, body) if models and isinstance(body, dict) else body
         try:
             return await self._called(arguments)
         except RequestValidationError as error:  # a plugin that looks at its body itself

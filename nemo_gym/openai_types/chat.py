@@ -33,7 +33,7 @@ from openai.types.chat.chat_completion_message_custom_tool_call_param import (
 )
 from openai.types.chat.completion_create_params import ResponseFormat, WebSearchOptions
 from openai.types.shared_params import FunctionDefinition, Metadata, ReasoningEffort
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from typing_extensions import TypedDict
 
 from nemo_gym.openai_types.tokens import TokenIDLogProbMixin, TokenIDLogProbTypedDictMixin, check_tokens
@@ -185,7 +185,8 @@ NeMoGymChatCompletionMessageParam: TypeAlias = Annotated[
 
 
 class NeMoGymChatCompletionCreateParamsNonStreaming(BaseModel):
-    """A request for one chat completion; the deprecated function parameters are not taken."""
+    """A request for one chat completion; the deprecated function parameters are not taken, nor is a name that the
+    dialect has not. Messages may have more: endpoints send thoughts there, and take them back."""
 
     messages: list[NeMoGymChatCompletionMessageParam]
     model: str | None = None
@@ -197,12 +198,16 @@ class NeMoGymChatCompletionCreateParamsNonStreaming(BaseModel):
     max_tokens: int | None = None
     metadata: Metadata | None = None
     modalities: list[Literal["text", "audio"]] | None = None
+    moderation: dict[str, Any] | None = None
     n: int | None = None
     parallel_tool_calls: bool = True
     prediction: ChatCompletionPredictionContentParam | None = None
     presence_penalty: float | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     reasoning_effort: ReasoningEffort | None = None
     response_format: ResponseFormat | None = None
+    safety_identifier: str | None = None
     seed: int | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     stop: str | list[str] | None = None
@@ -214,5 +219,17 @@ class NeMoGymChatCompletionCreateParamsNonStreaming(BaseModel):
     top_logprobs: int | None = None
     top_p: float | None = None
     user: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
     web_search_options: WebSearchOptions | None = None
+    thinking: dict[str, Any] | None = None
+    """Of gateways to Anthropic's models, as is ``output_config``."""
+    output_config: dict[str, Any] | None = None
     stream: Literal[False] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _knows_every_name(cls, given: Any) -> Any:
+        # Not by extra="forbid", which typed dicts of messages would inherit.
+        if isinstance(given, dict) and (unknown := given.keys() - cls.model_fields.keys()):
+            raise ValueError(f"Extra inputs are not permitted: {', '.join(sorted(map(str, unknown)))}")
+        return given

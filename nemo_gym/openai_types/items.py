@@ -14,6 +14,7 @@ from openai.types.responses import (
     ResponseCustomToolCall,
     ResponseCustomToolCallOutput,
     ResponseFileSearchToolCall,
+    ResponseFunctionToolCall,
     ResponseFunctionWebSearch,
     ResponseInputTextParam,
 )
@@ -138,6 +139,8 @@ class NeMoGymResponseFunctionToolCall(BaseModel):
     type: Literal["function_call"] = "function_call"
     id: str | None = None
     status: ItemStatus | None = None
+    if "namespace" in ResponseFunctionToolCall.model_fields:  # of later releases of openai
+        namespace: str | None = None
 
 
 class NeMoGymResponseMcpCall(McpCall):

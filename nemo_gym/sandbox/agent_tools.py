@@ -62,11 +62,12 @@ async def seed_mcp_servers(
         if not isinstance(offered, Mapping) or not offered.get("headers"):
             raise ValueError(f"the seed of '{server.name}' offers no authenticated MCP: it serves no tools over MCP")
         url = sandbox_server_url(server.name, require_reachable=require_reachable)
+        path = str(offered.get("url_path") or "/mcp").lstrip("/")
         entries[server.name] = {
-            "url": f"{url.rstrip('/')}/{str(offered.get('url_path') or '/mcp').lstrip('/')}",
-            "headers": dict(offered["headers"]),
             "enabled": True,
+            "url": f"{url.rstrip('/')}/{path}",
             "timeout": int(timeout_s * 1000),
+            "headers": dict(offered["headers"]),
         }
     return entries
 

@@ -35,11 +35,11 @@ DEFAULT_MAX_OUTPUT_BYTES = 16 * 1024 * 1024
 class SandboxStatus(StrEnum):
     """The life of a box as its backend reports it."""
 
+    UNKNOWN = "unknown"
     STARTING = "starting"
     RUNNING = "running"
-    STOPPED = "stopped"
     ERROR = "error"
-    UNKNOWN = "unknown"
+    STOPPED = "stopped"
 
 
 @dataclass(frozen=True)

@@ -116,25 +116,10 @@ def rollout(rollout_id: str = "r1", attempt: int = 1, **fields: Any) -> RolloutI
 
 def response(text: str = "hello", **fields: Any) -> dict[str, Any]:
     """A Responses object as an agent returns it."""
-    return {
-        "id": "resp_1",
-        "created_at": 1.0,
-        "model": "m",
-        "object": "response",
-        "output": [
-            {
-                "id": "msg_1",
-                "type": "message",
-                "role": "assistant",
-                "status": "completed",
-                "content": [{"type": "output_text", "text": text, "annotations": []}],
-            }
-        ],
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "tools": [],
-        **fields,
-    }
+    said = {"type": "output_text", "text": text, "annotations": []}
+    message = {"type": "message", "id": "msg_1", "role": "assistant", "content": [said], "status": "completed"}
+    head = {"object": "response", "id": "resp_1", "created_at": 1.0, "model": "m"}
+    return {**head, "output": [message], "tools": [], "tool_choice": "auto", "parallel_tool_calls": True, **fields}
 
 
 async def until(condition: Callable[[], object], seconds: float = 20) -> None:

@@ -166,6 +166,7 @@ async def test_peers_hear_every_cookie_of_an_answer(monkeypatch: pytest.MonkeyPa
         ("gzip", b"no gzip", "compressed body that is none"),
         ("br", b"x", "in the coding 'br', which nobody asked for"),
     ],
+    ids=["gzip", "deflate", "too large", "cut off", "no gzip", "br"],
 )
 async def test_compressed_answer_is_read_within_the_bound_or_refused(
     coding: str, body: bytes, error: str | None, monkeypatch: pytest.MonkeyPatch

@@ -98,3 +98,12 @@ def test_metrics_of_each_repeat_and_their_mean() -> None:
     assert [repeat["sum"] for repeat in found.repeat_level_metrics] == [0.0, 2.0]
     assert found.agent_metrics["mean_across_repeats/sum"] == 1.0
     assert "mean_across_repeats/none" not in found.agent_metrics
+
+
+def test_a_metric_that_one_repeat_does_not_know_is_said_of_none() -> None:
+    rows = [{"_ng_task_index": 0, "_ng_rollout_index": repeat, "reward": float(repeat)} for repeat in range(2)]
+    found = compute_aggregate_metrics(
+        rows, compute_repeat_metrics_fn=lambda tasks: {"sum": 1, "some": tasks[0][0]["reward"] or None}
+    )
+    assert [set(repeat) for repeat in found.repeat_level_metrics] == [{"_ng_rollout_index", "sum"}] * 2
+    assert "mean_across_repeats/some" not in found.agent_metrics

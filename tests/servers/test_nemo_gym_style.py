@@ -121,9 +121,9 @@ class TypedModel(SimpleResponsesAPIModel):
         )
 
 
-def typed_model() -> TestClient:
+def typed_model(kind: type[SimpleResponsesAPIModel] = TypedModel) -> TestClient:
     config = BaseResponsesAPIModelConfig(host="0.0.0.0", port=8080, entrypoint="", name="typed")
-    return TestClient(TypedModel(config=config, server_client=MagicMock(spec=ServerClient)).setup_webserver())
+    return TestClient(kind(config=config, server_client=MagicMock(spec=ServerClient)).setup_webserver())
 
 
 def test_typed_model_server_answers_and_streams_the_same() -> None:
@@ -137,8 +137,17 @@ def test_typed_model_server_answers_and_streams_the_same() -> None:
     assert text.rstrip().endswith("data: [DONE]")
 
 
-@pytest.mark.parametrize(("path", "kind"), [("/v1/responses", "server_error"), ("/v1/messages", "api_error")])
-def test_dialect_that_a_model_server_does_not_speak_is_answered_with_501(path: str, kind: str) -> None:
-    reply = typed_model().post(path, json={"input": "x", "messages": []})
+@pytest.mark.parametrize(
+    ("model", "path", "kind"),
+    [
+        (TypedModel, "/v1/responses", "server_error"),
+        (SimpleResponsesAPIModel, "/v1/chat/completions", "server_error"),
+        (SimpleResponsesAPIModel, "/v1/messages", "api_error"),
+    ],
+)
+def test_dialect_that_a_model_server_does_not_speak_is_answered_with_501(
+    model: type[SimpleResponsesAPIModel], path: str, kind: str
+) -> None:
+    reply = typed_model(model).post(path, json={"input": "x", "messages": []})
     assert reply.status_code == 501 and reply.json()["error"]["type"] == kind
     assert reply.headers["x-should-retry"] == "false"

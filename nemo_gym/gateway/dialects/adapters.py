@@ -42,6 +42,40 @@ def stream_of(dialect: Dialect, reply: Mapping[str, Any], *, include_usage: bool
     return responses_events(reply) if dialect is Dialect.RESPONSES else messages_events(reply)
 
 
+# A request of Responses that is answered whole by a NeMo Gym model server, whatever it asks for.
+
+_OF_STREAMS = ("stream", "stream_options")
+
+
+def sanitize_streaming_responses_body(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """``body`` as a request for a whole reply, with the tools of namespaces beside the others, and the namespace of
+    each of them by its name. Raises ``ValueError`` for a name that two namespaces have."""
+    cleaned = {key: value for key, value in body.items() if key not in _OF_STREAMS}
+    namespaces: dict[str, str] = {}
+    tools: list[Any] = []
+    for tool in body.get("tools") or ():
+        if not isinstance(tool, Mapping) or tool.get("type") != "namespace":
+            tools.append(tool)
+            continue
+        for inner in tool.get("tools") or ():
+            if inner["name"] in namespaces:
+                raise ValueError(f"tools: {inner['name']!r} stands in two namespaces; give them different names")
+            namespaces[inner["name"]] = tool["name"]
+            tools.append(inner)
+    return ({**cleaned, "tools": tools} if tools else cleaned), namespaces
+
+
+def with_namespaces(response: dict[str, Any], namespaces: Mapping[str, str]) -> dict[str, Any]:
+    """``response`` with the namespace of each function that it calls."""
+    output = [
+        {**item, "namespace": namespaces[item["name"]]}
+        if item.get("type") == "function_call" and item.get("name") in namespaces
+        else item
+        for item in response["output"]
+    ]
+    return {**response, "output": output}
+
+
 # The adapter of each dialect, between its bodies and the lowered request and answer.
 
 

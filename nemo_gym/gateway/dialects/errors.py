@@ -64,8 +64,9 @@ class ContextOverflowError(ModelError):
 
 
 def status_of(error: NemoGymError) -> int:
-    """The status of an error towards a harness: both dialects say 400 for a body they do not take."""
-    return 400 if isinstance(error, InvalidBodyError) else error.status
+    """The status of an error towards a harness: both dialects say 400 for a body they do not take. What the types of
+    a NeMo Gym plugin's hook refuse, field by field, stays the 422 that its framework answers."""
+    return 400 if isinstance(error, InvalidBodyError) and not error.details.get("errors") else error.status
 
 
 def openai_type(error: NemoGymError) -> str:

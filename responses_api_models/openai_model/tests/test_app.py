@@ -27,20 +27,9 @@ CHAT = {
     "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "chat says hi"}}],
     "usage": {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7},
 }
-TOOLS = {
-    **CHAT,
-    "choices": [
-        {
-            "index": 0,
-            "finish_reason": "tool_calls",
-            "message": {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}],
-            },
-        }
-    ],
-}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+TOOLS = {**CHAT, "choices": [{"index": 0, "finish_reason": "tool_calls", "message": CALLING}]}
 RESPONSE = {
     "id": "r1",
     "object": "response",

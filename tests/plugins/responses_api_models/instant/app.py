@@ -24,10 +24,10 @@ ANSWER = {
     "tools": [],
     "usage": {
         "input_tokens": 10,
-        "input_tokens_details": {"cached_tokens": 0},
         "output_tokens": 3,
-        "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": 13,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 0},
     },
 }
 

@@ -1,0 +1,147 @@
+"""Runs one command in a box and leaves nothing of it behind: a program of its own, and its numbers for callers.
+
+An agent uploads this file and runs it with the box's Python, so it needs the standard library alone, from 3.8 on:
+
+    python -I process_supervisor.py --timeout 600 --receipt cleanup.json [--stop-file F] -- COMMAND…
+
+At the deadline, or when it is told to stop (SIGTERM, SIGINT), it asks the command to end, and after the clean-up time
+kills it with whatever it has started, daemons too: they are this process's descendants, also when their parents are
+gone. The receipt says whether all of them are gone: ``{cleanup_confirmed, return_code, error, timed_out}``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+DEFAULT_CLEANUP_TIMEOUT = 10.0
+"""Seconds for the command to end by itself; as long again for the rest to be gone after it was killed."""
+POLL_S = 0.02
+_PR_SET_CHILD_SUBREAPER = 36
+_KILLED = 128
+
+
+def exec_timeout(*, timeout: float, cleanup_timeout: float = DEFAULT_CLEANUP_TIMEOUT) -> float:
+    """Seconds to give the exec that runs this program: its deadline, both clean-ups, and time to start and report."""
+    return timeout + 4 * cleanup_timeout
+
+
+def adopt_orphans() -> bool:
+    """Whether descendants whose parents end become this process's children."""
+    try:
+        return bool(ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
+    except (AttributeError, OSError):
+        return False
+
+
+def descendants() -> list[int]:
+    """Ids of all processes below this one that are not dead."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except (OSError, ValueError):
+                continue
+            if state not in "ZX":
+                parents[int(entry.name)] = int(parent)
+    found, grown = {os.getpid()}, True
+    while grown:
+        below = {pid for pid, parent in parents.items() if parent in found} - found
+        found |= below
+        grown = bool(below)
+    return sorted(found - {os.getpid()})
+
+
+def reap() -> None:
+    """Take the exit codes of orphans that have ended; the command's own is its `Popen`'s."""
+    for entry in Path("/proc/self/task").iterdir():
+        try:
+            children = [int(word) for word in (entry / "children").read_text().split()]
+        except OSError:
+            continue
+        for pid in children:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def send(number: int, pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def supervise(
+    command: list[str], timeout: float, cleanup_timeout: float, stop_file: str | None = None
+) -> dict[str, Any]:
+    """Run ``command`` to its end, or end it; returns the receipt."""
+    receipt: dict[str, Any] = {"cleanup_confirmed": False, "return_code": None, "error": None, "timed_out": False}
+    told: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda received, frame: told.append(received))
+    if not adopt_orphans():
+        receipt["error"] = "orphans cannot be adopted on this system"
+        return receipt
+    try:
+        child = subprocess.Popen(command, start_new_session=True)
+    except OSError as error:
+        receipt.update(cleanup_confirmed=True, error=f"{command[0]}: {error.strerror}")
+        return receipt
+
+    deadline = time.monotonic() + timeout
+    while child.poll() is None and not told and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    if child.poll() is None:
+        receipt["timed_out"] = not told
+        if stop_file is not None:
+            Path(stop_file).touch()
+        send(signal.SIGTERM, [child.pid])
+        asked = time.monotonic() + cleanup_timeout
+        while child.poll() is None and time.monotonic() < asked:
+            time.sleep(POLL_S)
+
+    # What is killed may have started more meanwhile, so look again until there is nothing.
+    until = time.monotonic() + cleanup_timeout
+    left = descendants()
+    while left and time.monotonic() < until:
+        send(signal.SIGKILL, left)
+        child.poll()
+        time.sleep(POLL_S)
+        left = descendants()
+    receipt["return_code"] = child.poll()
+    reap()
+    receipt["cleanup_confirmed"] = not left and receipt["return_code"] is not None
+    if left:
+        receipt["error"] = f"still running: {', '.join(map(str, left))}"
+    return receipt
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Runs one command and leaves nothing of it behind.")
+    parser.add_argument("--timeout", type=float, required=True, help="seconds that the command may take")
+    parser.add_argument("--cleanup-timeout", type=float, default=DEFAULT_CLEANUP_TIMEOUT)
+    parser.add_argument("--stop-file", help="made when the command is asked to end")
+    parser.add_argument("--receipt", required=True, help="where to write how it went, as JSON")
+    parser.add_argument("command", nargs="+")
+    args = parser.parse_args()
+    receipt = supervise(args.command, args.timeout, args.cleanup_timeout, args.stop_file)
+    partial = Path(args.receipt + ".part")
+    partial.write_text(json.dumps(receipt))
+    partial.replace(args.receipt)
+    if not receipt["cleanup_confirmed"]:
+        return 1
+    code = receipt["return_code"]
+    return 127 if code is None else code if code >= 0 else _KILLED - code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -161,6 +161,8 @@ NeMoGymChatCompletionMessageToolCallUnionParam: TypeAlias = Annotated[
 class NeMoGymChatCompletionAssistantMessageParam(ChatCompletionAssistantMessageParam, total=False):
     content: str | list[ContentArrayOfContentPart] | None  # type: ignore[misc]
     tool_calls: list[NeMoGymChatCompletionMessageToolCallUnionParam] | None  # type: ignore[misc]
+    reasoning_content: str | None
+    """What the model thought before ``content``, as engines name it; not in OpenAI's own types."""
 
 
 class NeMoGymChatCompletionAssistantMessageForTrainingParam(

@@ -2,8 +2,8 @@
 
 However an act ends, its own teardown is waited for: when its caller is told, its box is gone.
 
-`RowRefMiddleware` carries the row reference of a ``/run`` body along to the environment, whatever an agent's types
-keep of it.
+`OwnRunMiddleware` carries what an attempt was given along in the calls that an overridden ``run`` makes, whatever an
+agent's types keep of it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import structlog
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nemo_gym.contract.credentials import ROW_REF_HEADER
+from nemo_gym.contract.credentials import INFERENCE_TOKEN_HEADER, ROW_REF_HEADER
 from nemo_gym.contract.errors import ContractError, FencedError, InvalidBodyError
 from nemo_gym.contract.rows import SESSION_KEY
 from nemo_gym.contract.session import RolloutIdentity
-from nemo_gym.http.client import attach_headers
+from nemo_gym.http.client import attach_headers, inference_context
 from nemo_gym.http.delivery import CallerGoneError, end, while_connected
 from nemo_gym.http.json_bodies import json_object
 from nemo_gym.http.metrics import Counter
@@ -133,15 +134,24 @@ class ActRegistry:
         await asyncio.gather(*(act.task for act in acts), return_exceptions=True)
 
 
-class RowRefMiddleware:
-    """Calls that an overridden ``run`` makes to its environment carry the reference as a header. A body that cannot be
-    passed on to the environment is refused here, before the plugin tries."""
+class OwnRunMiddleware:
+    """Calls that an overridden ``run`` makes carry its attempt's rights as headers: to the environment the reference
+    to its row, to the model server its inference token; to this server the same, as its ``/v1/responses`` may make the
+    model call. A body that cannot be passed on to the environment is refused here, before the plugin tries."""
 
-    def __init__(self, app: ASGIApp, environment: str | None) -> None:
+    def __init__(self, app: ASGIApp, *, agent: str, environment: str | None, model: str | None) -> None:
         self.app = app
-        self._environment = environment
+        self._agent, self._environment, self._model = agent, environment, model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        token = Headers(scope=scope).get(INFERENCE_TOKEN_HEADER) if scope["type"] == "http" else None
+        if token is None or self._model is None:
+            await self._with_reference(scope, receive, send)
+            return
+        with inference_context(self._model, token), attach_headers(self._agent, {INFERENCE_TOKEN_HEADER: token}):
+            await self._with_reference(scope, receive, send)
+
+    async def _with_reference(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != "/run" or self._environment is None:
             await self.app(scope, receive, send)
             return

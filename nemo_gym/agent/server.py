@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from nemo_gym.agent.acts import ACTS, ActRegistry, RowRefMiddleware, invoked
+from nemo_gym.agent.acts import ACTS, ActRegistry, OwnRunMiddleware, invoked
 from nemo_gym.agent.sessions import (
     AgentCloseSessionRequest,
     AgentCloseSessionResponse,
@@ -229,7 +229,12 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
             self._add_session_routes(app)
         if self.overrides("run"):
             # The innermost layer: it reads bodies, which the layers around let in and bound.
-            inner = Middleware(RowRefMiddleware, environment=self._server_name("resources_server"))
+            inner = Middleware(
+                OwnRunMiddleware,
+                agent=self.config.name,
+                environment=self._server_name("resources_server"),
+                model=self._server_name("model_server"),
+            )
             app.user_middleware.append(inner)
             app.post("/run")(self.run)
         else:

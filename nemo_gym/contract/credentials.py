@@ -29,6 +29,8 @@ CREDENTIAL_HEADER = "X-NeMo-Gym-Credential"
 CONTROL_TOKEN_HEADER = "X-NeMo-Gym-Control-Token"
 ROW_REF_HEADER = "X-NeMo-Gym-Row-Ref"
 """An agent's right to seed and verify one attempt; see `nemo_gym.environment.attempts`."""
+INFERENCE_TOKEN_HEADER = "X-NeMo-Gym-Inference-Token"
+"""Of a request to an agent with its own ``run()``: what its calls to the model server are to carry."""
 CONTROL_TOKEN_TTL_S = 24 * 3600.0
 ROOT_KEY_BYTES = 32
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER
+from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, INFERENCE_TOKEN_HEADER
 from nemo_gym.contract.errors import ServerError
 from nemo_gym.contract.verdict import MAX_REASON_CHARS, FailureKind, StageFailure, StageName
 from nemo_gym.http.client import TRIES_OF_ONE_REPLICA, ServerClient
@@ -107,6 +107,7 @@ class Peers:
         body: Mapping[str, Any],
         *,
         control_token: str | None = None,
+        inference_token: str | None = None,
         cookies: Mapping[str, str] | None = None,
         idempotent: bool = False,
         from_agent: bool = False,
@@ -116,6 +117,8 @@ class Peers:
         headers: dict[str, str] = {}
         if control_token is not None:
             headers[CONTROL_TOKEN_HEADER] = control_token
+        if inference_token is not None:
+            headers[INFERENCE_TOKEN_HEADER] = inference_token
         if cookies:
             headers["Cookie"] = "; ".join(f"{name}={value}" for name, value in cookies.items())
         reply = await self._send(

@@ -242,7 +242,8 @@ class JobAttempt(Attempt):
         held["replicas"] = self.replicas
         held["timings"] = self.timings
         act = self.act if self.act_json is None else orjson.Fragment(self.act_json)
-        return orjson.dumps({"act": act, "held": held})
+        verified = {} if self.verified is None else {"verified": self.verified}  # by an agent's own run
+        return orjson.dumps({"act": act, "held": held, **verified})
 
     def _restore(self, payload: bytes) -> None:
         stored = orjson.loads(payload)

@@ -78,11 +78,24 @@ class InitStage(HttpStage):
     name = StageName.INIT
 
     async def _run(self, attempt: JobAttempt) -> bytes:
-        if not attempt.servers.own_run:
+        servers = attempt.servers
+        if not servers.own_run:
             await self._steps.prepare(attempt)
-        elif attempt.servers.environment is not None:
-            await self._deposit_row(attempt, attempt.servers.environment)
+            return b"{}"
+        if servers.model is not None:
+            with step("open_session", has_span=False):
+                await self._open_session(attempt, servers.model)
+        if servers.environment is not None:
+            await self._deposit_row(attempt, servers.environment)
         return b"{}"
+
+    async def _open_session(self, attempt: JobAttempt, model: str) -> None:
+        """For the model calls of an agent's own ``run``, where its model server has sessions."""
+        try:
+            await self._steps.open_session(attempt, model)
+        except PeerError as error:
+            if error.status not in (404, 405):
+                raise
 
     async def _deposit_row(self, attempt: JobAttempt, environment: str) -> None:
         """Leave the row with the environment, for an agent that seeds and verifies by itself."""
@@ -133,13 +146,15 @@ class RunStage(HttpStage):
             if (failure := failure_of_reply(StageName.RUN, reply)) is not None:
                 raise StageError(failure)
         attempt.verified = reply
-        return orjson.dumps({"verified": reply})
+        return attempt.stored_run()
 
     async def _own_reply(self, attempt: JobAttempt) -> dict[str, Any]:
         agent = attempt.servers.agent
         body = {**(attempt.public_row or attempt.row_with()), SESSION_KEY: attempt.envelope()}
+        token = attempt.session.inference_token if attempt.session is not None else None
         with step("run", kind=SpanKind.CLIENT, peer=agent):
-            reply = (await self._peers_of(attempt).post(agent, "/run", body, from_agent=True)).json()
+            sent = self._peers_of(attempt).post(agent, "/run", body, inference_token=token, from_agent=True)
+            reply = (await sent).json()
         if not isinstance(reply, dict):
             reason = f"{agent}/run answered no JSON object"
             raise StageError(StageFailure(StageName.RUN, FailureKind.AGENT_CRASHED, reason))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.gateway.testing.processes import tiny_engine
 from tests.rollouts.conftest import wait_until
 
 PLUGINS = Path(__file__).resolve().parents[1] / "plugins"
@@ -22,8 +23,8 @@ DEADLINE_S = 120.0
 def ng_run(directory: Path, *words: str) -> subprocess.Popen[str]:
     command = [
         str(Path(sys.executable).with_name("ng_run")),
-        *words,
         "model=instant",
+        *words,
         f"input={directory / 'in.jsonl'}",
         f"output={directory / 'out.jsonl'}",
         f"run_dir={directory / 'run'}",
@@ -91,7 +92,25 @@ def test_agents_and_environments_of_either_style_work_together(
         ("q3", 1.0),
     ]
     assert {row["hints_taken"] for row in rows} == {hints}
+    assert {row["ng_model_session"]["turns"] for row in rows} == {1}
     assert {row["valid"] for row in rows} == {True}
+
+
+def test_run_of_an_agents_own_is_sampled_as_the_run_says_and_gives_its_tokens(tmp_path: Path) -> None:
+    write_rows(tmp_path, 2)
+    with tiny_engine(tmp_path, "rules:\n  - name: answer\n    steps:\n      - {say: '[B]'}\n") as url:
+        engine = (f"policy_base_url={url}", "policy_model_name=tiny", f"policy_path={tmp_path / 'policy'}")
+        limit = "++policy_model.responses_api_models.gateway.policy.max_context_tokens=8192"
+        words = ("agent=runs_itself", "environment=verify_only", "model=vllm", *engine, limit, "temperature=0.5")
+        finish(ng_run(tmp_path, *words))
+    rows = results(tmp_path)
+    assert sorted((row["task_id"], row["reward"]) for row in rows) == [("q0", 0.0), ("q1", 1.0)]
+    for row in rows:
+        (chain,) = row["ng_trajectory"]
+        (message,) = row["response"]["output"]
+        assert message["prompt_token_ids"] == chain["prompt_ids"]
+        assert message["generation_token_ids"] == chain["response_ids"]
+        assert row["response"]["temperature"] == 0.5
 
 
 def test_each_result_stands_once_when_ng_run_was_killed_and_resumed(tmp_path: Path) -> None:

@@ -22,12 +22,14 @@ from nemo_gym.stack.ports import DEFAULT_HOST
 from nemo_gym.stack.scraping import SCRAPE_FILE
 from nemo_gym.stack.stack import pipeline_client
 from tests.architecture.docs import ROOT, table
+from tests.gateway.testing.processes import tiny_engine
 from tests.telemetry.collector import collecting
 from tests.telemetry.runs import WEATHER_ROWS, Run, observed_run
 from tests.telemetry.test_servers import PAGE, families
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
+TALKS = 'rules:\n  - name: talk\n    steps:\n      - {say: "I do not know."}\n'
 SWE_ROWS = ROOT / "resources_servers/swe_bench/data/example.jsonl"
 DASHBOARD = ROOT / "deploy/grafana/nemo_gym.json"
 BOXES = re.compile(r"sandbox_broker|box_start")
@@ -45,20 +47,6 @@ def queries() -> dict[str, str]:
             asked = target["expr"].replace("$__rate_interval", "1m").replace("$run_id", ".*")
             found[f"{panel['title']} {target['refId']}"] = asked
     return found
-
-
-@contextmanager
-def tiny_engine(folder: Path) -> Iterator[str]:
-    script = folder / "script.yaml"
-    script.write_text('rules:\n  - name: talk\n    steps:\n      - {say: "I do not know."}\n')
-    command = [sys.executable, "-m", "nemo_gym_testing.gateway.tiny", "--make", "chatml_think", str(folder / "policy")]
-    command += ["--policy", str(folder / "policy"), "--script", str(script)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield process.stdout.readline().strip()
-        finally:
-            process.terminate()
 
 
 @asynccontextmanager
@@ -119,7 +107,7 @@ async def ask(url: str, query: str) -> list[Any]:
 async def test_each_query_of_the_dashboard_returns_data_of_a_real_run(tmp_path: Path) -> None:
     left = {name: query for name, query in queries().items() if not BOXES.search(query)}
     exposed: set[str] = set()
-    with collecting() as collector, tiny_engine(tmp_path) as engine:
+    with collecting() as collector, tiny_engine(tmp_path, TALKS) as engine:
         collector.status = 400  # some spans are lost
         words = (
             *("agent=simple_agent", "environment=example_mcp_weather", "sandbox=local", "model=vllm"),

@@ -7,13 +7,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from nemo_gym.contract.rows import ROLLOUT_ID_KEY
+from tests.gateway.testing.processes import tiny_engine
 from tests.view.serving import ROOT, Look, browsing, viewing
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]  # the first run builds five images
@@ -47,27 +46,13 @@ def ng_run(folder: Path, name: str, *words: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@contextmanager
-def tiny_engine(folder: Path) -> Iterator[str]:
-    (folder / "script.yaml").write_text(SCRIPT)
-    policy = str(folder / "policy")
-    command = [sys.executable, "-m", "nemo_gym_testing.gateway.tiny", "--make", "chatml_think", policy]
-    command += ["--policy", policy, "--script", str(folder / "script.yaml")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield process.stdout.readline().strip()
-        finally:
-            process.terminate()
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("walked")
     weather = "input=resources_servers/example_mcp_weather/data/example.jsonl"
     agent = ("agent=simple_agent", "environment=example_mcp_weather", "sandbox=local")
     ng_run(folder, "weather", *agent, "model=scripted", weather, "num_repeats=2")
-    with tiny_engine(folder) as url:
+    with tiny_engine(folder, SCRIPT) as url:
         words = (f"policy_base_url={url}", "policy_model_name=tiny", f"policy_path={folder / 'policy'}")
         limit = "++policy_model.responses_api_models.gateway.policy.max_context_tokens=8192"
         ng_run(folder, "tokens", *agent, "model=vllm", *words, limit, weather)

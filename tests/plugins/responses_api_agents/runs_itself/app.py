@@ -45,9 +45,7 @@ class RunsItself(SimpleResponsesAPIAgent):
         await raise_for_status(seeded)
         hint = await self.server_client.post(environment, "/hint", json={}, cookies=seeded.cookies)
         await raise_for_status(hint)
-        answered = await self.server_client.post(
-            self.config.model_server.name, "/v1/responses", json=body.responses_create_params
-        )
+        answered = await self.server_client.post(self.config.name, "/v1/responses", json=body.responses_create_params)
         await raise_for_status(answered)
         verified = await self.server_client.post(
             environment,

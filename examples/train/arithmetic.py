@@ -63,13 +63,13 @@ class Settings:
     seed: int = 0
     tokens: TokenSource = "exact"
     batches: BatchSource = "sampler"
-    steps: int = 24
+    steps: int = 30
     groups: int = 8
     """Of one batch."""
     samples: int = 8
     """Of one group."""
     learning_rate: float = 3e-4
-    warm_steps: int = 300
+    warm_steps: int = 350
     held_out_rows: int = 50
     """Of an evaluation on the way."""
     evaluate_every: int = 3

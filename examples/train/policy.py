@@ -26,7 +26,7 @@ PAD_ID = 0
 END = "<|end|>"
 MERGES = 1_200
 POSITIONS = 512
-DROPOUT = 0.35
+DROPOUT = 0.1
 """Of merges, in the answers of demonstrations: the policy learns more spellings of a word than the tokenizer has."""
 # Digits are words of their own, as in Qwen's tokenizers, and so are line breaks.
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -172,18 +172,13 @@ def logprobs_of(model: nn.Module, ids: Tensor) -> Tensor:
 
 # Warm start
 
-BATCH, PEAK_RATE, RAMP = 32, 3e-3, 50
-MORE_STEPS, MORE_RATE, MORE_RAMP, MOST_ROUNDS = 100, 1e-3, 16, 5
-LEARNT = 0.36
-"""The loss of a policy that copies digits, from where on it falls no further. A policy learns that all at once, and
-when differs from seed to seed."""
+BATCH, PEAK_RATE, RAMP = 48, 3e-3, 50
 LAST = 20
-"""Steps over which that loss is a mean."""
+"""Steps over which the loss is told as a mean."""
 
 
 def make_policy(folder: Path, seed: int, steps: int, threads: int, say: Callable[[str], None]) -> Path:
-    """A warm-started policy in ``folder``; one that is there already is taken as it is. It gets ``steps`` steps, then
-    `MORE_STEPS` at a time until its loss is `LEARNT`."""
+    """A warm-started policy in ``folder``; one that is there already is taken as it is."""
     if (folder / "warm_start.json").is_file():
         return folder
     started, cpu = time.monotonic(), time.process_time()
@@ -191,11 +186,7 @@ def make_policy(folder: Path, seed: int, steps: int, threads: int, say: Callable
     write_tokenizer(folder, [*pages, *[SPELLINGS] * 400])
     torch.set_num_threads(threads)
     model, demonstrated = make_model(folder, seed), demonstrations(seed, Speller(folder))
-    losses = imitate(model, demonstrated, steps, PEAK_RATE, RAMP, say)
-    rounds = 0
-    while statistics.fmean(losses[-LAST:]) > LEARNT and rounds < MOST_ROUNDS:
-        rounds += 1
-        losses += imitate(model, demonstrated, MORE_STEPS, MORE_RATE, MORE_RAMP, say)
+    losses = imitate(model, demonstrated, steps, say)
     # vLLM 0.32 goes on with its old head where the new weights tie it to the embedding and leave it out.
     model.config.tie_word_embeddings = False
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
@@ -219,17 +210,14 @@ def imitate(
     model: Qwen3ForCausalLM,
     demonstrated: Iterator[list[Tokens]],
     steps: int,
-    peak: float,
-    ramp: int,
     say: Callable[[str], None],
 ) -> list[float]:
-    """So many steps on demonstrations, with a learning rate that rises for ``ramp`` of them and then falls in a line;
-    the loss of each."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.01)
+    """So many steps on demonstrations, with a learning rate that rises and then falls in a line; the loss of each."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     losses: list[float] = []
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = peak * min(1.0, (step + 1) / ramp) * max(0.05, 1 - step / steps)
+            group["lr"] = PEAK_RATE * min(1.0, (step + 1) / RAMP) * max(0.05, 1 - step / steps)
         ids, said = padded(next(demonstrated))
         logprobs, spoken = logprobs_of(model, ids), said[:, 1:]
         given = (ids[:, 1:] != PAD_ID) & ~spoken

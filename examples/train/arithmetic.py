@@ -47,6 +47,10 @@ ANSWER_TOKENS, TURNS = 40, 4
 MAX_MODEL_LEN = 512
 RAMP = 5
 """Steps until the learning rate is whole: Adam's first ones know nothing of the gradient's size."""
+FINAL_RATE = 0.1
+"""Of the learning rate, at the last step. Late in a run most groups are solved, and what is left is noise to Adam."""
+WHOLE = 4
+"""Times the rows of an evaluation on the way: those before and after the run."""
 LOGPROB_TOLERANCE = 0.01
 """Two programs in float32; measured: 1e-5."""
 HOPELESS = 20
@@ -59,19 +63,25 @@ class Settings:
     seed: int = 0
     tokens: TokenSource = "exact"
     batches: BatchSource = "sampler"
-    steps: int = 120
+    steps: int = 30
     groups: int = 8
     """Of one batch."""
     samples: int = 8
     """Of one group."""
-    learning_rate: float = 2e-4
-    warm_steps: int = 250
+    learning_rate: float = 3e-4
+    warm_steps: int = 350
     held_out_rows: int = 50
-    evaluate_every: int = 5
+    """Of an evaluation on the way."""
+    evaluate_every: int = 3
     max_weights_lag: int = 1
     concurrency: int = 64
     threads: int = 1
     """Of the trainer; the engine has one as well."""
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step: up over the first `RAMP`, then down to `FINAL_RATE` of it, both in a line."""
+        fall = (step + 1 - RAMP) / max(self.steps - RAMP, 1)
+        return self.learning_rate * min((step + 1) / RAMP, 1 - (1 - FINAL_RATE) * fall)
 
 
 @dataclass
@@ -290,7 +300,7 @@ class Trainer:
         source = task.sums(training, draw, never=held_out, wide=task.WIDE_SHARE)
         self.rows = [one.row() for one in task.distinct(source, 2_000)]
         unseen = task.sums(held_out, draw)
-        self.held_out = [one.row() for one in task.distinct(unseen, 4 * settings.held_out_rows)]
+        self.held_out = [one.row() for one in task.distinct(unseen, WHOLE * settings.held_out_rows)]
         self.steps: list[Step] = []
         self._seen = self._changed = self._turns = self._rollouts = self._spanning = 0
         self._versions: set[int] = set()
@@ -318,7 +328,7 @@ class Trainer:
                     step = self._observe(number, batch, waited, speller)
                     examples = list(examples_of(batch.groups, settings.tokens, speller))
                     for group in optimizer.param_groups:
-                        group["lr"] = settings.learning_rate * min(1.0, (number + 1) / RAMP)
+                        group["lr"] = settings.rate(number)
                     if examples:
                         report = await asyncio.to_thread(train_step, model, optimizer, examples)
                         step.loss, step.gradient_norm = report.loss, report.gradient_norm

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ PAD_ID = 0
 END = "<|end|>"
 MERGES = 1_200
 POSITIONS = 512
-DROPOUT = 0.15
+DROPOUT = 0.1
 """Of merges, in the answers of demonstrations: the policy learns more spellings of a word than the tokenizer has."""
 # Digits are words of their own, as in Qwen's tokenizers, and so are line breaks.
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -172,6 +173,8 @@ def logprobs_of(model: nn.Module, ids: Tensor) -> Tensor:
 # Warm start
 
 BATCH, PEAK_RATE, RAMP = 48, 3e-3, 50
+LAST = 20
+"""Steps over which the loss is told as a mean."""
 
 
 def make_policy(folder: Path, seed: int, steps: int, threads: int, say: Callable[[str], None]) -> Path:
@@ -179,19 +182,43 @@ def make_policy(folder: Path, seed: int, steps: int, threads: int, say: Callable
     if (folder / "warm_start.json").is_file():
         return folder
     started, cpu = time.monotonic(), time.process_time()
-    training, held_out = task.split_operands(seed)
-    draw = random.Random(f"demonstrations:{seed}")
     pages = [page.read_text(encoding="utf-8") for page in sorted(PAGES.glob("*.md"))]
     write_tokenizer(folder, [*pages, *[SPELLINGS] * 400])
     torch.set_num_threads(threads)
-    model, speller = make_model(folder, seed), Speller(folder)
+    model, demonstrated = make_model(folder, seed), demonstrations(seed, Speller(folder))
+    losses = imitate(model, demonstrated, steps, say)
+    # vLLM 0.32 goes on with its old head where the new weights tie it to the embedding and leave it out.
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    save_weights(model, folder)
+    told = {"seed": seed, "steps": len(losses), "loss": statistics.fmean(losses[-LAST:])}
+    spent = {"cpu_s": time.process_time() - cpu, "wall_s": time.monotonic() - started}
+    (folder / "warm_start.json").write_text(json.dumps({**told, **spent}))
+    return folder
+
+
+def demonstrations(seed: int, speller: Speller) -> Iterator[list[Tokens]]:
+    """Batches of demonstrated conversations, without end."""
+    training, held_out = task.split_operands(seed)
+    draw = random.Random(f"demonstrations:{seed}")
     source = task.sums(training, draw, never=held_out, wide=task.WIDE_SHARE)
+    while True:
+        yield [speller.tokens(task.demonstration(next(source), held_out, draw)) for _ in range(BATCH)]
+
+
+def imitate(
+    model: Qwen3ForCausalLM,
+    demonstrated: Iterator[list[Tokens]],
+    steps: int,
+    say: Callable[[str], None],
+) -> list[float]:
+    """So many steps on demonstrations, with a learning rate that rises and then falls in a line; the loss of each."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    losses: list[float] = []
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = PEAK_RATE * min(1.0, (step + 1) / RAMP) * max(0.05, 1 - step / steps)
-        rows = [speller.tokens(task.demonstration(next(source), held_out, draw)) for _ in range(BATCH)]
-        ids, said = padded(rows)
+        ids, said = padded(next(demonstrated))
         logprobs, spoken = logprobs_of(model, ids), said[:, 1:]
         given = (ids[:, 1:] != PAD_ID) & ~spoken
         loss = -(logprobs * spoken).sum() / spoken.sum() - GIVEN_WEIGHT * (logprobs * given).sum() / given.sum()
@@ -199,15 +226,10 @@ def make_policy(folder: Path, seed: int, steps: int, threads: int, say: Callable
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        losses.append(loss.item())
         if (step + 1) % 50 == 0:
-            say(f"warm start: step {step + 1} of {steps}, loss {loss.item():.3f}, {time.monotonic() - started:.0f} s")
-    # vLLM 0.32 goes on with its old head where the new weights tie it to the embedding and leave it out.
-    model.config.tie_word_embeddings = False
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-    save_weights(model, folder)
-    told = {"seed": seed, "steps": steps, "cpu_s": time.process_time() - cpu, "wall_s": time.monotonic() - started}
-    (folder / "warm_start.json").write_text(json.dumps(told))
-    return folder
+            say(f"warm start: step {step + 1} of {steps}, loss {statistics.fmean(losses[-LAST:]):.3f}")
+    return losses
 
 
 def load_model(folder: Path) -> Qwen3ForCausalLM:

@@ -76,44 +76,63 @@ PANELS = (
 
 
 def plot(outcomes: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Curves of one run or of several, one panel for each figure."""
+    """Curves of one run or of several, one panel for each figure; runs of one arm have one colour."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
+    arms = list(dict.fromkeys(arm_of(outcome) for outcome in outcomes))
     figure, panels = pyplot.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 3.2), layout="constrained")
     for panel, (key, title) in zip(panels, PANELS, strict=True):
         for outcome in outcomes:
+            arm = arm_of(outcome)
+            first = outcome is next(each for each in outcomes if arm_of(each) == arm)
             points = [(step["step"], step[key]) for step in outcome["steps"] if step[key] is not None]
             if key == "held_out":
                 points.insert(0, (0, outcome["before"]["mean"]))
-            panel.plot(*zip(*points, strict=True), label=name_of(outcome), marker="." if key == "held_out" else None)
+            panel.plot(
+                *zip(*points, strict=True),
+                color=f"C{arms.index(arm)}",
+                label=arm if first else None,
+                marker="." if key == "held_out" else None,
+                linewidth=1.2,
+            )
         panel.set_title(title)
         panel.set_xlabel("step")
         panel.set_ylim(0, 1 if key in ("held_out", "reward", "effective") else None)
         panel.grid(alpha=0.3)
     panels[0].axhline(outcomes[0]["target"], color="grey", linestyle=":")
-    panels[0].legend(fontsize=7)
+    panels[0].legend(fontsize=7, loc="lower right")
     figure.savefig(file, dpi=110)
     pyplot.close(figure)
 
 
-def name_of(outcome: Mapping[str, Any]) -> str:
+def arm_of(outcome: Mapping[str, Any]) -> str:
     settings = outcome["settings"]
-    return f"seed {settings['seed']}, {settings['tokens']}, {settings['batches']}"
+    return f"{settings['tokens']} tokens, {settings['batches']} batches"
+
+
+def name_of(outcome: Mapping[str, Any]) -> str:
+    return f"seed {outcome['settings']['seed']}, {arm_of(outcome)}"
 
 
 def compared(outcomes: Sequence[Mapping[str, Any]]) -> str:
     """A table, one line for each run."""
-    head = ("run", "held-out before", "held-out after [95 %]", "target at step", "s", "CPU s", "rollouts", "s in all")
+    head = (
+        *("run", "held-out before [95 %]", "after [95 %]", "mean on the way"),
+        *("target at step", "s", "CPU s", "rollouts", "s in all", "CPU s in all"),
+    )
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for outcome in outcomes:
         reached = outcome["reached"] or {}
         found = [str(reached.get(key, "–")) for key in ("step", "wall_s", "cpu_s", "rollouts")]
         before, after = Interval(**outcome["before"]), Interval(**outcome["after"])
-        wall = f"{outcome['wall_s']:.0f}"
-        lines.append("| " + " | ".join([name_of(outcome), f"{before.mean:.2f}", str(after), *found, wall]) + " |")
+        tried = [step["held_out"] for step in outcome["steps"] if step["held_out"] is not None]
+        on_the_way = f"{statistics.fmean(tried):.3f}" if tried else "–"
+        whole = [f"{outcome[key]:.0f}" for key in ("wall_s", "cpu_s")]
+        cells = [name_of(outcome), str(before), str(after), on_the_way, *found, *whole]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

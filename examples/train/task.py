@@ -26,14 +26,14 @@ TOOLS = {"plus": "add", "minus": "subtract"}
 class Errors:
     """How often a demonstration goes wrong, for each of its steps."""
 
-    plus: float = 0.15
+    plus: float = 0.05
     """A plus is taken for a minus."""
-    minus: float = 0.7
-    """A minus is taken for a plus: most of the time, so the likeliest path is wrong."""
-    digit: float = 0.03
-    """One digit of a call's arguments is another."""
-    early: float = 0.25
-    """The first result is given as the answer."""
+    minus: float = 0.3
+    """A minus is taken for a plus."""
+    digit: float = 0.005
+    """One digit of an argument is another. It stays small: a reward says nothing of which digit was wrong."""
+    early: float = 0.7
+    """The first result is given as the answer: most of the time, so the likeliest path is wrong."""
 
 
 ERRORS = Errors()

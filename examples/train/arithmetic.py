@@ -151,7 +151,9 @@ async def serving(policy: Path, folder: Path) -> AsyncIterator[Engine]:
         undo.push_async_callback(asyncio.to_thread, stack.stop)
         entry = await asyncio.to_thread(stack.start)
         undo.push_async_callback(close_global_aiohttp_client)
-        http = await undo.enter_async_context(aiohttp.ClientSession())
+        # Steps are about as far apart as vLLM keeps an idle connection open: each call gets one of its own.
+        connector = aiohttp.TCPConnector(force_close=True)
+        http = await undo.enter_async_context(aiohttp.ClientSession(connector=connector))
         yield Engine(url, pipeline_client(entry), http)
 
 

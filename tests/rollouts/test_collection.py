@@ -314,9 +314,8 @@ async def test_agent_that_overrides_run_says_nothing_that_others_say(make_chain:
     await run_collection(chain.client(), chain.run_keys())
     (row,) = chain.results()
     assert (row["agent_ref"]["name"], row["task_id"], row["note"], row["findings"]) == ("trivial", "t0", "kept", [])
-    assert not {"artifacts", "reverified"} & set(row)
-    for told_by_the_model_server in ("ng_trajectory", "ng_model_session"):
-        assert row.get(told_by_the_model_server) != lies[told_by_the_model_server]
+    assert not {"ng_trajectory", "artifacts", "reverified"} & set(row)
+    assert row["ng_model_session"].get("turns") != 9, "the model server's own word"
 
 
 @pytest.mark.parametrize(

@@ -155,4 +155,6 @@ def _inflated(body: bytes, max_bytes: int) -> bytes:
         raise TooLongError(f"a body of more than {max_bytes} bytes")
     if not inflating.eof:
         raise NoHttpError("a compressed body without its end")
+    if inflating.unused_data:
+        raise NoHttpError("a compressed body with more behind its end")
     return inflated

@@ -163,10 +163,11 @@ async def test_peers_hear_every_cookie_of_an_answer(monkeypatch: pytest.MonkeyPa
         ("deflate", zlib.compress(b'{"a":1}'), None),
         ("gzip", gzip.compress(bytes(10_000_000)), "is larger than 1000000 bytes"),
         ("gzip", gzip.compress(b'{"a":1}')[:-9], "without its end"),
+        ("gzip", 2 * gzip.compress(b'{"a":1}'), "with more behind its end"),
         ("gzip", b"no gzip", "compressed body that is none"),
         ("br", b"x", "in the coding 'br', which nobody asked for"),
     ],
-    ids=["gzip", "deflate", "too large", "cut off", "no gzip", "br"],
+    ids=["gzip", "deflate", "too large", "cut off", "two in one", "no gzip", "br"],
 )
 async def test_compressed_answer_is_read_within_the_bound_or_refused(
     coding: str, body: bytes, error: str | None, monkeypatch: pytest.MonkeyPatch

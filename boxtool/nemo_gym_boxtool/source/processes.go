@@ -84,8 +84,11 @@ func killTree(root int, id string) bool {
 		if len(tree) == 0 {
 			return true
 		}
-		for _, pid := range tree {
-			syscall.Kill(pid, syscall.SIGKILL)
+		// Stopped first: nothing forks before its turn comes, and no shell sees its own child killed and exits by itself.
+		for _, signal := range []syscall.Signal{syscall.SIGSTOP, syscall.SIGKILL} {
+			for _, pid := range tree {
+				syscall.Kill(pid, signal)
+			}
 		}
 		time.Sleep(2 * time.Millisecond)
 	}

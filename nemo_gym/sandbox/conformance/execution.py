@@ -212,6 +212,19 @@ class ExecChecks(Checks):
 
         await eventually(dead, "every process of the killed command is dead")
 
+    async def test_killed_shell_never_outlives_its_child_and_exits(self, box: AsyncSandbox) -> None:
+        async def killed() -> ExecEnd:
+            process = await box.start_exec(ExecRequest("sh -c 'sleep 600; :' & echo up; sleep 600; :"))
+            events = process.events()
+            await anext(events)
+            await process.kill()
+            (end,) = [event async for event in events if isinstance(event, ExecEnd)]
+            return end
+
+        async with asyncio.timeout(PATIENCE_S):
+            ends = await asyncio.gather(*(killed() for _ in range(24)))
+        assert {(end.outcome, end.signal) for end in ends} == {(ExecOutcome.SIGNALED, 9)}
+
     async def test_signal_reaches_the_whole_tree(self, box: AsyncSandbox) -> None:
         child = "sh -c 'trap \"echo child; exit\" USR1; echo up; while :; do sleep 0.05; done'"
         command = f"trap 'echo parent' USR1; {child} & wait; wait"

@@ -41,6 +41,27 @@ def test_dockerd_script_starts_one_private_engine_and_stops_only_that(docker_eng
     assert still.returncode == 0, "stopping the private engine stopped another one"
 
 
+def test_bridge_of_a_killed_engine_does_not_take_the_network_of_the_next(docker_engine: str, state: Path) -> None:
+    left = "ngbr0left000"
+    subprocess.run(["ip", "link", "add", left, "type", "bridge"], check=True)
+    subprocess.run(["ip", "addr", "add", "172.30.240.1/20", "dev", left], check=True)
+    subprocess.run(["ip", "link", "set", left, "up"], check=True)
+    subprocess.run(["iptables", "-A", "FORWARD", "-o", left, "-j", "ACCEPT"], check=True)
+    try:
+        started = run("start", state, "--private")
+        assert started.returncode == 0, started.stderr
+        assert left not in {path.name for path in Path("/sys/class/net").iterdir()}
+        assert left not in subprocess.run(["iptables", "-S"], capture_output=True, text=True, check=True).stdout
+        networks = [line.split()[0] for line in _routes() if "dev ngbr" in line]
+        assert len(networks) == len(set(networks)) >= 1
+    finally:
+        subprocess.run(["ip", "link", "delete", left], capture_output=True)
+
+
+def _routes() -> list[str]:
+    return subprocess.run(["ip", "-4", "route"], capture_output=True, text=True, check=True).stdout.splitlines()
+
+
 def test_dockerd_script_uses_an_engine_that_answers_already(docker_engine: str, state: Path) -> None:
     done = run("start", state, DOCKER_HOST=docker_engine)
     assert done.stdout == f"DOCKER_HOST={docker_engine}\n"

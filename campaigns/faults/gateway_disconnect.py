@@ -237,6 +237,8 @@ async def while_sampling(folder: Path, dialects: Sequence[Dialect], rounds: int)
             second.leave(Leave.CLOSE)
             found = conversation.received(data, stream=stream)
             summary = await client.finalize()
+            # An engine writes the end of a call into its log when its last byte has left.
+            await _until(lambda: all(call.outcome != "killed" for call in there.calls()[client.tag]))
             calls = there.calls()[client.tag]
             rows = summary["trajectories"]
             kept = [list(row["response_ids"]) for row in rows]

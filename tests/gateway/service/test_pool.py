@@ -13,7 +13,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.gateway.engines import EngineConfig, Sampling, TokenRequest
+from nemo_gym.gateway.engines import EngineConfig, Generation, Sampling, TokenRequest
 from nemo_gym.gateway.routing.pool import EngineKind, EnginePool, RetryConfig, RoutingConfig
 from nemo_gym_testing.gateway import FakeEngine, FakeOpenAIEngine, FakeSglangEngine, FakeVllmEngine
 
@@ -131,15 +131,18 @@ async def test_removed_engine_finishes_its_calls_when_it_is_given_time(eventuall
             assert [engine["name"] for engine in pool.status()["engines"]] == ["b"]
 
 
-async def test_running_calls_go_on_elsewhere_when_their_engine_is_removed(eventually: Callable[..., Any]) -> None:
+async def test_running_calls_go_on_elsewhere_when_their_engine_is_removed() -> None:
     async with FakeVllmEngine() as fake, FakeVllmEngine() as other:
         async with EnginePool([config(fake, "a")], retries=RetryConfig(keep_partial_answers=True)) as pool:
             fake.event_gate = asyncio.Semaphore(3)  # three tokens, then silence
-            call = asyncio.create_task(pool.token_calls.generate("s", request()))
-            await eventually(lambda: fake.event_gate is not None and fake.event_gate.locked())
+            items = pool.token_calls.stream("s", request())
+            read: list[int] = []
+            while len(read) < 3:
+                read += (await anext(items)).token_ids
             pool.add(config(other, "b"))
             await pool.remove("a")
-            answer = await call
+            *_, answer = [item async for item in items]
+    assert isinstance(answer, Generation)
     assert [(part.engine, part.tokens) for part in answer.segments] == [("a", 3), ("b", 5)]
     assert answer.token_ids == fake.calls[0].token_ids[:3] + other.calls[0].token_ids
     assert other.calls[0].body["prompt"] == [5, 6, 7, *fake.calls[0].token_ids[:3]]

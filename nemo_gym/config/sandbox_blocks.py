@@ -12,6 +12,8 @@ Swapping the block's file swaps the backend of every server that names it.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -26,8 +28,14 @@ registered_providers: dict[str, Callable[..., Any]] = {}
 """Providers that this program registered itself, see `nemo_gym.sandbox.registry.register_provider`."""
 
 
-def installed_providers() -> dict[str, EntryPoint]:
+def installed_providers() -> Mapping[str, EntryPoint]:
     """Providers of installed packages."""
+    return _installed_in(tuple(sys.path))
+
+
+@functools.cache
+def _installed_in(path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
+    # Reading every installed package's file takes 3 ms, and one composition asks a dozen times.
     return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
 
 

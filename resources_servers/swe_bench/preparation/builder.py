@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
+from nemo_gym._util.files import cache_root
 from nemo_gym.contract.errors import SandboxCreateError
 from nemo_gym.contract.sandbox import SandboxRole
 from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider, SupportsSnapshot, require
@@ -33,6 +35,8 @@ from resources_servers.swe_bench.row import (
     resolve_image,
 )
 from resources_servers.swe_bench.scrub import ScrubError, scrub_box, verify_box
+
+_POLL_S = 0.1
 
 Source = Literal["repository", "official"]
 Report = Callable[[str, str], None]
@@ -118,16 +122,35 @@ class ImageBuilder:
         started = time.monotonic()
         key, source, instance = self._content_key(plan), self.source(plan), plan.row.instance_id
         status: Literal["built", "cached"] = "cached"
-        if self._force or not await self._is_current(plan.image, key):
-            status = "built"
-            await (self._from_official(plan, key) if source == "official" else self._from_repository(plan, key))
         controls: dict[str, Any] = {}
-        if self._controls is not None:
-            made, found = await self._ensure_controls(self._controls, plan, key)
-            status = "built" if made else status
-            controls = {"controls": found.strength, "tests": found.counts(), "left_out": found.left_out or None}
+        async with self._alone(key, waits=instance):
+            if self._force or not await self._is_current(plan.image, key):
+                status = "built"
+                await (self._from_official(plan, key) if source == "official" else self._from_repository(plan, key))
+            if self._controls is not None:
+                made, found = await self._ensure_controls(self._controls, plan, key)
+                status = "built" if made else status
+                controls = {"controls": found.strength, "tests": found.counts(), "left_out": found.left_out or None}
         seconds = round(time.monotonic() - started, 2)
         return Prepared(instance, plan.image, status, source, seconds, **controls)
+
+    @contextlib.asynccontextmanager
+    async def _alone(self, key: str, *, waits: str | None = None) -> AsyncIterator[None]:
+        """Of this user's processes that prepare what has this key at once, one works; the others find it done."""
+        home = cache_root() / "preparing"
+        home.mkdir(parents=True, exist_ok=True)
+        with (home / f"{key}.lock").open("w") as lock:
+            told = False
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if waits is not None and not told:
+                        self._report(waits, "waits for another process that prepares it")
+                        told = True
+                    await asyncio.sleep(_POLL_S)
+            yield
 
     async def _ensure_controls(self, store: ControlStore, plan: RowPlan, key: str) -> tuple[bool, RowControls]:
         """The row's controls, and whether they were made now."""
@@ -206,13 +229,14 @@ class ImageBuilder:
 
     async def _build_environment(self, environment: Environment, key: str) -> str:
         image = f"{PREFIX}.env.{environment.runtime.name}.{key[:16]}"
-        if not await self._is_current(image, key):
-            what = f"environment {environment.runtime} {key[:8]}"
-            async with build_box(
-                self._provider, self._base_image, self._registries, run_id=self._run_id, what=what
-            ) as box:
-                await build_environment(box, environment)
-                await self._snapshots.commit(box.handle, image, {CONTENT_LABEL: key})
+        async with self._alone(key):
+            if not await self._is_current(image, key):
+                what = f"environment {environment.runtime} {key[:8]}"
+                async with build_box(
+                    self._provider, self._base_image, self._registries, run_id=self._run_id, what=what
+                ) as box:
+                    await build_environment(box, environment)
+                    await self._snapshots.commit(box.handle, image, {CONTENT_LABEL: key})
         return image
 
     async def aclose(self) -> None:

@@ -41,10 +41,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(store: Path, *words: str) -> list[str]:
+    """Controls take longest, and are nothing of an image."""
     settings = [f"++sandbox.local.image_dir={store}/images", f"++sandbox.local.state_dir={store}/state"]
     return [
         sys.executable,
-        *("-m", "resources_servers.swe_bench.prepare", f"rows={EXAMPLE_ROWS}", "sandbox=local", *settings, *words),
+        *("-m", "resources_servers.swe_bench.prepare", f"rows={EXAMPLE_ROWS}", "sandbox=local", "controls=off"),
+        *settings,
+        *words,
     ]
 
 
@@ -216,7 +219,7 @@ def make_row(place: Path, name: str, files: dict[str, str], eval_script: str) ->
     changed = {"instance_id": f"nobody__{name}-1", "repo": f"nobody/{name}", "base_commit": head}
     row = {**FIRST, **changed, "eval_script": eval_script}
     (place / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    return row, [f"rows={place / 'rows.jsonl'}", f"repos={place / 'repos'}", "controls=off"]
+    return row, [f"rows={place / 'rows.jsonl'}", f"repos={place / 'repos'}"]
 
 
 def prepare_one(store: Path, words: list[str]) -> dict[str, Any]:
@@ -297,10 +300,11 @@ git checkout -q -b later && echo fixed > file && git commit -qam fix && git rev-
 """
 
 
-def test_a_published_image_is_scrubbed_down_to_what_its_makers_committed(store: Path, tmp_path: Path) -> None:
-    image = "published.example-1"
+def publish(store: Path, place: Path, name: str) -> tuple[list[str], dict[str, Any], list[str]]:
+    """The words that prepare a row of a published image, the row, and the commits of the image."""
+    image = f"published.{name}-1"
 
-    async def publish(provider: LocalProvider) -> list[str]:
+    async def commit(provider: LocalProvider) -> list[str]:
         handle = await provider.create(SandboxSpec())
         try:
             done = await provider.exec(handle, ["bash", "-euc", PUBLISHED])
@@ -310,17 +314,20 @@ def test_a_published_image_is_scrubbed_down_to_what_its_makers_committed(store: 
             await provider.close(handle)
         return (done.stdout or "").split()
 
-    base, head, fix = with_provider(store, publish)
-    row = {
-        **FIRST,
-        "instance_id": "nobody__published-1",
-        "repo": "nobody/published",
-        "base_commit": base,
-        "image": image,
-    }
-    rows = tmp_path / "rows.jsonl"
+    commits = with_provider(store, commit)
+    changed = {"instance_id": f"nobody__{name}-1", "repo": f"nobody/{name}", "base_commit": commits[0], "image": image}
+    row = {**FIRST, **changed}
+    rows = place / "rows.jsonl"
     rows.write_text(json.dumps(row) + "\n")
-    words = [word if not word.startswith("rows=") else f"rows={rows}" for word in command(store, "--json")]
+    return (
+        [word if not word.startswith("rows=") else f"rows={rows}" for word in command(store, "--json")],
+        row,
+        commits,
+    )
+
+
+def test_a_published_image_is_scrubbed_down_to_what_its_makers_committed(store: Path, tmp_path: Path) -> None:
+    words, row, (base, head, fix) = publish(store, tmp_path, "published")
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["rows"][0]["source"] == "official"
@@ -331,3 +338,10 @@ def test_a_published_image_is_scrubbed_down_to_what_its_makers_committed(store: 
         assert not (await provider.exec(handle, ["git", "cat-file", "-e", fix], cwd=TESTBED)).ok
 
     in_box(store, row, look)
+
+
+def test_of_processes_that_prepare_one_row_at_once_one_does_the_work(store: Path, tmp_path: Path) -> None:
+    words, _, _ = publish(store, tmp_path, "shared")
+    at_once = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for _ in range(3)]
+    found = [json.loads(process.communicate(timeout=240)[0])["rows"][0]["status"] for process in at_once]
+    assert sorted(found) == ["built", "cached", "cached"]

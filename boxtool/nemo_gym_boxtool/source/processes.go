@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"os"
+	"sort"
 	"strconv"
 	"strings"
 	"syscall"
@@ -129,7 +130,10 @@ func sendSignal(id, text string) {
 		end(ending{Outcome: "exited"})
 	}
 	sent := map[int]bool{}
-	for _, one := range tree(pid, id) {
+	// Parents began first: one that sees its child's end may end before its own signal comes.
+	found := tree(pid, id)
+	sort.Ints(found)
+	for _, one := range found {
 		if !sent[one] {
 			sent[one] = true
 			syscall.Kill(one, syscall.Signal(value))

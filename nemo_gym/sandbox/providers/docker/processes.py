@@ -229,9 +229,12 @@ def signal_exec(
     began_ticks: int,
     others: Collection[str],
 ) -> None:
-    """Signal every process of one exec, once."""
-    found = select(control.processes(), exec_id=exec_id, main_pid=main_pid, began_ticks=began_ticks, others=others)
-    send(control, found, number)
+    """Signal every process of one exec, once; parents first, as one that sees its child's end may end before its own
+    signal comes."""
+    processes = control.processes()
+    began = {process.pid: (process.started_ticks, process.pid) for process in processes}
+    found = select(processes, exec_id=exec_id, main_pid=main_pid, began_ticks=began_ticks, others=others)
+    send(control, sorted(found, key=began.__getitem__), number)
 
 
 def kill_exec(

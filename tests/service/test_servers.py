@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,10 +41,14 @@ async def test_server_that_hangs_is_drained_by_the_stages_deadline(make_chain: M
         await lend(served, hung)
         await served.client.submit([job(n) for n in range(60)])
         assert await served.client.wait() == {"done": 60}
-        drained = ("draining", "4 rollouts in a row ran into their deadline", 0)
-        assert await health_of(served, "trivial.1") == drained
-        attempts = [view.attempt async for view in served.client.results(follow=False)]
-        assert sorted(attempts)[-CAPACITY:] == [2] * CAPACITY and attempts.count(1) == 60 - CAPACITY
+        state, reason, active = await health_of(served, "trivial.1")
+        assert (state, active) == ("draining", 0)
+        late, _, rest = str(reason).partition(" ")
+        assert rest == "rollouts in a row ran into their deadline"
+        # The first two that were late may have left their places to others before the third had the server drained.
+        assert CAPACITY <= int(late) <= CAPACITY + 2
+        attempts = Counter([view.attempt async for view in served.client.results(follow=False)])
+        assert attempts == {1: 60 - int(late), 2: int(late)}
 
 
 async def test_server_that_hangs_is_drained_by_the_jobs_deadlines(make_chain: MakeChain, hung: ChainServer) -> None:

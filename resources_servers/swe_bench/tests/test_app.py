@@ -32,9 +32,9 @@ EXAMPLES = Path(__file__).parents[1] / "data" / "example.jsonl"
 ROLLOUT = RolloutIdentity(rollout_id="r1", task_id="examples__slugline-1", group_id="g1")
 
 
-def prepared(instance_id: str) -> dict[str, Any]:
+def prepared(instance_id: str, *words: str) -> dict[str, Any]:
     row = next(row for _, row in read_rows(EXAMPLES) if row["instance_id"] == instance_id)
-    asyncio.run(prepare(Options.parse([f"rows={EXAMPLES}", "sandbox=local", f"instances={instance_id}"])))
+    asyncio.run(prepare(Options.parse([f"rows={EXAMPLES}", "sandbox=local", f"instances={instance_id}", *words])))
     return row
 
 
@@ -45,8 +45,8 @@ def row() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def django_row() -> dict[str, Any]:
-    """One whose logs the official Django parser reads."""
-    return prepared("examples__spanwise-1")
+    """One whose logs the official Django parser reads; nothing is confirmed."""
+    return prepared("examples__spanwise-1", "controls=off")
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ async def test_server_answers_others_while_it_parses_a_log_that_has_no_end(
 ) -> None:
     monkeypatch.setattr(grading, "PARSE_TIMEOUT_S", 3.0)
     with running_stack() as stack:
-        stack.add("swe_bench", SweBenchServer, Role.ENVIRONMENT, sandbox_provider={"local": {}})
+        stack.add("swe_bench", SweBenchServer, Role.ENVIRONMENT, sandbox_provider={"local": {}}, tamper_control="off")
         session: dict[str, Any] = {"rollout": rollout().model_dump()}
         seeded = await post(stack, "/seed_session", {**django_row, "_ng_session": session})
         session["artifacts"] = [Artifact.of("patch", "git_diff", QUADRATIC).model_dump()]

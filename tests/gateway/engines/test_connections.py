@@ -66,7 +66,8 @@ class Server:
 
 
 async def _gone(reader: asyncio.StreamReader) -> None:
-    while not reader.at_eof():  # noqa: ASYNC110 - a reader tells of its end only to who reads
+    # A caller that leaves before it has read everything resets the connection, and a reader never ends then.
+    while not reader.at_eof() and reader.exception() is None:  # noqa: ASYNC110 - tells of its end only to who reads
         await asyncio.sleep(0.005)
 
 

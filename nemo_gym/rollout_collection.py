@@ -93,7 +93,8 @@ class RolloutCollectionHelper:
         return run.as_completed()
 
     async def aclose(self) -> None:
-        """Stop every run of examples that is under way."""
+        """Stop every run of examples that is under way. After the last result, waits until the rollouts have released
+        their sessions and boxes: call it before the event loop or the HTTP client closes."""
         for run in self._runs:
             await run.aclose()
         self._runs.clear()

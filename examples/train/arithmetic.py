@@ -178,9 +178,8 @@ async def collected(
         for ended in helper.run_examples(given, **run_keys(settings)):
             row, result = await ended
             found[row["at"]] = result
-    except BaseException:
+    finally:
         await helper.aclose()
-        raise
     return [found[number] for number in range(len(rows))]
 
 

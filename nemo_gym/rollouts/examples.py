@@ -68,7 +68,8 @@ class ExampleRun:
         return asyncio.as_completed(self._futures.values())
 
     async def aclose(self) -> None:
-        """Stop what is under way."""
+        """Stop what is under way, and wait until every rollout has released what it holds: results are handed out
+        before."""
         self._driver.cancel()
         await asyncio.gather(self._driver, return_exceptions=True)
 

@@ -112,8 +112,10 @@ def environment(options: dict[str, Any]) -> FastAPI:
 
     @app.post("/close")
     async def close(request: Request) -> Response:
-        journal.note("close", orjson.loads(await request.body())["rollout"])
+        rollout = orjson.loads(await request.body())["rollout"]
+        journal.note("close", rollout)
         await asyncio.sleep(options.get("close_s", 0))
+        journal.note("closed", rollout)
         return answer({})
 
     @app.post("/rows")

@@ -50,6 +50,15 @@ async def test_examples_under_way_are_cancelled_when_the_helper_is_closed(make_c
     assert len(chain.notes("close")) == 1
 
 
+async def test_sessions_are_released_when_the_helper_is_closed_after_the_last_result(make_chain: MakeChain) -> None:
+    chain = make_chain(environment={"close_s": 1.0})
+    helper = RolloutCollectionHelper(chain.client())
+    for done in helper.run_examples([example(number) for number in range(3)]):
+        await done
+    await helper.aclose()
+    assert len(chain.notes("closed")) == 3
+
+
 async def test_examples_raise_what_is_wrong_with_the_stack(make_chain: MakeChain) -> None:
     chain = make_chain()
     helper = RolloutCollectionHelper(chain.client())

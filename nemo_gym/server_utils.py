@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aiohttp import ClientResponse
-
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.http.client import (
     MAX_NUM_TRIES,
@@ -28,6 +26,8 @@ from nemo_gym.http.server import BaseServer, SimpleServer
 from nemo_gym.telemetry.connection_pool import EXTERNAL, destination
 
 if TYPE_CHECKING:
+    from aiohttp import ClientResponse
+
     from nemo_gym.global_config import get_first_server_config_dict, get_global_config_dict
 
 __all__ = [
@@ -96,6 +96,10 @@ def setup_server_client(head_server_config: BaseServerConfig | None = None) -> S
 
 
 def __getattr__(name: str) -> Any:
+    if name == "ClientResponse":
+        from aiohttp import ClientResponse
+
+        return ClientResponse
     if name in ("get_first_server_config_dict", "get_global_config_dict"):
         from nemo_gym import global_config
 

@@ -15,7 +15,6 @@ from uuid import uuid4
 
 import orjson
 import structlog
-from aiohttp import ClientResponse
 from fastapi import Body
 from pydantic import Field, PrivateAttr, field_validator
 from starlette.middleware import Middleware
@@ -76,6 +75,8 @@ from nemo_gym.reward_profile import AggregateMetricsMixin, compute_aggregate_met
 from nemo_gym.rollout import MODEL_SESSION_KEYS, Attempt, Budgets, RolloutSteps, Servers
 
 if TYPE_CHECKING:
+    from aiohttp import ClientResponse
+
     from nemo_gym.http.environment_bodies import (
         BaseRunRequest,
         BaseVerifyRequest,

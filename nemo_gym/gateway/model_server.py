@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import aiohttp
 import orjson
 import structlog
 from fastapi import Body
@@ -23,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from nemo_gym._util.backoff import retry_after_s
+from nemo_gym._util.lazy import lazily
 from nemo_gym.config_types import BaseRunServerInstanceConfig
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, CREDENTIAL_HEADER, Role
 from nemo_gym.contract.errors import CredentialError, InvalidBodyError, ModelError
@@ -66,8 +66,12 @@ from nemo_gym.http.server import Application, BaseServer, SimpleServer
 from nemo_gym.rollout_observability import ModelCallRecord
 
 if TYPE_CHECKING:
+    import aiohttp
+
     from nemo_gym.openai_types.chat import NeMoGymChatCompletion, NeMoGymChatCompletionCreateParamsNonStreaming
     from nemo_gym.openai_types.responses import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
+else:
+    aiohttp = lazily("aiohttp")
 
 __all__ = [
     "BaseResponsesAPIModel",

@@ -12,16 +12,15 @@ import ipaddress
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextvars import ContextVar
-from functools import cached_property
-from typing import Any, Literal, Self, TypeVar
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
-import aiohttp
 import orjson
-from aiohttp import ClientResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym._util.backoff import NETWORK_JITTER, Backoff
+from nemo_gym._util.lazy import lazily
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.launch import current_launch
 from nemo_gym.config_types import BaseServerConfig
@@ -37,6 +36,12 @@ from nemo_gym.http.correlation import (
     encode_replicas,
 )
 from nemo_gym.http.tracing import inject
+
+if TYPE_CHECKING:
+    import aiohttp
+    from aiohttp import ClientResponse
+else:
+    aiohttp = lazily("aiohttp")
 
 MAX_NUM_TRIES = 6
 TRIES_OF_ONE_REPLICA = 2
@@ -57,10 +62,19 @@ ServerStatus = Literal["success", "connection_error", "timeout", "unknown_error"
 
 T = TypeVar("T")
 
+
 # Of both clients: aiohttp and `nemo_gym.http.connections`.
-_NOT_BEGUN = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, NotConnectedError)
-"""Refused, unresolvable, unroutable, silent: nothing was sent."""
-_BROKEN = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, NoHttpError, OSError)
+
+
+@cache
+def _not_begun() -> tuple[type[Exception], ...]:
+    """Refused, unresolvable, unroutable, silent: nothing was sent."""
+    return (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, NotConnectedError)
+
+
+@cache
+def _broken() -> tuple[type[Exception], ...]:
+    return (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, NoHttpError, OSError)
 
 
 class ServerUnreachableError(ServerError, ConnectionError):
@@ -69,7 +83,7 @@ class ServerUnreachableError(ServerError, ConnectionError):
     code = "server_unreachable"
 
 
-_Owned = tuple[aiohttp.ClientSession, AsyncGenerator[None]]
+_Owned: TypeAlias = "tuple[aiohttp.ClientSession, AsyncGenerator[None]]"
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Owned] = weakref.WeakKeyDictionary()
 """Each loop's session, and the generator that closes it."""
 _attached: ContextVar[Mapping[str, Mapping[str, str]]] = ContextVar("nemo_gym_attached_headers")
@@ -208,10 +222,10 @@ async def begun(
     while True:
         try:
             return await send()
-        except _NOT_BEGUN as error:
+        except _not_begun() as error:
             if not await backoff.again():
                 raise _unreachable(method, url, error, started="no") from error
-        except _BROKEN as error:
+        except _broken() as error:
             if is_own_timeout(error) and not isinstance(error, aiohttp.ClientError):
                 raise
             if not repeatable or not await backoff.again():
@@ -233,7 +247,7 @@ async def raise_for_status(response: ClientResponse) -> None:
     if _is_success(response):
         return
     content = await response.content.read()
-    if not issubclass(type(response), ClientResponse) and hasattr(response, "raise_for_status"):
+    if not issubclass(type(response), aiohttp.ClientResponse) and hasattr(response, "raise_for_status"):
         # A stub of a NeMo Gym plugin's tests, which may have little else of a response.
         try:
             response.raise_for_status()
@@ -248,14 +262,14 @@ async def raise_for_status(response: ClientResponse) -> None:
         headers=getattr(response, "headers", None),
     )
     error.response_content = content  # type: ignore[attr-defined]
-    if issubclass(type(response), ClientResponse):
+    if issubclass(type(response), aiohttp.ClientResponse):
         response.release()
     raise error
 
 
 def _is_success(response: ClientResponse) -> bool:
     """The tests of NeMo Gym's plugins pass stubs, which state ``ok`` and perhaps nothing else."""
-    if issubclass(type(response), ClientResponse) or not hasattr(response, "ok"):
+    if issubclass(type(response), aiohttp.ClientResponse) or not hasattr(response, "ok"):
         return response.status < 300
     return bool(response.ok)
 

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import structlog
 
+from nemo_gym._util.lazy import lazily
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.keys import AGENT_TYPE, ENVIRONMENT_TYPE, SERVER_TYPES
 from nemo_gym.contract.errors import ConfigError
@@ -25,6 +25,11 @@ from nemo_gym.contract.verdict import FailureKind, StageFailure
 from nemo_gym.http.client import ServerClient, get_global_aiohttp_client
 from nemo_gym.rollout import Servers
 from nemo_gym.rollouts.interfaces import JobAttempt, Room, Stop
+
+if TYPE_CHECKING:
+    import aiohttp
+else:
+    aiohttp = lazily("aiohttp")
 
 log = structlog.get_logger(__name__)
 

@@ -10,25 +10,31 @@ time that it takes to come are limited, so that a box cannot use up the process 
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 import socket
 from collections.abc import AsyncIterator, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote_to_bytes
 
-import aiohttp
 import orjson
-from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
+from nemo_gym._util.lazy import lazily
 from nemo_gym._util.tasks import finish
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.sandbox import Door
 from nemo_gym.http.client import new_session
 from nemo_gym.sandbox.door_statistics import AnswerLimit, DoorStatistics, Exchange
 from nemo_gym.sandbox.egress import EgressProxy
+
+if TYPE_CHECKING:
+    import aiohttp
+    from aiohttp import web
+else:
+    aiohttp = lazily("aiohttp")
 
 GENERATION_ROUTES: tuple[str, ...] = ("POST /v1/responses", "POST /v1/chat/completions", "POST /v1/messages")
 """Where a model answers: what a turn is, in each dialect."""
@@ -172,7 +178,9 @@ class DoorServer:
             raise
 
     async def _start(self) -> None:
-        server = _Listener(
+        from aiohttp import web
+
+        server = _listener_class()(
             self._handle,
             max_connections=self._max_connections,
             handler_cancellation=True,
@@ -279,6 +287,8 @@ class DoorServer:
     async def _relay(
         self, request: web.BaseRequest, upstream: aiohttp.ClientResponse, exchange: Exchange
     ) -> web.StreamResponse:
+        from aiohttp import web
+
         exchange.answers(upstream.status, upstream.headers)
         response = web.StreamResponse(status=upstream.status, reason=upstream.reason)
         named = _connection_tokens(upstream.headers)
@@ -317,6 +327,8 @@ class DoorServer:
 
     @staticmethod
     def _problem(status: int, code: str, detail: str, *, started: str) -> web.Response:
+        from aiohttp import web
+
         body: dict[str, Any] = {
             "type": "about:blank",
             "title": HTTPStatus(status).phrase,
@@ -332,17 +344,23 @@ class DoorServer:
         return response
 
 
-class _Listener(web.Server):
-    """An HTTP server with at most so many connections."""
+@functools.cache
+def _listener_class() -> type[Any]:
+    from aiohttp import web
 
-    def __init__(self, handler: Any, *, max_connections: int, **options: Any) -> None:
-        super().__init__(handler, **options)
-        self._max_connections = max_connections
+    class Listener(web.Server):
+        """An HTTP server with at most so many connections."""
 
-    def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
-        super().connection_made(handler, transport)
-        if len(self.connections) > self._max_connections:
-            transport.abort()
+        def __init__(self, handler: Any, *, max_connections: int, **options: Any) -> None:
+            super().__init__(handler, **options)
+            self._max_connections = max_connections
+
+        def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
+            super().connection_made(handler, transport)
+            if len(self.connections) > self._max_connections:
+                transport.abort()
+
+    return Listener
 
 
 class _Body:

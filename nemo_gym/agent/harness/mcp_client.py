@@ -17,9 +17,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import httpx2
 import orjson
 import yarl
@@ -38,10 +37,16 @@ from mcp.types import (
     Tool,
 )
 
+from nemo_gym._util.lazy import lazily
 from nemo_gym.contract.session import McpServer
 from nemo_gym.http.client import get_global_aiohttp_client
 from nemo_gym.http.correlation import ROLLOUT_PATH_PREFIX
 from nemo_gym.http.tracing import inject
+
+if TYPE_CHECKING:
+    import aiohttp
+else:
+    aiohttp = lazily("aiohttp")
 
 CONNECT_TIMEOUT_S = 30.0
 READ_TIMEOUT_S = 300.0

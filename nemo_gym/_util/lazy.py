@@ -1,0 +1,33 @@
+"""Modules that are loaded when something of them is asked for first."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+
+
+def lazily(name: str) -> ModuleType:
+    """The top-level module ``name``, loaded with the first use of an attribute.
+
+    Every server and command starts faster without the modules that only some of them use: ``aiohttp`` alone takes
+    0.15 s of CPU. Where types are checked, import the module itself:
+
+        if TYPE_CHECKING:
+            import aiohttp
+        else:
+            aiohttp = lazily("aiohttp")
+
+    Raises:
+        ModuleNotFoundError: there is no such module.
+    """
+    if (known := sys.modules.get(name)) is not None:
+        return known
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.loader is None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -106,6 +106,8 @@ FULL = (
     "resources_servers/swe_bench/tests/test_prepare_images.py::test_a_second_row",
     "resources_servers/swe_bench/tests/test_prepare_images.py::test_an_image_is_built_again",
     "resources_servers/swe_bench/tests/test_prepare_images.py::test_packages_that_the_project_requires",
+    "resources_servers/swe_bench/tests/test_twins.py::test_reports_that_lie",
+    "resources_servers/swe_bench/tests/test_twins.py::test_solutions_are_confirmed_by_twins",
     "resources_servers/swe_bench/tests/test_twins.py::test_twins_control_what_cannot_be_blinded",
     "tests/acceptance/clis/test_clis.py::test_cli_run_with_sub_agent_and_compaction_has_every_sampled_token_once",
     "tests/acceptance/hosts/test_separate_hosts.py::test_examples_pass_when_every_role_has_two_hosts[math]",
@@ -113,8 +115,11 @@ FULL = (
     "[claude_code-docker]",
     "tests/acceptance/matrix/test_matrix.py::test_cli_solves_an_example_task_from_within_a_box_without_a_network"
     "[codex-docker]",
-    "tests/acceptance/test_lent_boxes.py::test_agent_solves_a_task_in_a_box_that_the_environment_made_and_lent"
-    "[claude_code-",
+    "tests/acceptance/matrix/test_matrix.py::test_cli_uses_the_environments_mcp_tool_from_a_box_without_a_network"
+    "[claude_code-docker]",
+    "tests/acceptance/matrix/test_matrix.py::test_cli_uses_the_environments_mcp_tool_from_a_box_without_a_network"
+    "[codex-docker]",
+    "tests/acceptance/test_lent_boxes.py::test_agent_solves_a_task_in_a_box_that_the_environment_made_and_lent",
     "tests/acceptance/test_lent_boxes.py::test_box_is_gone_within_its_lease",
     "tests/cli/test_commands.py::test_environment_whose_gold_is_rewarded",
     "tests/cli/test_commands.py::test_marker_keeps_the_providers",
@@ -123,8 +128,12 @@ FULL = (
     "tests/faults/gateway/test_fuzz.py::test_nothing_a_caller_sends_is_answered_with_5xx_or_without_form[text]",
     "tests/faults/gateway/test_restart.py::test_killed_gateway_loses_and_doubles_no_token[power_loss]",
     "tests/faults/tampering/test_campaign.py::test_sample_of_the_corpus",
+    "tests/harness/test_docker.py::test_agent_that_is_stopped",
+    "tests/harness/test_docker.py::test_hanging_agent",
+    "tests/sandbox/test_conformance_apptainer.py",
+    "tests/sandbox/test_local_ordinary_user.py::test_ordinary_user_passes_the_same_tests",
 )
-"""Tests whose id begins so run in `make test-full` alone: half a minute and more each, beside others of the same kind
+"""Tests whose id begins so run in `make test-full` alone: ten seconds and more each, beside others of the same kind
 that stay, or before a campaign that asks more."""
 
 FIXTURES: Mapping[str, str] = {

@@ -33,7 +33,13 @@ def printed(name: str, arguments: Mapping[str, Any]) -> str:
     return f"{name}: {arguments['options']['at']}\n"
 
 
-@pytest.mark.parametrize("careless", CARELESS, ids=lambda careless: careless.name)
+KINDS = [
+    kind if kind.name in ("faithful", "all_at_once") else pytest.param(kind, marks=pytest.mark.full)
+    for kind in CARELESS
+]
+
+
+@pytest.mark.parametrize("careless", KINDS, ids=lambda careless: careless.name)
 @pytest.mark.parametrize("dialect", sorted(HARNESSES))
 async def test_careless_harness_keeps_one_chain_of_twenty_turns(
     dialect: str, careless: Carelessness, tmp_path: Path

@@ -211,7 +211,7 @@ def test_tokens_show_mask_logprobs_turns_and_why_the_chain_was_split(browser: Br
     ("scheme", "width"),
     [
         ("light", 1280),
-        ("dark", 390),
+        pytest.param("dark", 390, marks=pytest.mark.full),
         pytest.param("dark", 1280, marks=pytest.mark.full),
         pytest.param("light", 390, marks=pytest.mark.full),
     ],

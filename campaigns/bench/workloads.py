@@ -144,6 +144,11 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.Future[T]:
         return self.owe(super().run_in_executor(executor, func, *args))
 
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """Wait for its threads however long that takes: from Python 3.12 a runner gives them 300 s, which pass at once
+        here."""
+        await super().shutdown_default_executor()
+
 
 class Timeless:
     """A store or ledger on a thread of its own, whose calls take no simulated time."""

@@ -114,7 +114,7 @@ LEFTOVERS = {
     "hidden_ref": ["update-ref", "refs/hidden/x", "{future}"],
     "dangling_commit": [],
     "remote": ["remote", "add", "origin", "https://example.org/x.git"],
-    "fetch_head": ["update-ref", "FETCH_HEAD", "{base}"],
+    "fetch_head": [],
     "reflog": ["reflog", "expire", "--dry-run", "--all"],
 }
 
@@ -130,6 +130,8 @@ def test_verification_fails_when_something_is_left(repository: tuple[Path, str],
             (work / ".git" / "objects" / oid[:2] / oid[2:]).unlink()
     if LEFTOVERS[name]:
         git(work, *(argument.format(future=future, base=base) for argument in LEFTOVERS[name]))
+    if name == "fetch_head":
+        (work / ".git" / "FETCH_HEAD").write_text(f"{base}\n")
     if name == "reflog":
         (work / ".git" / "logs").mkdir()
         (work / ".git" / "logs" / "HEAD").write_text(f"{base} {future} n <n@example.org> 0 +0000\tcommit: x\n")

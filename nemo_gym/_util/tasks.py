@@ -1,4 +1,4 @@
-"""Work that outlives the call that began it: finished although its caller is cancelled, or left to an owner."""
+"""Tasks: work that is finished although its caller is cancelled, or left to an owner; what a group of them raises."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 
 
 async def finish(work: Awaitable[T], *, timeout_s: float | None = None) -> T:
@@ -36,6 +37,21 @@ async def finish(work: Awaitable[T], *, timeout_s: float | None = None) -> T:
     if not task.done():
         raise TimeoutError
     return task.result()
+
+
+def first_of(errors: ExceptionGroup[Exception], kind: type[E]) -> E:
+    """The first exception of a task group whose exceptions are all of ``kind``, to be raised in its place. Raises
+    ``errors`` where others are among them.
+
+    For ``except ExceptionGroup``: Debian 12's Python 3.11.2 wraps what ``except*`` raises into one more group.
+    """
+    found, others = errors.split(kind)
+    if found is None or others is not None:
+        raise errors
+    first: Any = found
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    return first  # type: ignore[no-any-return]
 
 
 class BackgroundTasks:

@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 
+from nemo_gym._util.tasks import first_of
 from nemo_gym.contract.errors import ConfigError, ContractError, ServerError
 from nemo_gym.contract.rows import (
     AGENT_REF_KEY,
@@ -238,8 +239,8 @@ async def reverify(
             async with asyncio.TaskGroup() as group:
                 for _ in range(concurrency):
                     group.create_task(worker())
-        except* ConfigError as errors:
-            raise errors.exceptions[0] from None
+        except ExceptionGroup as errors:
+            raise first_of(errors, ConfigError) from None
     partial.replace(files.reverified)
     return result
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from nemo_gym._util.tasks import first_of
 from nemo_gym.agent.harness.events import Transcript
 from nemo_gym.agent.harness.policy import ContextExceededError, PolicyClient
 from nemo_gym.contract.errors import ModelError
@@ -106,15 +107,9 @@ async def _call_all(toolbox: Toolbox, calls: list[dict[str, Any]], transcript: T
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(call)) for call in calls]
-    except* ToolServerError as errors:
-        raise _first(errors) from errors
+    except ExceptionGroup as errors:
+        raise first_of(errors, ToolServerError) from errors
     return [task.result() for task in tasks]
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _says_done(output: str) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from nemo_gym._util.tasks import BackgroundTasks, finish
+from nemo_gym._util.tasks import BackgroundTasks, finish, first_of
 
 
 async def test_work_finishes_although_its_caller_is_cancelled_twice() -> None:
@@ -100,3 +100,24 @@ async def test_an_owner_hears_of_errors() -> None:
     await tasks.join()
     await asyncio.sleep(0)
     assert heard == ["job: no"]
+
+
+async def _grouped(*errors: Exception) -> None:
+    async def one(error: Exception) -> None:
+        raise error
+
+    async with asyncio.TaskGroup() as group:
+        for error in errors:
+            group.create_task(one(error))
+
+
+async def test_error_of_a_task_group_is_raised_in_its_place_unless_it_hides_another() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        await _grouped(KeyError("a"), KeyError("b"))
+    assert first_of(caught.value, LookupError).args == ("a",)
+    with pytest.raises(ExceptionGroup) as caught:
+        await _grouped(KeyError("a"), ValueError("b"))
+    for kind in (KeyError, OSError):
+        with pytest.raises(ExceptionGroup) as raised:
+            first_of(caught.value, kind)
+        assert raised.value is caught.value

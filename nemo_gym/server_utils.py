@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.http.client import (
-    MAX_NUM_TRIES,
     ServerClient,
     ServerStatus,
-    ServerUnreachableError,
     close_global_aiohttp_client,
     get_global_aiohttp_client,
     get_response_json,
@@ -21,6 +19,7 @@ from nemo_gym.http.client import (
 )
 from nemo_gym.http.client import request as _request
 from nemo_gym.http.correlation import apply_rollout_prefix, rollout_path_prefix
+from nemo_gym.http.exchange import MAX_NUM_TRIES, ServerUnreachableError
 from nemo_gym.http.request_state import SESSION_ID_KEY
 from nemo_gym.http.server import BaseServer, SimpleServer
 from nemo_gym.telemetry.connection_pool import EXTERNAL, destination

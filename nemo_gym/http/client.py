@@ -12,21 +12,20 @@ import ipaddress
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextvars import ContextVar
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
-from nemo_gym._util.backoff import NETWORK_JITTER, Backoff
 from nemo_gym._util.lazy import lazily
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.launch import current_launch
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.contract.credentials import CREDENTIAL_HEADER
 from nemo_gym.contract.errors import ConfigError, ServerError, not_json
-from nemo_gym.http.connections import NoHttpError, NotConnectedError, is_own_timeout, watched_socket
+from nemo_gym.http.connections import watched_socket
 from nemo_gym.http.correlation import (
     REPLICAS_HEADER,
     ROLLOUT_ID_HEADER,
@@ -34,6 +33,16 @@ from nemo_gym.http.correlation import (
     current_replicas,
     current_rollout_id,
     encode_replicas,
+)
+from nemo_gym.http.exchange import (
+    CONNECT_TIMEOUT_S,
+    KEEPALIVE_S,
+    MAX_NUM_TRIES,
+    TOTAL_TIMEOUT_S,
+    ServerUnreachableError,
+    Tries,
+    close_with_the_loop,
+    network_errors,
 )
 from nemo_gym.http.tracing import inject
 
@@ -43,45 +52,14 @@ if TYPE_CHECKING:
 else:
     aiohttp = lazily("aiohttp")
 
-MAX_NUM_TRIES = 6
 TRIES_OF_ONE_REPLICA = 2
 """Of a request that another replica could take."""
-FIRST_BACKOFF_S = 0.1
-"""Doubled after every try: a server that restarts within about six seconds is waited for."""
-TOTAL_TIMEOUT_S = 6 * 3600.0
-"""Of one request that sets no ``timeout``; deadlines of stages are shorter and their own."""
-CONNECT_TIMEOUT_S = 30.0
-KEEPALIVE_S = 30.0
-"""Shorter than the servers' own, so that a POST does not meet a connection that is just being closed."""
 CONNECTION_LIMIT = 0
 """None: the scheduler bounds concurrency, and a second bound here would deadlock agents that call back."""
-
-IDEMPOTENT_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
 
 ServerStatus = Literal["success", "connection_error", "timeout", "unknown_error"]
 
 T = TypeVar("T")
-
-
-# Of both clients: aiohttp and `nemo_gym.http.connections`.
-
-
-@cache
-def _not_begun() -> tuple[type[Exception], ...]:
-    """Refused, unresolvable, unroutable, silent: nothing was sent."""
-    return (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, NotConnectedError)
-
-
-@cache
-def _broken() -> tuple[type[Exception], ...]:
-    return (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, NoHttpError, OSError)
-
-
-class ServerUnreachableError(ServerError, ConnectionError):
-    """No connection could be made, or it broke. ``details['started']`` is ``no`` or ``unknown``."""
-
-    code = "server_unreachable"
-
 
 _Owned: TypeAlias = "tuple[aiohttp.ClientSession, AsyncGenerator[None]]"
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Owned] = weakref.WeakKeyDictionary()
@@ -132,24 +110,6 @@ def get_global_aiohttp_client() -> aiohttp.ClientSession:
         session = new_session(timeout, read_bufsize=2**18)
         _sessions[loop] = session, close_with_the_loop(session.close)
     return session
-
-
-def close_with_the_loop(close: Callable[[], Awaitable[None]]) -> AsyncGenerator[None]:
-    """Await ``close`` when the running event loop ends, or when the returned generator's ``aclose`` is awaited. Keep
-    the generator for as long as what it closes is used."""
-    owner = _close_at_the_end(close)
-    with contextlib.suppress(StopIteration):
-        owner.asend(None).send(None)
-    return owner
-
-
-async def _close_at_the_end(close: Callable[[], Awaitable[None]]) -> AsyncGenerator[None]:
-    """Whoever ends an event loop properly ends its asynchronous generators first; nothing else of a loop can be
-    waited for by code that did not start it."""
-    try:
-        yield
-    finally:
-        await close()
 
 
 async def close_global_aiohttp_client() -> None:
@@ -204,41 +164,12 @@ async def request(
             options["data"] = encode_json(body)
             options["headers"] = {"Content-Type": "application/json", **(options.get("headers") or {})}
     session = session if session is not None else get_global_aiohttp_client()
-    repeatable = method in IDEMPOTENT_METHODS if idempotent is None else idempotent
-    return await begun(
-        lambda: session.request(method=method, url=url, **options),
-        method,
-        url,
-        repeatable=repeatable,
-        max_tries=max_tries,
-    )
-
-
-async def begun(
-    send: Callable[[], Awaitable[T]], method: str, url: str, *, repeatable: bool, max_tries: int = MAX_NUM_TRIES
-) -> T:
-    """What ``send`` gives, which is tried again as this module allows. Raises `ServerUnreachableError`."""
-    backoff = Backoff(first_s=FIRST_BACKOFF_S, tries=max_tries, jitter=NETWORK_JITTER)
+    tries = Tries(method, url, idempotent=idempotent, max_tries=max_tries)
     while True:
         try:
-            return await send()
-        except _not_begun() as error:
-            if not await backoff.again():
-                raise _unreachable(method, url, error, started="no") from error
-        except _broken() as error:
-            if is_own_timeout(error) and not isinstance(error, aiohttp.ClientError):
-                raise
-            if not repeatable or not await backoff.again():
-                raise _unreachable(method, url, error, started="unknown") from error
-
-
-def _unreachable(method: str, url: str, error: Exception, *, started: str) -> ServerUnreachableError:
-    parts = urlsplit(url)
-    where = f"{parts.scheme}://{parts.hostname}:{parts.port or ''}{parts.path}"
-    said = "could not connect" if started == "no" else "the connection broke after the request may have been delivered"
-    return ServerUnreachableError(
-        f"{method} {where}: {said} ({type(error).__name__}: {error})", retryable=True, started=started, url=where
-    )
+            return await session.request(method=method, url=url, **options)
+        except network_errors() as error:
+            await tries.again(error)
 
 
 async def raise_for_status(response: ClientResponse) -> None:

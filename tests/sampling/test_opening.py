@@ -46,13 +46,13 @@ def test_sampler_that_blocks_samples_while_the_trainer_computes(make_chain: Make
     with BlockingSampler(chain.client(), keys, loader, sampling={**TWO, "epochs": 1}, filters=ANY) as sampler:
         first = sampler.next_batch(requested_batch_size=3)
         state = sampler.state_dict()
-        assert [group.row["id"] for group in first.groups] == ["q0", "q1", "q2"]
-        assert len(sampler.next_batch(3).groups) == 3
+        assert len(first.groups) == len(sampler.next_batch(3).groups) == 3
     with BlockingSampler(chain.client(), keys, loader, sampling={**TWO, "epochs": 1}, filters=ANY) as sampler:
         sampler.load_state_dict(state)
-        assert [group.row["id"] for group in sampler.next_batch(3).groups] == ["q3", "q4", "q5"]
-        last = sampler.next_batch(3)
-        assert ([group.row["id"] for group in last.groups], last.exhausted) == (["q6", "q7"], True)
+        second, last = sampler.next_batch(3), sampler.next_batch(3)
+        assert (len(second.groups), len(last.groups), last.exhausted) == (3, 2, True)
+    taken = [group.row["id"] for batch in (first, second, last) for group in batch.groups]
+    assert sorted(taken) == [row["id"] for row in loader]  # in whatever order they were done
     with pytest.raises(ConfigError, match="is closed"):
         sampler.next_batch(1)
 

@@ -106,7 +106,8 @@ def test_each_rollout_is_one_trace_over_all_servers(seen: tuple[Run, Mapping[str
         assert (root.server, root.name, root.kind) == ("pipeline", "rollout", 1)
         assert {span.parent_id for span in trace} - {""} <= ids
         assert {span.attributes["rollout_id"] for span in trace} == {root.attributes["rollout_id"]}
-        assert all(root.start_ns <= span.start_ns <= span.end_ns <= root.end_ns for span in trace)
+        # A server's span ends behind its answer, which may be the rollout's last.
+        assert all(root.start_ns <= span.start_ns <= min(span.end_ns, root.end_ns) for span in trace)
         names = {(span.server, span.name) for span in trace}
         assert names >= {
             ("pipeline", "rollout"),

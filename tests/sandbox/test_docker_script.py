@@ -41,6 +41,17 @@ def test_dockerd_script_starts_one_private_engine_and_stops_only_that(docker_eng
     assert still.returncode == 0, "stopping the private engine stopped another one"
 
 
+def test_process_with_the_number_of_a_killed_containerd_keeps_no_engine_from_starting(
+    docker_engine: str, state: Path
+) -> None:
+    # As after a restart of the machine, or in a namespace of low numbers.
+    pidfile = state / "exec" / "containerd" / "containerd.pid"
+    pidfile.parent.mkdir(parents=True)
+    pidfile.write_text(str(os.getpid()))
+    started = run("start", state, "--private")
+    assert started.returncode == 0, started.stderr
+
+
 def test_bridge_of_a_killed_engine_does_not_take_the_network_of_the_next(docker_engine: str, state: Path) -> None:
     left = "ngbr0left000"
     subprocess.run(["ip", "link", "add", left, "type", "bridge"], check=True)

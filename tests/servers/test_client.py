@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from nemo_gym.contract.errors import ConfigError, ServerError
 from nemo_gym.http import client as client_module
+from nemo_gym.http import exchange as exchange_module
 from nemo_gym.http import openai_client as model_client_module
 from nemo_gym.http import peers as peers_module
 from nemo_gym.http.client import close_global_aiohttp_client, expect_json, get_global_aiohttp_client
@@ -51,7 +52,7 @@ async def peer(hang_ups: int, port: int = 0) -> AsyncIterator[tuple[int, list[by
 
 @pytest.fixture(autouse=True)
 def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(exchange_module, "FIRST_BACKOFF_S", 0.01)
 
 
 def free_port() -> int:
@@ -89,7 +90,7 @@ async def test_request_is_sent_again_when_it_may_be(method: str, idempotent: boo
 
 
 async def test_post_is_delivered_when_the_server_comes_up_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.1)
+    monkeypatch.setattr(exchange_module, "FIRST_BACKOFF_S", 0.1)
     port = free_port()
     sending = asyncio.create_task(request("POST", f"http://127.0.0.1:{port}/seed_session", json={"a": 1}))
     await asyncio.sleep(0.15)

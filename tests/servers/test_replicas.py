@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 import pytest
 from aiohttp import web
 
-from nemo_gym.http import client as client_module
+from nemo_gym.http import exchange as exchange_module
 from nemo_gym.http.correlation import (
     REPLICAS_HEADER,
     Chooser,
@@ -53,7 +53,7 @@ class Replica:
 
 @pytest.fixture(autouse=True)
 def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.002)
+    monkeypatch.setattr(exchange_module, "FIRST_BACKOFF_S", 0.002)
 
 
 @pytest.fixture

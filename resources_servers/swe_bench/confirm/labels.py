@@ -19,12 +19,10 @@ _COMMON = frozenset([
     "kwargs", "none", "true", "false",
 ])
 # fmt: on
+# Private modules differ from release to release, and no test's data is about them: 3.13 has an `_apple_support`.
+_MODULES = [name for name in sys.stdlib_module_names if not re.match("_(?!_)", name)]
 PYTHON_WORDS = (
-    frozenset(
-        word
-        for name in (*keyword.kwlist, *dir(builtins), *sys.stdlib_module_names)
-        for word in _WORD.findall(name.lower())
-    )
+    frozenset(word for name in (*keyword.kwlist, *dir(builtins), *_MODULES) for word in _WORD.findall(name.lower()))
     | _COMMON
 )
 _NAMING_CALLS = frozenset(

@@ -8,7 +8,8 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import aiohttp
@@ -34,12 +35,29 @@ def python_of(engine: str) -> Path:
     return Path(found.stdout.strip())
 
 
-def make_real_policy(folder: Path, *, family: str = "chatml_think", seed: int = 0) -> Path:
-    """A policy of 1.4 million random parameters (Qwen3, 131,072 positions) for vLLM and the gateway. Takes 10 s."""
+def make_real_policy(folder: Path, *, family: str = "chatml_think", seed: int = 0, window: int | None = None) -> Path:
+    """A policy of 1.4 million random parameters (Qwen3, 131,072 positions) for vLLM and the gateway. Takes 10 s.
+    ``window``: tokens that attention sees, default all; what is learnt from short conversations holds in long ones."""
     make_policy(folder, family, seed)
     (folder / "model.npz").unlink()
-    _run_program("weights", str(folder), "--seed", str(seed))
+    words = ("--window", str(window)) if window is not None else ()
+    _run_program("weights", str(folder), "--seed", str(seed), *words)
     return folder
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A conversation as tokens, and which of them the policy says."""
+
+    ids: list[int]
+    said: list[int]
+    """1 or 0 for each of ``ids``."""
+
+
+def warm_start(folder: Path, demonstrations: Iterable[Demonstration]) -> None:
+    """Train the policy of `make_real_policy` on demonstrations, in their order, eight for each step."""
+    lines = b"".join(orjson.dumps(asdict(one)) + b"\n" for one in demonstrations)
+    _run_program("imitate", str(folder), given=lines)
 
 
 def recomputed_logprobs(folder: Path, sequences: Sequence[Sequence[int]]) -> list[list[float | None]]:

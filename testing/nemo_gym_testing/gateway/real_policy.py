@@ -1,9 +1,13 @@
-"""Weights for a policy of `make_policy` that real engines load, and logprobs recomputed from them.
+"""Weights for a policy of `make_policy` that real engines load, their warm start, and logprobs recomputed from them.
 
 Run by the Python of an engine's environment (``scripts/install-engines --python vllm``), which has PyTorch and
 ``transformers``; it imports nothing of this project.
 
-    python real_policy.py weights DIR [--seed 0]     write config.json and model.safetensors into DIR
+    python real_policy.py weights DIR [--seed 0] [--window N]
+                                                     write config.json and model.safetensors into DIR; attention sees
+                                                     N tokens, or all
+    python real_policy.py imitate DIR < LINES        train on conversations, {"ids": […], "said": […]} each, in their
+                                                     order; the loss is of the ids that are said
     python real_policy.py logprobs DIR < LINES       for each JSON array of token ids, a JSON array with the logprob
                                                      of each token after those before it; the first is null
 """
@@ -16,14 +20,17 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 POSITIONS = 131_072
 SPREAD = 4.0
 """Random matrices are multiplied by it: answers are varied then, and end now and then."""
+BATCH, PEAK_RATE, RAMP = 8, 3e-3, 20
+PIECE_TOKENS = 2_048
+"""Of a sequence at once: a whole conversation of a coding agent takes gigabytes for attention masks and logits."""
 
 
-def write_weights(folder: Path, seed: int) -> None:
+def write_weights(folder: Path, seed: int, window: int | None) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     known = [*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer["added_tokens"])]
     torch.manual_seed(seed)
@@ -36,6 +43,9 @@ def write_weights(folder: Path, seed: int) -> None:
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=POSITIONS,
+        use_sliding_window=window is not None,
+        sliding_window=window,
+        max_window_layers=0 if window is not None else 2,
         tie_word_embeddings=False,
     )
     model = Qwen3ForCausalLM(config).float()
@@ -43,11 +53,43 @@ def write_weights(folder: Path, seed: int) -> None:
         for weight in model.parameters():
             if weight.dim() == 2:
                 weight.mul_(SPREAD)
+    save(model, folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
+def save(model: Qwen3ForCausalLM, folder: Path) -> None:
     generation = (folder / "generation_config.json").read_bytes()
     model.save_pretrained(folder)
     (folder / "generation_config.json").write_bytes(generation)  # the policy's own, with its stop tokens
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
+def imitate(folder: Path) -> None:
+    """One step for each `BATCH` lines, with a learning rate that rises and then falls in a line."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.div_(SPREAD)
+    lines = [json.loads(line) for line in sys.stdin]
+    batches = [lines[start : start + BATCH] for start in range(0, len(lines), BATCH)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    for step, batch in enumerate(batches):
+        longest = max(len(one["ids"]) for one in batch)
+        ids = torch.tensor([one["ids"] + [0] * (longest - len(one["ids"])) for one in batch])
+        said = torch.tensor([one["said"] + [0] * (longest - len(one["said"])) for one in batch]).bool()[:, 1:]
+        for group in optimizer.param_groups:
+            group["lr"] = PEAK_RATE * min(1.0, (step + 1) / RAMP) * max(0.05, 1 - step / len(batches))
+        # Padding stands at the end, behind all that looks back, so no mask is needed.
+        states = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[said]
+        loss = torch.nn.functional.cross_entropy(model.lm_head(states), ids[:, 1:][said])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 20 == 0 or step + 1 == len(batches):
+            print(f"step {step + 1} of {len(batches)}: loss {loss.item():.3f}", flush=True)
+    save(model, folder)
 
 
 @torch.no_grad()
@@ -55,20 +97,26 @@ def write_logprobs(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for line in sys.stdin:
         ids = torch.tensor(json.loads(line))
-        logits = model(ids[None, :-1]).logits[0].float().log_softmax(-1)
-        found = logits.gather(1, ids[1:, None])[:, 0].tolist()
+        cache, found = DynamicCache(), []
+        for start in range(0, len(ids) - 1, PIECE_TOKENS):
+            piece, told = ids[:-1][start : start + PIECE_TOKENS], ids[1:][start : start + PIECE_TOKENS]
+            logits = model(piece[None], past_key_values=cache, use_cache=True).logits[0].float().log_softmax(-1)
+            found += logits.gather(1, told[:, None])[:, 0].tolist()
         sys.stdout.write(json.dumps([None, *found]) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("act", choices=["weights", "logprobs"])
+    parser.add_argument("act", choices=["weights", "imitate", "logprobs"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--window", type=int)
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.act == "weights":
-        write_weights(given.folder, given.seed)
+        write_weights(given.folder, given.seed, given.window)
+    elif given.act == "imitate":
+        imitate(given.folder)
     else:
         write_logprobs(given.folder)
 

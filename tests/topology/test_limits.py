@@ -89,7 +89,7 @@ async def test_looping_agent_ends_at_its_turns_and_its_work_is_kept(deaf: Stack,
     assert (answer.outcome, answer.observations["turns"]) == (AgentOutcome.MAX_TURNS, 7), answer.outcome_detail
     door = answer.observations["doors"]["model"]
     assert (door["turns"], door["answered"]) == (7, 7)
-    assert door["over_limit"] >= 1, "it may ask once more before it is stopped"
+    assert 1 <= door["over_limit"] <= 3, "it may ask again before it is stopped"
     assert "+kept" in patch(answer)
     assert await local.list({labels.RUN: RUN}) == []
 

@@ -159,6 +159,7 @@ def _held(name: str, unshare: Sequence[str], setup: str) -> tuple[subprocess.Pop
     while not (children := Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()):
         assert time.monotonic() < deadline, f"host {name} has no first process"
         time.sleep(0.01)
+    holder.stdout.close()
     return holder, int(children[0])
 
 

@@ -108,6 +108,7 @@ def test_each_rollout_is_one_trace_over_all_servers(seen: tuple[Run, Mapping[str
         assert {span.attributes["rollout_id"] for span in trace} == {root.attributes["rollout_id"]}
         # A server's span ends behind its answer, which may be the rollout's last.
         assert all(root.start_ns <= span.start_ns <= min(span.end_ns, root.end_ns) for span in trace)
+        assert all(span.end_ns <= root.end_ns for span in trace if span.server == "pipeline")
         names = {(span.server, span.name) for span in trace}
         assert names >= {
             ("pipeline", "rollout"),

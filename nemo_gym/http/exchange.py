@@ -1,7 +1,7 @@
 """One request to a server over the connections of the running event loop, for JSON that is there as bytes; and when a
 request is tried again, by this client and by the other one, aiohttp's (`nemo_gym.http.client`).
 
-With aiohttp the same takes 130 µs of CPU instead of 50. Nothing here keeps cookies, follows redirections or takes a
+A request takes 50 µs of CPU here and 130 µs with aiohttp. Nothing here keeps cookies, follows redirections or takes a
 proxy.
 """
 

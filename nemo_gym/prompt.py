@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from nemo_gym.config.roots import plugin_roots
 from nemo_gym.contract.errors import ConfigError, RowError
-from nemo_gym.contract.rows import PARAMS_KEY
+from nemo_gym.contract.verdict import PARAMS_KEY
 
 
 class PromptConfig(BaseModel):

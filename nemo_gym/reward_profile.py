@@ -14,8 +14,7 @@ from typing import Any
 
 from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest
 from nemo_gym.contract.errors import InvalidBodyError
-from nemo_gym.contract.rows import ATTEMPT_INDEX_KEY, ROLLOUT_INDEX_KEY, TASK_INDEX_KEY
-from nemo_gym.contract.verdict import declares_failure
+from nemo_gym.contract.verdict import ATTEMPT_INDEX_KEY, ROLLOUT_INDEX_KEY, TASK_INDEX_KEY, declares_failure
 
 __all__ = [
     "AggregateMetrics",

@@ -22,10 +22,13 @@ import structlog
 from nemo_gym._util.tasks import finish
 from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.contract.model_limits import REQUEST_TIMEOUT_S
-from nemo_gym.contract.rows import NO_PROMPT, PARAMS_KEY, RESPONSE_KEY, SESSION_KEY, has_prompt, public_params
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.contract.verdict import (
     MAX_REASON_CHARS,
+    NO_PROMPT,
+    PARAMS_KEY,
+    RESPONSE_KEY,
+    SESSION_KEY,
     FailureKind,
     StageError,
     StageFailure,
@@ -33,10 +36,11 @@ from nemo_gym.contract.verdict import (
     decide_validity,
     failure_of_outcome,
     failure_of_reply,
+    has_prompt,
+    public_params,
 )
-from nemo_gym.http.correlation import ROLLOUT_ID_PATTERN, rollout_context
 from nemo_gym.http.peers import PeerError, Peers, Reply, failure_of_peer
-from nemo_gym.http.tracing import Span, step, within
+from nemo_gym.http.telemetry import ROLLOUT_ID_PATTERN, Span, rollout_context, step, within
 
 log = structlog.get_logger(__name__)
 

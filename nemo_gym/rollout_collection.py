@@ -11,7 +11,7 @@ from rich.console import Console
 
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.config_types import BaseServerConfig
-from nemo_gym.contract.rows import NG_FAILURE_CLASS_KEY, NG_NO_PERSIST_KEY, NG_TERMINAL_KEY
+from nemo_gym.contract.verdict import NG_FAILURE_CLASS_KEY, NG_NO_PERSIST_KEY, NG_TERMINAL_KEY
 from nemo_gym.http.client import ServerClient
 from nemo_gym.rollouts.collection import CollectionResult, run_collection
 from nemo_gym.rollouts.examples import Example, ExampleRun, MaskedReward

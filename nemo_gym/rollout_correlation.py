@@ -1,7 +1,7 @@
-"""NeMo Gym's name of `nemo_gym.http.correlation`."""
+"""NeMo Gym's name of `nemo_gym.http.telemetry`."""
 
-from nemo_gym.http.correlation import *  # noqa: F403
-from nemo_gym.http.correlation import __all__ as _correlation
 from nemo_gym.http.middleware import RolloutMiddleware as RolloutContextMiddleware
+from nemo_gym.http.telemetry import *  # noqa: F403
+from nemo_gym.http.telemetry import __all__ as _correlation
 
 __all__ = [*_correlation, "RolloutContextMiddleware"]  # noqa: PLE0604

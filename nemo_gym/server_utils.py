@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.http.client import (
+    MAX_NUM_TRIES,
     ServerClient,
     ServerStatus,
+    ServerUnreachableError,
     close_global_aiohttp_client,
     get_global_aiohttp_client,
     get_response_json,
@@ -18,10 +20,9 @@ from nemo_gym.http.client import (
     raise_for_status,
 )
 from nemo_gym.http.client import request as _request
-from nemo_gym.http.correlation import apply_rollout_prefix, rollout_path_prefix
-from nemo_gym.http.exchange import MAX_NUM_TRIES, ServerUnreachableError
-from nemo_gym.http.request_state import SESSION_ID_KEY
+from nemo_gym.http.requests import SESSION_ID_KEY
 from nemo_gym.http.server import BaseServer, SimpleServer
+from nemo_gym.http.telemetry import apply_rollout_prefix, rollout_path_prefix
 from nemo_gym.telemetry.connection_pool import EXTERNAL, destination
 
 if TYPE_CHECKING:

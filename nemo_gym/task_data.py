@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
 
 from nemo_gym.config.roots import plugin_roots
-from nemo_gym.contract.rows import AGENT_REF_KEY, PARAMS_KEY, ROLLOUT_INDEX_KEY, TASK_INDEX_KEY
+from nemo_gym.contract.verdict import AGENT_REF_KEY, PARAMS_KEY, ROLLOUT_INDEX_KEY, TASK_INDEX_KEY
 
 TASK_DATA_MODULE_NAME = "task_data"
 TASK_DATA_EXPORT_NAME = "TaskData"

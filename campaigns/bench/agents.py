@@ -34,7 +34,7 @@ from campaigns.bench.agent_parts.sides import InBox, OnHost, RunFailedError, Ses
 from campaigns.bench.report import Bar, Samples, argument_parser, print_report
 from campaigns.bench.rollouts import suite_stack
 from nemo_gym.http.client import close_global_aiohttp_client
-from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.sandbox.facade import create_provider
 from nemo_gym.server_utils import ServerClient
 from nemo_gym.stack.stack import pipeline_client
 

@@ -30,8 +30,7 @@ from nemo_gym.broker.backend import BROKER_LABEL
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.sandbox.base import ExecOutput, ExecRequest, SandboxHandle, SandboxProvider
-from nemo_gym.sandbox.facade import AsyncSandbox
-from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.sandbox.facade import AsyncSandbox, create_provider
 from resources_servers.sandbox.tests.api import Api, LentBox, calling
 from resources_servers.sandbox.tests.broker_process import ROOT, BrokerProcess
 
@@ -309,7 +308,7 @@ async def reclaim(here: Bench) -> tuple[dict[str, Any], list[Bar]]:
 HOLDER = """
 import asyncio, json, sys
 from nemo_gym.contract.sandbox import SandboxSpec
-from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.sandbox.facade import create_provider
 config, count, lease_s = json.loads(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 
 async def main():

@@ -34,8 +34,7 @@ from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.contract.session import Artifact, RolloutIdentity
 from nemo_gym.contract.verdict import Verdict
 from nemo_gym.server_utils import ServerClient
-from resources_servers.swe_bench.app import SweBenchServer
-from resources_servers.swe_bench.config import SweBenchConfig
+from resources_servers.swe_bench.app import SweBenchConfig, SweBenchServer
 from resources_servers.swe_bench.row import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -29,7 +29,7 @@ from campaigns.bench.report import Bar, Samples, argument_parser, print_report
 from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.sandbox.archive import pack_bytes
 from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider
-from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.sandbox.facade import create_provider
 
 OPERATIONS = ("create", "exec", "tar_in", "tar_out", "destroy")
 TAR = pack_bytes("blob", os.urandom(10_000_000))

@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script,
 from campaigns.bench.report import Bar, Samples, argument_parser, print_report
 from campaigns.bench.rollouts import COMPOSITION, Round, measured, suite_stack, write_rows
 from nemo_gym.config.observability import TracesConfig
-from nemo_gym.contract.rows import TASK_INDEX_KEY, rollout_id_of
-from nemo_gym.http import otlp, tracing
+from nemo_gym.contract.verdict import TASK_INDEX_KEY, rollout_id_of
+from nemo_gym.http import otlp, telemetry
 from nemo_gym.http.client import close_global_aiohttp_client
 from nemo_gym.rollouts.collection import run_collection
 from nemo_gym.stack.stack import pipeline_client
@@ -86,7 +86,7 @@ def write_halves(directory: Path, rollouts: int, run_id: str) -> dict[bool, Path
     halves: dict[bool, list[bytes]] = {False: [], True: []}
     for index, row in enumerate(rows):
         rollout = {"run_id": run_id, "rollout_id": rollout_id_of(run_id, index, 0), "attempt": 1}
-        half = halves[tracing.attempt_context(rollout) is not None]
+        half = halves[telemetry.attempt_context(rollout) is not None]
         half.append(orjson.dumps({**row, TASK_INDEX_KEY: index}, option=orjson.OPT_APPEND_NEWLINE))
     for is_on, half in halves.items():
         assert len(half) >= rollouts, "a half is far from half"
@@ -104,7 +104,7 @@ async def turns(runs: int, rollouts: int, concurrency: int) -> tuple[list[Round]
         keys = (f"observability.traces.endpoint={url}", f"observability.traces.sample={SAMPLE}")
         stack = await undo.enter_async_context(suite_stack((*COMPOSITION, *keys)))
         exporter = otlp.SpanExporter(TracesConfig(endpoint=url), {"service.name": "pipeline", "run_id": "bench"})
-        tracing.install(exporter, SAMPLE)
+        telemetry.install(exporter, SAMPLE)
         client = pipeline_client(stack)
 
         async def run(source: Path, run_id: str) -> None:
@@ -121,7 +121,7 @@ async def turns(runs: int, rollouts: int, concurrency: int) -> tuple[list[Round]
                 if number:
                     (on if is_on else off).append(found)
         await asyncio.to_thread(exporter.close)
-        tracing.install(None)
+        telemetry.install(None)
         assert not otlp.DROPPED.values, otlp.DROPPED.values
         await close_global_aiohttp_client()
         return off, on, otlp.EXPORTED.values[()] / ((runs + 1) * rollouts)
@@ -130,19 +130,19 @@ async def turns(runs: int, rollouts: int, concurrency: int) -> tuple[list[Round]
 def sampling_us(count: int = 50_000) -> float:
     """To learn that one attempt is not traced, in µs of CPU."""
     rollout = {"run_id": "bench", "rollout_id": rollout_id_of("bench", 0, 0), "attempt": 1}
-    tracing.install(_Nowhere(), 0.0)
+    telemetry.install(_Nowhere(), 0.0)
     start = time.process_time()
     for _ in range(count):
-        tracing.attempt_context(rollout)
+        telemetry.attempt_context(rollout)
     spent = time.process_time() - start
-    tracing.install(None)
+    telemetry.install(None)
     return spent / count * 1e6
 
 
 class _Nowhere:
     """Exports nothing."""
 
-    def take(self, span: tracing.Span) -> None: ...
+    def take(self, span: telemetry.Span) -> None: ...
 
     def close(self) -> None: ...
 
@@ -151,7 +151,7 @@ def step_us(count: int = 200_000) -> float:
     """One step with traces off, in µs of CPU."""
     start = time.process_time()
     for _ in range(count):
-        with tracing.step("bench", peer="server"):
+        with telemetry.step("bench", peer="server"):
             pass
     return (time.process_time() - start) / count * 1e6
 

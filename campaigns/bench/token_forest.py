@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script,
 from campaigns.bench.report import Bar, argument_parser, print_report
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
-from nemo_gym.gateway.dialects.conversation_cache import ConversationCache
+from nemo_gym.gateway.dialects.chat import ConversationCache
 from nemo_gym.gateway.tokens import History, IncrementalEncoder, PolicyTokenizer, Sampled, TokenForest
 from nemo_gym.gateway.tokens.trajectories import record_of
 from nemo_gym_testing.gateway.tiny.policies import make_policy

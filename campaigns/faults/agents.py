@@ -51,7 +51,7 @@ from nemo_gym.contract.session import (
 )
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import SandboxProvider
-from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.sandbox.facade import create_provider
 from nemo_gym.server_utils import close_global_aiohttp_client
 from responses_api_agents.claude_code_agent.app import ClaudeCodeAgent
 from responses_api_agents.codex_agent.app import CodexAgent

@@ -33,19 +33,11 @@ from nemo_gym.agent.sessions import (
     AgentSessionState,
     _AgentSessionRecord,
 )
-from nemo_gym.agent.topology.transcript import response_object
+from nemo_gym.agent.topology.bindings import response_object
 from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest, BaseRunServerInstanceConfig
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.episodes import ToolAccess, unique_tool_names
 from nemo_gym.contract.errors import ConfigError, ContractError, InvalidBodyError, ServerError
-from nemo_gym.contract.rows import (
-    ATTEMPT_INDEX_KEY,
-    PARAMS_KEY,
-    RESPONSE_KEY,
-    ROLLOUT_INDEX_KEY,
-    SESSION_KEY,
-    TASK_INDEX_KEY,
-)
 from nemo_gym.contract.session import (
     ActRequest,
     ActResponse,
@@ -55,22 +47,31 @@ from nemo_gym.contract.session import (
     RolloutIdentity,
     Topology,
 )
-from nemo_gym.contract.verdict import StageError, Verdict, failure_of_outcome
+from nemo_gym.contract.verdict import (
+    ATTEMPT_INDEX_KEY,
+    PARAMS_KEY,
+    RESPONSE_KEY,
+    ROLLOUT_INDEX_KEY,
+    SESSION_KEY,
+    TASK_INDEX_KEY,
+    StageError,
+    Verdict,
+    failure_of_outcome,
+)
 from nemo_gym.http.client import expect_json, inference_context
-from nemo_gym.http.correlation import (
+from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError
+from nemo_gym.http.middleware import TOKEN_CAPTURE
+from nemo_gym.http.peers import PeerError, Peers, Reply
+from nemo_gym.http.plugin_call import PluginCall, plain
+from nemo_gym.http.requests import JsonResponse, describe_request, parse_json_object, require_role, validated
+from nemo_gym.http.server import Application, BaseServer, SimpleServer
+from nemo_gym.http.telemetry import (
+    Reading,
     apply_rollout_prefix,
     maybe_rollout_id_from_run_body,
     rollout_context,
     rollout_path_prefix,
 )
-from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError
-from nemo_gym.http.json_bodies import JsonResponse, parse_json_object, validated
-from nemo_gym.http.metrics import Reading
-from nemo_gym.http.middleware import TOKEN_CAPTURE
-from nemo_gym.http.peers import PeerError, Peers, Reply
-from nemo_gym.http.plugin_call import PluginCall, plain
-from nemo_gym.http.request_state import describe_request, require_role
-from nemo_gym.http.server import Application, BaseServer, SimpleServer
 from nemo_gym.reward_profile import AggregateMetricsMixin, compute_aggregate_metrics
 from nemo_gym.rollout import MODEL_SESSION_KEYS, Attempt, Budgets, RolloutSteps, Servers
 

@@ -27,7 +27,7 @@ from nemo_gym.contract.credentials import Caller, Role, ServerCredentials
 from nemo_gym.contract.errors import CredentialError, FencedError
 from nemo_gym.contract.sandbox import NetworkPolicy
 from nemo_gym.contract.session import LeaseScope
-from nemo_gym.http.request_state import caller_of
+from nemo_gym.http.requests import caller_of
 from nemo_gym.sandbox.doors import INFERENCE_ROUTES, MCP_ROUTES, normalize_path
 from nemo_gym.sandbox.wire.models import CreateSandbox, DoorModel
 from nemo_gym.sandbox.wire.problems import BrokerError

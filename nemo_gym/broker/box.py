@@ -11,7 +11,7 @@ from typing import Literal, cast
 
 import structlog
 
-from nemo_gym._util.backoff import Backoff
+from nemo_gym._util.tasks import Backoff
 from nemo_gym.broker.registry.store import ExecStore
 from nemo_gym.broker.registry.tables import BoxRecord, BoxState, ExecRecord, LeaseRecord
 from nemo_gym.broker.spool import OutputSpool, SpoolSpace, Stream

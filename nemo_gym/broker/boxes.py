@@ -23,7 +23,7 @@ from nemo_gym.broker.registry.tables import BoxRecord, BoxState, LeaseRecord
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import NemoGymError, SandboxCreateError, SandboxError, SandboxLostError
 from nemo_gym.contract.session import LeaseScope
-from nemo_gym.http.metrics import Counter
+from nemo_gym.http.telemetry import Counter
 from nemo_gym.sandbox.base import SandboxHandle
 from nemo_gym.sandbox.wire.models import CreateSandbox, DoorModel
 from nemo_gym.sandbox.wire.problems import BrokerError

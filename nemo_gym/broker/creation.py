@@ -16,7 +16,7 @@ from nemo_gym.broker.registry.tables import BoxState, LeaseRecord
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import NemoGymError, SandboxError
 from nemo_gym.contract.session import LeaseScope
-from nemo_gym.http.metrics import Counter, Histogram
+from nemo_gym.http.telemetry import Counter, Histogram
 from nemo_gym.sandbox.base import ExecOutcome
 from nemo_gym.sandbox.wire.models import BoxSpec, CreateSandbox
 from nemo_gym.sandbox.wire.problems import BrokerError

@@ -18,7 +18,7 @@ from nemo_gym.broker.registry.store import ExecStore
 from nemo_gym.broker.registry.tables import ExecRecord
 from nemo_gym.broker.spool import OutputSpool, SpoolSpace
 from nemo_gym.contract.errors import NemoGymError, SandboxError, SandboxLostError
-from nemo_gym.http.metrics import Counter
+from nemo_gym.http.telemetry import Counter
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, SandboxHandle
 from nemo_gym.sandbox.wire.models import ExecEndModel, ExecSubmission
 from nemo_gym.sandbox.wire.problems import BrokerError

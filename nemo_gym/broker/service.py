@@ -28,7 +28,7 @@ from nemo_gym.broker.spool import SpoolSpace
 from nemo_gym.broker.upkeep import Reconciler, Upkeep
 from nemo_gym.contract.credentials import ServerCredentials
 from nemo_gym.contract.errors import ConfigError, NemoGymError
-from nemo_gym.http.metrics import Reading
+from nemo_gym.http.telemetry import Reading
 from nemo_gym.sandbox.base import SandboxProvider
 
 # -- Metrics -------------------------------------------------------------------------------------------------------

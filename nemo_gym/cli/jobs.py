@@ -91,7 +91,7 @@ def _client(values: dict[str, Any]) -> AsyncRolloutClient:
 
 async def _submit(client: AsyncRolloutClient, values: dict[str, Any], arguments: argparse.Namespace) -> int:
     from nemo_gym.contract.errors import ConfigError
-    from nemo_gym.contract.rows import new_run_id
+    from nemo_gym.contract.verdict import new_run_id
 
     if "input" not in values:
         raise ConfigError("submit needs input=<file>.jsonl, one row per line", key="input")
@@ -115,7 +115,7 @@ async def _submit(client: AsyncRolloutClient, values: dict[str, Any], arguments:
 def _jobs(path: Path, run: str, values: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A job for each sample of each row. Rows that cannot be read are the service's to refuse: it names them."""
     from nemo_gym.contract.errors import ConfigError
-    from nemo_gym.contract.rows import group_id_of, rollout_id_of
+    from nemo_gym.contract.verdict import group_id_of, rollout_id_of
 
     if not path.is_file():
         raise ConfigError(
@@ -150,7 +150,7 @@ async def _watch(client: AsyncRolloutClient, values: dict[str, Any], *, as_json:
 
     from rich.console import Console
 
-    from nemo_gym.rollouts.tally import RunProgress, Tally
+    from nemo_gym.rollouts.result_rows import RunProgress, Tally
 
     chosen = {key: str(values[key]) for key in ("run", "group") if key in values}
     total = len([view async for view in client.jobs(**chosen)])

@@ -17,7 +17,7 @@ import orjson
 
 from nemo_gym._util.loop_thread import LoopThread
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.contract.rows import ROLLOUT_INDEX_KEY, TASK_INDEX_KEY
+from nemo_gym.contract.verdict import ROLLOUT_INDEX_KEY, TASK_INDEX_KEY
 from nemo_gym.rollouts.collection import CollectionResult, RunOutlook, finished_result, run_collection
 from nemo_gym.rollouts.results import OutputLock
 from nemo_gym.stack.background import BackgroundStack
@@ -304,7 +304,7 @@ async def _finished(planned: _Planned) -> CollectionResult:
 
 
 async def _collect(planned: _Planned, background: BackgroundStack, *, show: bool) -> RunResult:
-    from nemo_gym.cli.collect_rollouts import result_console
+    from nemo_gym.cli.run import result_console
     from nemo_gym.http.client import close_global_aiohttp_client
     from nemo_gym.stack.endpoints import read_stack
 

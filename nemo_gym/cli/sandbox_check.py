@@ -54,7 +54,7 @@ def _wanted(composition: Composition, server: ServerBlock, topology: Topology | 
 
 def _lacking(composition: Composition, server: ServerBlock, name: str, wanted: list[str]) -> list[str]:
     from nemo_gym.contract.sandbox import NetworkPolicy
-    from nemo_gym.sandbox.registry import create_provider
+    from nemo_gym.sandbox.facade import create_provider
 
     backend = backend_of(composition, server.values["sandbox_provider"], where=server.where)
     try:

@@ -49,7 +49,7 @@ class PipelineConfig(BaseModel):
     model_connect_timeout_s: float | None = Field(None, gt=0)
     model_idle_timeout_s: float | None = Field(None, gt=0)
     model_request_timeout_s: float | None = Field(None, gt=0)
-    """Limits of every model call of this run, in place of the model server's: see `nemo_gym.contract.model_limits`."""
+    """Limits of every model call of this run, in place of the model server's: see `nemo_gym.contract.session`."""
     max_attempts: int = Field(3, ge=1)
     """Attempts per rollout when the infrastructure fails; EVAL alone is tried as often on the same artifact."""
     max_lost_attempts: int | None = Field(None, ge=1)

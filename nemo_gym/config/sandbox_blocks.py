@@ -25,7 +25,7 @@ DEFAULT_METADATA = "default_metadata"
 ENTRY_POINT_GROUP = "nemo_gym.sandbox_providers"
 
 registered_providers: dict[str, Callable[..., Any]] = {}
-"""Providers that this program registered itself, see `nemo_gym.sandbox.registry.register_provider`."""
+"""Providers that this program registered itself, see `nemo_gym.sandbox.facade.register_provider`."""
 
 
 def installed_providers() -> Mapping[str, EntryPoint]:

@@ -52,7 +52,7 @@ def judge_failsafe(verify: Callable[..., Awaitable[Any]]) -> Callable[..., Await
         try:
             return await verify(*args, **kwargs)
         except JudgeError as error:
-            from nemo_gym.http.json_bodies import JsonResponse
+            from nemo_gym.http.requests import JsonResponse
 
             body = next((arg for arg in (*kwargs.values(), *args) if isinstance(arg, BaseModel)), None)
             request = body.model_dump(mode="json") if body is not None else {}

@@ -22,9 +22,8 @@ from starlette.requests import Request
 from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest, BaseRunServerInstanceConfig, CommandPath
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.contract.rows import RESPONSE_KEY, public_row
 from nemo_gym.contract.session import Artifact, RolloutIdentity, SessionDescriptor
-from nemo_gym.contract.verdict import Verdict, decide_validity
+from nemo_gym.contract.verdict import RESPONSE_KEY, Verdict, decide_validity, public_row
 from nemo_gym.environment.attempts import AttemptStore
 from nemo_gym.environment.routes import EnvironmentRoutes
 from nemo_gym.http.plugin_call import PluginCall, plain
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.types import ASGIApp
 
-    from nemo_gym.environment.owned_boxes import OwnedBoxes
+    from nemo_gym.environment.attempts import OwnedBoxes
     from nemo_gym.environment.route_tools import CatchAll, RouteTool
     from nemo_gym.http.environment_bodies import (
         BaseMultiRewardVerifyResponse,
@@ -54,8 +53,7 @@ if TYPE_CHECKING:
         ResourcesVerifyRequest,
     )
     from nemo_gym.sandbox.base import SandboxProvider
-    from nemo_gym.sandbox.facade import AsyncSandbox
-    from nemo_gym.sandbox.registry import SandboxOwner
+    from nemo_gym.sandbox.facade import AsyncSandbox, SandboxOwner
 
 __all__ = [
     "NEMO_GYM_MCP_METADATA_KEY",
@@ -205,7 +203,7 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
 
     def collected(self, artifacts: Sequence[Artifact], path: str, *, workdir: str = "/home/task") -> str | None:
         """The text of a file that `boxed_session` was told to collect; ``None`` where there is none. Untrusted."""
-        from nemo_gym.sandbox.harvest.files import harvested_file
+        from nemo_gym.sandbox.harvest import harvested_file
 
         content = harvested_file(artifacts, _COLLECTED, posixpath.join(workdir, path))
         return None if content is None else content.decode("utf-8", "replace")
@@ -219,7 +217,7 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
             ConfigError: the configuration has no ``sandbox_provider``, or none that can be used.
         """
         if self._box_owner is None:
-            from nemo_gym.sandbox.registry import SandboxOwner
+            from nemo_gym.sandbox.facade import SandboxOwner
 
             configured = getattr(self.config, "sandbox_provider", None)
             if configured is None:

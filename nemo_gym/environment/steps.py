@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nemo_gym.contract.credentials import ROW_REF_HEADER
 from nemo_gym.contract.session import RolloutIdentity
 from nemo_gym.environment.attempts import AttemptKey, RowStore
-from nemo_gym.http.json_bodies import parse_json_object
+from nemo_gym.http.requests import parse_json_object
 
 _STEPPED = ("/reset", "/step")
 MAX_STEP_BYTES = 16 << 20

@@ -12,8 +12,7 @@ import orjson
 
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.contract.rows import PARAMS_KEY, RESPONSE_KEY, SESSION_KEY
-from nemo_gym.contract.verdict import StageError, StageName
+from nemo_gym.contract.verdict import PARAMS_KEY, RESPONSE_KEY, SESSION_KEY, StageError, StageName
 from nemo_gym.framework.batch import PromptSample
 from nemo_gym.framework.gateways import OpenSession, SessionLostError
 from nemo_gym.framework.scoring import Score

@@ -21,11 +21,11 @@ import orjson
 import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
+from nemo_gym._util.files import append_lines, open_lines, whole_lines
 from nemo_gym._util.secrets import REDACTED, is_secret_name, redact_tokens
 from nemo_gym.config_types import CommandPath
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.rollout_observability import TrajectoryModelCall, TrajectoryResponseMetadata, TrajectoryTokenStats
-from nemo_gym.storage.jsonl import append_lines, open_lines, whole_lines
 
 # What is captured of calls, and how much of it is kept.
 

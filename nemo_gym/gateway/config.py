@@ -11,14 +11,14 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from nemo_gym.config_types import CommandPath
 from nemo_gym.contract.errors import ConfigError
+from nemo_gym.gateway.backend import CallLimits
 from nemo_gym.gateway.capture import CaptureConfig
 from nemo_gym.gateway.engines import EngineConfig
+from nemo_gym.gateway.inference import FIRST_EVENT_GRACE_S, PING_INTERVAL_S
 from nemo_gym.gateway.journal import Durability
-from nemo_gym.gateway.limits import CallLimits
 from nemo_gym.gateway.model_server import BaseResponsesAPIModelConfig
 from nemo_gym.gateway.routing.pool import EnginePool, RetryConfig, RoutingConfig
 from nemo_gym.gateway.sessions import KEEP_CLOSED_S
-from nemo_gym.gateway.streaming import FIRST_EVENT_GRACE_S, PING_INTERVAL_S
 from nemo_gym.gateway.tokens import History
 
 if TYPE_CHECKING:

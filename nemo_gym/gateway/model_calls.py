@@ -23,18 +23,18 @@ from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nemo_gym._util.files import append_lines, open_lines
 from nemo_gym.config_types import ROLLOUT_PATH_PREFIX, ModelServerRef
 from nemo_gym.gateway.capture import read_calls, redacted_json
 from nemo_gym.gateway.dialects import PATHS, Dialect
-from nemo_gym.http.correlation import ROLLOUT_ID_HEADER, ROLLOUT_ID_PATTERN, maybe_rollout_id_from_run_body
 from nemo_gym.http.middleware import RolloutMiddleware
+from nemo_gym.http.telemetry import ROLLOUT_ID_HEADER, ROLLOUT_ID_PATTERN, maybe_rollout_id_from_run_body
 from nemo_gym.rollout_observability import (
     AgentObservationBundle,
     ModelCallRecord,
     ObservationGap,
     join_model_call_observations,
 )
-from nemo_gym.storage.jsonl import append_lines, open_lines
 
 CAPTURE_KEY = "ng_model_call_capture"
 OBSERVATIONS_KEY = "ng_agent_observations"

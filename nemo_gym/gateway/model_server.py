@@ -21,8 +21,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Scope
 
-from nemo_gym._util.backoff import retry_after_s
 from nemo_gym._util.lazy import lazily
+from nemo_gym._util.tasks import retry_after_s
 from nemo_gym.config_types import BaseRunServerInstanceConfig
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, CREDENTIAL_HEADER, Role
 from nemo_gym.contract.errors import CredentialError, InvalidBodyError, ModelError
@@ -46,7 +46,7 @@ from nemo_gym.gateway.model_calls import (
     merge_model_call_capture_into_record,
     read_model_call_records,
 )
-from nemo_gym.gateway.policy_request import StreamedUsage, Usage
+from nemo_gym.gateway.policy_request import StreamedUsage, Usage, answered, model_call
 from nemo_gym.gateway.sessions import (
     SESSION_TTL_S,
     GatewaySession,
@@ -56,12 +56,10 @@ from nemo_gym.gateway.sessions import (
     opener_of,
     token_in,
 )
-from nemo_gym.gateway.telemetry import answered, model_call
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
-from nemo_gym.http.json_bodies import JsonResponse, check_messages, parse_json_object
 from nemo_gym.http.plugin_call import PluginCall, plain
 from nemo_gym.http.problems import shape_errors
-from nemo_gym.http.request_state import caller_of, require_role
+from nemo_gym.http.requests import JsonResponse, caller_of, check_messages, parse_json_object, require_role
 from nemo_gym.http.server import Application, BaseServer, SimpleServer
 from nemo_gym.rollout_observability import ModelCallRecord
 
@@ -119,7 +117,7 @@ class BaseResponsesAPIModelConfig(BaseRunServerInstanceConfig):
     """Configuration of a model server."""
 
     request_timeout_s: float = Field(REQUEST_TIMEOUT_S, gt=0)
-    """Of one call for inference, its retries included; then it ends with 504. See `nemo_gym.contract.model_limits`."""
+    """Of one call for inference, its retries included; then it ends with 504. See `nemo_gym.contract.session`."""
     session_ttl_s: float = SESSION_TTL_S
     """How long an attempt's inference token is good for."""
     max_body_bytes: int = Field(32 << 20, gt=0)

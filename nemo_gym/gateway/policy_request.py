@@ -2,20 +2,125 @@
 
     body ──dialect.lower──▶ PolicyRequest ──sampled by the policy──▶ Answer ──dialect.reply──▶ body, or its events
 
-Messages and tools have the shapes of Chat Completions, because chat templates are written for those.
+Messages and tools have the shapes of Chat Completions, because chat templates are written for those. What nobody here
+has to read passes through as it came: JSON as bytes, ids and logprobs as arrays.
+
+A model call is a step with the attributes of OpenTelemetry's conventions for generative AI (`model_call`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import struct
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
+from uuid import uuid4
 
 import orjson
 
 from nemo_gym.contract.errors import ModelError
-from nemo_gym.gateway.wire_data import JsonText
+from nemo_gym.contract.session import RolloutIdentity
+from nemo_gym.http.telemetry import TRACEPARENT, Counter, SpanKind, attempt_context, is_on, step
+
+# JSON that passes through as bytes: what nobody here has to read is neither parsed nor written again.
+
+Buffer = bytes | memoryview
+_WORTH_A_WRITE_BYTES = 64 * 1024
+_PLACE = f"relayed-{uuid4().hex}"  # of this process, and never told to anybody: no text holds it
+_QUOTED_PLACE = f'"{_PLACE}"'.encode()
+_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+_NOTHING = (b"", b"null", b"[]", b"{}")
+
+
+class JsonText:
+    """A value as JSON, somewhere within plain data. False for nothing: no text, ``null``, and an empty list or
+    object."""
+
+    __slots__ = ("_data", "_read")  # no dataclass: orjson would write its fields
+
+    def __init__(self, data: Buffer) -> None:
+        self._data: Buffer | None = data
+        self._read: Callable[[], Buffer] | None = None
+
+    @property
+    def data(self) -> Buffer:
+        """The text; raises what reading it again does."""
+        if self._data is not None:
+            return self._data
+        assert self._read is not None
+        return self._read()
+
+    def let_go(self, read: Callable[[], Buffer]) -> None:
+        """Keep a text that says something no longer in memory: ``read`` has it."""
+        self._read, self._data = read, None
+
+    def __bool__(self) -> bool:
+        return self._data is None or len(self._data) > 4 or bytes(self._data) not in _NOTHING
+
+    def value(self) -> Any:
+        """Raises `ValueError` where it is no JSON."""
+        return orjson.loads(self.data)
+
+
+def written(content: Any) -> list[Buffer]:
+    """``content`` as JSON in pieces, which joined are the whole; the texts of every `JsonText` in it are pieces of
+    their own, uncopied."""
+    texts: list[Buffer] = []
+
+    def place(value: Any) -> str:
+        if not isinstance(value, JsonText):
+            raise TypeError(f"{type(value).__name__} is no JSON data")
+        texts.append(value.data)
+        return _PLACE
+
+    whole = orjson.dumps(content, default=place, option=_OPTIONS)
+    if not texts:
+        return [whole]
+    found: list[Buffer] = []
+    for part, text in zip(whole.split(_QUOTED_PLACE), (*texts, b""), strict=True):
+        found += (part, text)
+    return found
+
+
+def size_of(pieces: Iterable[Buffer]) -> int:
+    """In bytes."""
+    return sum(map(len, pieces))
+
+
+def coalesced(pieces: Sequence[Buffer]) -> Iterator[Buffer]:
+    """The same bytes in as few writes as are worth it: small neighbours joined, large pieces as they are."""
+    held: list[Buffer] = []
+    for piece in pieces:
+        if len(piece) < _WORTH_A_WRITE_BYTES:
+            held.append(piece)
+            continue
+        if held:
+            yield b"".join(held)
+            held = []
+        yield piece
+    if held:
+        yield b"".join(held)
+
+
+# Token ids and logprobs as arrays.
+
+LARGE = 1024
+"""Numbers from which on numpy is worth its call."""
+
+
+def packed(typecode: Literal["i", "f"], values: Sequence[Any]) -> array[Any]:
+    """An array of int32 or float32. Raises `TypeError` and `OverflowError` for what does not fit."""
+    if len(values) < LARGE or isinstance(values, array):
+        return array(typecode, values)
+    made: array[Any] = array(typecode)
+    try:
+        # In one call, where an array converts each by itself.
+        made.frombytes(struct.pack(f"{len(values)}{typecode}", *values))
+    except struct.error as error:
+        raise TypeError(str(error)) from error
+    return made
 
 
 class AnswerEnd(StrEnum):
@@ -44,7 +149,7 @@ class PolicyRequest:
     """One request, whatever dialect it came in."""
 
     messages: Sequence[Mapping[str, Any]]
-    """Chat messages (`nemo_gym.gateway.tokens.messages.Message`); images are ``image_url`` parts."""
+    """Chat messages (`nemo_gym.gateway.tokens.history.Message`); images are ``image_url`` parts."""
     tools: Sequence[Mapping[str, Any]] | None = None
     """Function tools as in Chat Completions, by the flat names that the policy sees; nothing when none are offered."""
     names: Mapping[str, CallName] = field(default_factory=dict)
@@ -236,3 +341,55 @@ class StreamedUsage:
             return  # the event is on its way already
         self._input = max(self._input, usage.input_tokens)
         self._output = max(self._output, usage.output_tokens)
+
+
+MODEL_TOKENS = Counter("nemo_gym_model_tokens", "Tokens of model calls, by direction: input, output", ("direction",))
+PROVIDER = "nemo_gym"
+_SAMPLING = {
+    "temperature": "gen_ai.request.temperature",
+    "top_p": "gen_ai.request.top_p",
+    "top_k": "gen_ai.request.top_k",
+    "max_tokens": "gen_ai.request.max_tokens",
+    "max_output_tokens": "gen_ai.request.max_tokens",
+    "max_completion_tokens": "gen_ai.request.max_tokens",
+}
+
+
+def model_call(
+    model: str,
+    dialect: str,
+    body: Mapping[str, Any],
+    headers: Mapping[str, str],
+    rollout: RolloutIdentity | None,
+    session_id: str | None,
+) -> step:
+    """The step around one call. Where its session knows the attempt, a header counts only for a span of the same
+    attempt: it may come from a box."""
+    if not is_on():
+        return step("model_call")
+    parent = attempt_context(rollout, headers.get(TRACEPARENT)) if rollout is not None else None
+    given = {name: body[key] for key, name in _SAMPLING.items() if isinstance(body.get(key), int | float)}
+    named: dict[str, Any] = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": str(body.get("model") or model),
+        "gen_ai.response.model": model,
+        "gen_ai.conversation.id": session_id,
+        "dialect": dialect,
+        **given,
+    }
+    if rollout is not None:
+        named |= {"rollout_id": rollout.rollout_id, "attempt": rollout.attempt}
+    return step("model_call", title=f"chat {model}", kind=SpanKind.SERVER, parent=parent, **named)
+
+
+def answered(calling: step, usage: Usage | None, **attributes: Any) -> None:
+    """What came of a call; ``usage`` where it is known and counts."""
+    if usage is not None:
+        MODEL_TOKENS.add("input", amount=usage.input_tokens)
+        MODEL_TOKENS.add("output", amount=usage.output_tokens)
+        attributes |= {
+            "gen_ai.usage.input_tokens": usage.input_tokens,
+            "gen_ai.usage.output_tokens": usage.output_tokens,
+        }
+    calling.set(**attributes)

@@ -32,9 +32,9 @@ from nemo_gym.gateway.inference import CallRequest, Inference
 from nemo_gym.gateway.live_session import LiveSession
 from nemo_gym.gateway.routing.pool import EnginePool
 from nemo_gym.gateway.sessions import token_in
-from nemo_gym.http.correlation import ROLLOUT_ID_HEADER
-from nemo_gym.http.json_bodies import JsonResponse, parse_json_object
 from nemo_gym.http.problems import refused, unexpected
+from nemo_gym.http.requests import JsonResponse, parse_json_object
+from nemo_gym.http.telemetry import ROLLOUT_ID_HEADER
 
 _SESSIONS = "/sessions/"
 _ELSEWHERE = frozenset(
@@ -199,7 +199,7 @@ class OpenSession(BaseModel):
 
 T = TypeVar("T")
 RequireRole = Callable[..., Caller | None]
-"""`nemo_gym.http.request_state.require_role`."""
+"""`nemo_gym.http.middleware.require_role`."""
 MAX_DRAIN_S = 3600.0
 _ENGINE: TypeAdapter[EngineConfig] = TypeAdapter(EngineConfig)
 

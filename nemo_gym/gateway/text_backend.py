@@ -14,18 +14,16 @@ from typing import Any, cast
 
 import orjson
 
-from nemo_gym.gateway.backend import CallContext, Preparing, TurnFacts
+from nemo_gym.gateway.backend import CallContext, Preparing, TurnFacts, step_begins
 from nemo_gym.gateway.dialects.endpoint import chat_body, end_of, message_of, usage_of
 from nemo_gym.gateway.engines import EngineAnswerError, OpenAIEngine, TextReply, asked_otherwise
 from nemo_gym.gateway.engines.openai import Completion, completion_in, tokens_in
-from nemo_gym.gateway.limits import step_begins
-from nemo_gym.gateway.policy_request import Answer, AnswerTokens, AnswerUsage, PolicyRequest
+from nemo_gym.gateway.policy_request import Answer, AnswerTokens, AnswerUsage, JsonText, PolicyRequest
 from nemo_gym.gateway.routing.pool import EnginePool
 from nemo_gym.gateway.tokens import History, IncrementalEncoder, PolicyTokenizer, Sampled, TokenForest, trajectories_of
 from nemo_gym.gateway.tokens.forest import Prepared
 from nemo_gym.gateway.tokens.history import Prefix
 from nemo_gym.gateway.tokens.trajectories import as_row, record_of, restore
-from nemo_gym.gateway.wire_data import JsonText
 
 ROUTE = "/chat/completions"
 

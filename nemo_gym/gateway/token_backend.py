@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from nemo_gym.contract.errors import InvalidBodyError, ModelError
-from nemo_gym.gateway.backend import CallContext, Preparing, TurnFacts
+from nemo_gym.gateway.backend import CallContext, Preparing, TurnFacts, apart
 from nemo_gym.gateway.dialects.content import json_at
 from nemo_gym.gateway.dialects.errors import ContextOverflowError
 from nemo_gym.gateway.engines import (
@@ -24,9 +24,8 @@ from nemo_gym.gateway.engines import (
     pinned_sampling,
 )
 from nemo_gym.gateway.engines.types import TokenizerProbe
-from nemo_gym.gateway.limits import apart
 from nemo_gym.gateway.parsing import AnswerParser, ParsedAnswer
-from nemo_gym.gateway.policy_request import Answer, AnswerEnd, AnswerTokens, AnswerUsage, PolicyRequest
+from nemo_gym.gateway.policy_request import Answer, AnswerEnd, AnswerTokens, AnswerUsage, JsonText, PolicyRequest
 from nemo_gym.gateway.routing.pool import EnginePool
 from nemo_gym.gateway.tokens import (
     History,
@@ -37,10 +36,9 @@ from nemo_gym.gateway.tokens import (
     TokenForest,
     trajectories_of,
 )
-from nemo_gym.gateway.tokens.messages import calls_of, is_long, text_of
+from nemo_gym.gateway.tokens.history import calls_of, is_long, text_of
 from nemo_gym.gateway.tokens.trajectories import FIRST_WEIGHTS, as_row, record_of, restore
 from nemo_gym.gateway.tokens.turns import Prompt, json_of
-from nemo_gym.gateway.wire_data import JsonText
 
 _ANY_ROOM = 1 << 62
 PROBE_TEXT = "The quick brown fox jumps over 12345 lazy dogs.\n\tdef half(x): return x / 2  # naïve: 東京 🙂\n"

@@ -16,8 +16,7 @@ import structlog
 
 from nemo_gym._util.secrets import redact_tokens, scrub, secret_values
 from nemo_gym.config.launch import ServerLaunch
-from nemo_gym.http.correlation import name_rollout
-from nemo_gym.http.tracing import current, is_on
+from nemo_gym.http.telemetry import current, is_on, name_rollout
 
 
 def configure_server_logging(launch: ServerLaunch) -> None:

@@ -1,6 +1,6 @@
 """What every request passes: its metrics and span, bounds on its body, its session cookie, its rollout, its sender's
 credential; and a short way to the routes of this suite, which every rollout takes. What the layers learn about a
-request stands in `nemo_gym.http.request_state`.
+request stands in `nemo_gym.http.requests`.
 
 A session that was opened for an attempt names it, and every request with it is refused once that attempt is fenced or
 closed. Requests that a layer answers early (a wrong credential, a body too large) are counted like any other. A
@@ -23,31 +23,36 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nemo_gym.contract.credentials import CREDENTIAL_HEADER, ServerCredentials
 from nemo_gym.contract.errors import NemoGymError
-from nemo_gym.http import tracing
-from nemo_gym.http.correlation import (
-    REPLICAS_HEADER,
-    ROLLOUT_ID_HEADER,
-    ROLLOUT_ID_PATTERN,
-    ROLLOUT_PATH_PREFIX,
-    TOKEN_CAPTURE_PATH_SEGMENT,
-    decode_replicas,
-    replica_context,
-    rollout_context,
-)
-from nemo_gym.http.json_bodies import TooManyValuesError, ValueCounter
-from nemo_gym.http.metrics import METRICS_PATH, Counter, Histogram, Reading, add_source
+from nemo_gym.http import telemetry
 from nemo_gym.http.problems import refused, refused_by_framework, send_problem, unexpected
-from nemo_gym.http.request_state import (
+from nemo_gym.http.requests import (
     CALLER,
     SEEN,
     UNKNOWN_ROUTE,
     CookieCodec,
     LazySession,
     Seen,
+    TooManyValuesError,
+    ValueCounter,
     note_route,
     sent_by_agent,
 )
-from nemo_gym.http.tracing import SpanKind
+from nemo_gym.http.telemetry import (
+    METRICS_PATH,
+    REPLICAS_HEADER,
+    ROLLOUT_ID_HEADER,
+    ROLLOUT_ID_PATTERN,
+    ROLLOUT_PATH_PREFIX,
+    TOKEN_CAPTURE_PATH_SEGMENT,
+    Counter,
+    Histogram,
+    Reading,
+    SpanKind,
+    add_source,
+    decode_replicas,
+    replica_context,
+    rollout_context,
+)
 
 _CREDENTIAL_HEADER = CREDENTIAL_HEADER.lower().encode()
 _ROLLOUT_HEADER = ROLLOUT_ID_HEADER.lower().encode()
@@ -229,7 +234,7 @@ _UNTRACED = frozenset({"/", "/health", "/ready", "/heartbeat", "/sessions", "/cl
 """Short and the same for every rollout, or no part of one; with all requests as spans, traces cost twice as much."""
 _TITLES = {"/seed_session": "seed", "/harvest": "harvest", "/verify": "verify"}
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-_TRACEPARENT = tracing.TRACEPARENT.encode()
+_TRACEPARENT = telemetry.TRACEPARENT.encode()
 
 
 class _InFlight:
@@ -263,8 +268,8 @@ class ObserveMiddleware:
         seen = scope[SEEN] = Seen()
         status = 500
         span = None
-        if tracing.is_on() and _is_traced(scope["path"]) and (span := self._begun(scope)) is not None:
-            tracing.enter(span.context)  # for good: each request is a task of its own
+        if telemetry.is_on() and _is_traced(scope["path"]) and (span := self._begun(scope)) is not None:
+            telemetry.enter(span.context)  # for good: each request is a task of its own
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -289,9 +294,9 @@ class ObserveMiddleware:
                     "http.response.status_code": status,
                     **seen.attributes,
                 }
-                tracing.end(span, f"status {status}" if status >= 500 else None)
+                telemetry.end(span, f"status {status}" if status >= 500 else None)
 
-    def _begun(self, scope: Scope) -> tracing.Span | None:
+    def _begun(self, scope: Scope) -> telemetry.Span | None:
         given = rollout_id = None
         follows = self._follows_anybody
         for name, value in scope["headers"]:
@@ -301,9 +306,9 @@ class ObserveMiddleware:
                 follows = True
             elif name == _ROLLOUT_HEADER:
                 rollout_id = value.decode("latin-1")
-        if given is None or not follows or (parent := tracing.extract(given.decode("latin-1"))) is None:
+        if given is None or not follows or (parent := telemetry.extract(given.decode("latin-1"))) is None:
             return None
-        return tracing.begin("", parent, SpanKind.SERVER, rollout_id=rollout_id)
+        return telemetry.begin("", parent, SpanKind.SERVER, rollout_id=rollout_id)
 
 
 def _is_traced(path: str) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import structlog
 from pydantic import BaseModel, Field
 
-from nemo_gym._util.backoff import NETWORK_JITTER, Backoff, retry_after_s
+from nemo_gym._util.tasks import NETWORK_JITTER, Backoff, retry_after_s
 from nemo_gym.http.client import get_response_json, raise_for_status, request
 
 RATE_LIMIT_ERROR_CODES = [429, 502, 503, 504, 520]

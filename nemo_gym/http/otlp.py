@@ -1,8 +1,8 @@
-"""Spans as OTLP, and a thread that posts them to a collector. Imported where traces are on, and nowhere else.
+"""Where a process sends its spans, and who may read its metrics; spans as OTLP, and a thread that posts them.
 
-The thread encodes a batch at a time, at 3 µs a span; OpenTelemetry's SDK takes 33. Encoded one by one where they end,
-between other work, the five spans of a no-op rollout took 6 % more CPU, in batches 1 % (`campaigns.bench.telemetry`).
-Tests hold the bytes to what the SDK's exporter sends.
+The exporter is made where traces are on, and nowhere else. Its thread encodes a batch at a time, at 3 µs a span;
+OpenTelemetry's SDK takes 33. Encoded one by one where they end, between other work, the five spans of a no-op rollout
+took 6 % more CPU, in batches 1 % (`campaigns.bench.telemetry`). Tests hold the bytes to what the SDK's exporter sends.
 
 A collector that is slow, gone or refuses harms no rollout: `SpanExporter.take` only appends to a bounded queue, a
 thread makes the requests, and what does not fit is dropped and counted.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import hmac
 import http.client
 import ssl
 import struct
@@ -25,11 +26,15 @@ from urllib.parse import urlsplit
 
 import orjson
 import structlog
+from starlette.requests import Request
 
-from nemo_gym._util.backoff import pause_after
-from nemo_gym.config.observability import TracesConfig
-from nemo_gym.http.metrics import Counter
-from nemo_gym.http.tracing import Span
+from nemo_gym._util.tasks import pause_after
+from nemo_gym.config.launch import ServerLaunch
+from nemo_gym.config.observability import ObservabilityConfig, TracesConfig
+from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Caller, Role
+from nemo_gym.contract.errors import CredentialError
+from nemo_gym.http import telemetry
+from nemo_gym.http.telemetry import METRICS_PATH, Counter, Span
 
 log = structlog.get_logger(__name__)
 
@@ -248,7 +253,7 @@ class Collector:
 
 
 class SpanExporter:
-    """See `nemo_gym.http.tracing.Exporter`. `close` ends it, at the latest with the process."""
+    """See `nemo_gym.http.telemetry.Exporter`. `close` ends it, at the latest with the process."""
 
     def __init__(self, config: TracesConfig, resource: Resource) -> None:
         self._config, self._resource = config, resource
@@ -335,3 +340,43 @@ class SpanExporter:
 
     def _is_late(self) -> bool:
         return self._until is not None and time.monotonic() > self._until
+
+
+_ROLES = (Role.PIPELINE, Role.ENVIRONMENT, Role.MODEL, Role.OPERATOR)
+"""Who may read a server's metrics: agents have no business with others' rollouts."""
+
+
+def require_scraper(request: Request, caller: Caller | None, token: str | None, *, secured: bool) -> None:
+    """Raise `CredentialError` or `RoleError` unless the sender may read metrics: by the run's token as bearer, or by a
+    credential of any role but ``agent``."""
+    given = request.headers.get("authorization", "").removeprefix("Bearer ")
+    if token is not None and hmac.compare_digest(given.encode(), token.encode()):
+        return
+    if caller is not None:
+        caller.require(*_ROLES, route=METRICS_PATH)
+    elif secured:
+        raise CredentialError(
+            f"{METRICS_PATH} needs the run's metrics token as bearer (run_dir/metrics.token), or the header"
+            f" {CREDENTIAL_HEADER}"
+        )
+
+
+def start_traces(config: ObservabilityConfig, *, server: str, run_id: str, **resource: str) -> None:
+    """Send the spans of this process from now on, where the configuration says so."""
+    if config.traces is None:
+        return
+    from importlib.metadata import version
+
+    described = {
+        "service.name": server,
+        "service.namespace": "nemo_gym",
+        "service.version": version("nemo-gym-suite"),
+        "run_id": run_id,
+        **resource,
+    }
+    telemetry.install(SpanExporter(config.traces, described), config.traces.sample)
+
+
+def start_server_telemetry(launch: ServerLaunch) -> None:
+    """Of a server process, before it serves."""
+    start_traces(ObservabilityConfig.of(launch.config), server=launch.instance, run_id=launch.run_id)

@@ -13,12 +13,11 @@ import orjson
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, INFERENCE_TOKEN_HEADER
 from nemo_gym.contract.errors import ServerError
 from nemo_gym.contract.verdict import MAX_REASON_CHARS, FailureKind, StageFailure, StageName
-from nemo_gym.http.client import TRIES_OF_ONE_REPLICA, ServerClient
+from nemo_gym.http.client import MAX_REPLY_BYTES, TRIES_OF_ONE_REPLICA, ServerClient, read_whole, send
 from nemo_gym.http.connections import BROKEN, SET_COOKIE, TooLongError
 from nemo_gym.http.connections import Reply as Incoming
-from nemo_gym.http.correlation import replica_context
-from nemo_gym.http.exchange import MAX_REPLY_BYTES, read_whole, send
-from nemo_gym.http.json_bodies import TooManyValuesError, check_values
+from nemo_gym.http.requests import TooManyValuesError, check_values
+from nemo_gym.http.telemetry import replica_context
 
 CONNECT_PATIENCE_S = 60.0
 """How long a server that refuses connections is waited for: it may be restarting. Such a request surely

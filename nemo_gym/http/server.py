@@ -23,11 +23,9 @@ from nemo_gym.config.launch import ServerLaunch, current_launch
 from nemo_gym.config_types import BaseRunServerInstanceConfig
 from nemo_gym.contract.credentials import Role, ServerCredentials
 from nemo_gym.contract.errors import ConfigError, NemoGymError
-from nemo_gym.http import tracing
+from nemo_gym.http import telemetry
 from nemo_gym.http.client import ServerClient, close_global_aiohttp_client, server_config_of, server_path
-from nemo_gym.http.json_bodies import JsonResponse
 from nemo_gym.http.logs import configure_plain_logging
-from nemo_gym.http.metrics import CONTENT_TYPE, METRICS_PATH, Reading, render
 from nemo_gym.http.middleware import (
     BodyLimitMiddleware,
     BodyLimits,
@@ -39,9 +37,10 @@ from nemo_gym.http.middleware import (
     SessionMiddleware,
     UnknownErrorMiddleware,
 )
+from nemo_gym.http.otlp import require_scraper
 from nemo_gym.http.problems import install_problem_handlers
-from nemo_gym.http.request_state import CookieCodec, caller_of
-from nemo_gym.http.telemetry import require_scraper
+from nemo_gym.http.requests import CookieCodec, JsonResponse, caller_of
+from nemo_gym.http.telemetry import CONTENT_TYPE, METRICS_PATH, Reading, render
 
 CONFIG_PATH_ENV = "NEMO_GYM_CONFIG_PATH"
 """The instance's name, for a server that is started by hand or by NeMo Gym's own tools."""
@@ -358,7 +357,7 @@ class SimpleServer(BaseServer):
         finally:
             await self.shutdown()
             await close_global_aiohttp_client()
-            await tracing.shut_down()
+            await telemetry.shut_down()
 
     async def _ready_route(self, request: Request) -> Response:
         missing = await self.ready()

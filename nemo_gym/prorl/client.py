@@ -20,8 +20,7 @@ import aiohttp
 import orjson
 import structlog
 
-from nemo_gym._util.backoff import Backoff
-from nemo_gym._util.tasks import BackgroundTasks
+from nemo_gym._util.tasks import BackgroundTasks, Backoff
 from nemo_gym.contract.errors import ConfigError, ServerError
 from nemo_gym.http.client import new_session
 from nemo_gym.prorl.registry import instance_id_of, row_of

@@ -19,7 +19,7 @@ import orjson
 import structlog
 
 from nemo_gym.contract.errors import RowError
-from nemo_gym.contract.rows import PARAMS_KEY, RESPONSE_KEY, SESSION_KEY
+from nemo_gym.contract.verdict import PARAMS_KEY, RESPONSE_KEY, SESSION_KEY
 from nemo_gym.gateway.dialects.responses import chat_messages
 from nemo_gym.http.peers import PeerError
 from nemo_gym.prorl.composed import ComposedServers

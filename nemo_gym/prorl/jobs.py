@@ -18,7 +18,7 @@ from nemo_gym.contract.verdict import FailureKind, StageError, StageFailure, Sta
 from nemo_gym.prorl.registry import AgentHandler, JobDetails, call_optional
 from nemo_gym.rollout import Servers, failure_of
 from nemo_gym.rollouts.interfaces import Job, JobAttempt, JobSpec, JobState, StageResult, Stop
-from nemo_gym.rollouts.stage_pool import StagePool
+from nemo_gym.rollouts.pipeline import StagePool
 
 CLOSE_TIMEOUT_S = 60.0
 """Of closing one job's runtime, and of what its handler releases."""

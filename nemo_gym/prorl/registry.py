@@ -16,7 +16,7 @@ import orjson
 
 from nemo_gym._util.suggest import nearest
 from nemo_gym.contract.errors import ConfigError, RowError
-from nemo_gym.contract.rows import task_id_of
+from nemo_gym.contract.verdict import task_id_of
 
 STAGES = ("init", "run", "eval")
 DEFAULT_DATA_SOURCE = "swebench"

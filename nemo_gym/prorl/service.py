@@ -32,9 +32,9 @@ from starlette.routing import Route
 from nemo_gym.contract.errors import ConfigError, CredentialError
 from nemo_gym.http.client import is_loopback, url_host
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
-from nemo_gym.http.json_bodies import JsonResponse, parse_json_object, validated
 from nemo_gym.http.middleware import UnknownErrorMiddleware
 from nemo_gym.http.problems import install_problem_handlers
+from nemo_gym.http.requests import JsonResponse, parse_json_object, validated
 from nemo_gym.http.webserver import LISTEN_BACKLOG, SERVER_KEEPALIVE_S, WebServer, raise_file_limit
 from nemo_gym.prorl.async_server import OpenHandsServer
 from nemo_gym.prorl.client import TOKEN_ENV

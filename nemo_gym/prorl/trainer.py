@@ -18,8 +18,7 @@ import structlog
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.config.sampling import SamplingConfig
 from nemo_gym.contract.errors import ConfigError, RowError
-from nemo_gym.contract.rows import TASK_INDEX_KEY
-from nemo_gym.contract.verdict import FailureKind, StageError, StageFailure, StageName
+from nemo_gym.contract.verdict import TASK_INDEX_KEY, FailureKind, StageError, StageFailure, StageName
 from nemo_gym.prorl.client import ProRLClient
 from nemo_gym.prorl.registry import data_source_of
 from nemo_gym.rollout import Servers, failure_of

@@ -11,7 +11,7 @@ import orjson
 
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.contract.rows import (
+from nemo_gym.contract.verdict import (
     AGENT_REF_KEY,
     ROLLOUT_ID_KEY,
     ROLLOUT_INDEX_KEY,

@@ -19,9 +19,8 @@ from typing import Any, Protocol, runtime_checkable
 import orjson
 
 from nemo_gym.contract.errors import NemoGymError
-from nemo_gym.contract.rows import ROLLOUT_INDEX_KEY
 from nemo_gym.contract.session import RolloutIdentity
-from nemo_gym.contract.verdict import FailureKind, StageFailure, StageName
+from nemo_gym.contract.verdict import ROLLOUT_INDEX_KEY, FailureKind, StageFailure, StageName
 from nemo_gym.rollout import Attempt, ModelSession, Servers
 
 

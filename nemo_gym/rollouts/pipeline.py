@@ -5,6 +5,8 @@
 
 A worker hands on only when the next stage has room, so nothing is prepared faster than it can be used. A rollout that
 fails becomes a row; only a store that cannot write stops the run.
+
+Stages and results are counted as metrics, and each attempt is the root of a trace.
 """
 
 from __future__ import annotations
@@ -15,18 +17,35 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-from nemo_gym._util.backoff import pause_after
+from nemo_gym._util.tasks import BackgroundTasks, finish, pause_after
+from nemo_gym.config.observability import ObservabilityConfig
 from nemo_gym.config.pipeline import PipelineConfig
+from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.contract.errors import FencedError
 from nemo_gym.contract.verdict import FailureKind, StageFailure, StageName
-from nemo_gym.http.metrics import Reading, add_source, remove_source
-from nemo_gym.rollout import Servers
+from nemo_gym.http import telemetry
+from nemo_gym.http.otlp import start_traces
+from nemo_gym.http.telemetry import (
+    METRICS_PATH,
+    ROLLOUT_ID_PATTERN,
+    Counter,
+    Histogram,
+    Reading,
+    add_source,
+    remove_source,
+    rollout_context,
+    within,
+)
+from nemo_gym.rollout import Attempt, Servers
 from nemo_gym.rollouts.interfaces import (
     CancelReport,
     Job,
@@ -41,18 +60,320 @@ from nemo_gym.rollouts.interfaces import (
     StageResult,
     Stop,
 )
-from nemo_gym.rollouts.metrics import (
-    FINISHED,
-    attempt_begins,
-    attempt_ends,
-    attempt_fails,
-    attempt_succeeds,
-    server_readings,
-    stage_readings,
-)
 from nemo_gym.rollouts.result_rows import failure_row, same_way
 from nemo_gym.rollouts.server_pool import ServerPool
-from nemo_gym.rollouts.stage_pool import StagePlace, StagePool, StageStatus
+
+OnResult = Callable[[JobAttempt, StageResult], Awaitable[None]]
+OnFailure = Callable[[JobAttempt, StageFailure], Awaitable[None]]
+OnAbandon = Callable[[JobAttempt], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class StageStatus:
+    """What a stage does now."""
+
+    stage: StageName
+    queued: int
+    active: int
+    workers: int
+    oldest_s: float
+    """How long the longest active attempt has been worked on; 0 where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlace:
+    """Where an attempt is."""
+
+    stage: StageName
+    since: float | None
+    """When it began to be worked on, by the monotonic clock; ``None`` while it waits."""
+
+
+class StagePool:
+    """``stage.workers`` workers over a queue of ``buffer`` places.
+
+    ``on_result`` and ``on_failure`` run in the worker: a worker that cannot hand on takes nothing new.
+    """
+
+    def __init__(
+        self, stage: Stage, buffer: int, on_result: OnResult, on_failure: OnFailure, on_abandon: OnAbandon
+    ) -> None:
+        self._stage = stage
+        self._buffer = buffer
+        self._waiting: dict[int, JobAttempt] = {}
+        self._filled = asyncio.Semaphore(0)
+        """Counts what was put in, also what was taken out again before its turn."""
+        self._blocked: dict[int, asyncio.Future[None]] = {}
+        """Attempts that wait for a place."""
+        self._queue_of_blocked: deque[int] = deque()
+        self._active: dict[int, tuple[asyncio.Task[None], float]] = {}
+        self._workers: list[asyncio.Task[None]] = []
+        self._ending = BackgroundTasks()
+        self._stopping = False
+        self._on_result, self._on_failure, self._on_abandon = on_result, on_failure, on_abandon
+
+    def start(self) -> None:
+        self._workers = [
+            asyncio.create_task(self._work(), name=f"{self._stage.name}-{number}")
+            for number in range(self._stage.workers)
+        ]
+
+    async def stop(self) -> None:
+        """Cancel what is under way. The attempts are the dispatcher's to release."""
+        self._stopping = True
+        for worker in self._workers:
+            worker.cancel()
+        await asyncio.gather(*self._workers, return_exceptions=True)
+        await self._ending.cancel()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def capacity(self) -> int:
+        return self._buffer
+
+    @property
+    def free(self) -> int:
+        """Places left in the queue."""
+        return max(0, self._buffer - len(self._waiting))
+
+    @property
+    def status(self) -> StageStatus:
+        now = time.monotonic()
+        oldest_s = max((now - since for _, since in self._active.values()), default=0.0)
+        queued = len(self._waiting) + len(self._blocked)
+        return StageStatus(self._stage.name, queued, len(self._active), self._stage.workers, oldest_s)
+
+    def place_of(self, attempt: JobAttempt) -> StagePlace | None:
+        """``None`` for one that is not here."""
+        key = id(attempt)
+        if (active := self._active.get(key)) is not None:
+            return StagePlace(self._stage.name, active[1])
+        return StagePlace(self._stage.name, None) if key in self._waiting or key in self._blocked else None
+
+    async def put(self, attempt: JobAttempt) -> bool:
+        """Hand over an attempt, waiting for a place; ``False`` when it was stopped before it got one."""
+        key = id(attempt)
+        while len(self._waiting) >= self._buffer:
+            place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._blocked[key] = place
+            self._queue_of_blocked.append(key)
+            try:
+                await place
+            except asyncio.CancelledError:
+                if place.done() and not place.cancelled():
+                    self._room()  # the place that was meant for this one
+                raise
+            finally:
+                self._blocked.pop(key, None)
+            if attempt.stop is not None or attempt.lost:
+                self._room()
+                return False
+        self.put_now(attempt)
+        return True
+
+    def put_now(self, attempt: JobAttempt) -> None:
+        """Hand over an attempt whatever the queue holds: for its feeder, and for what was under way before."""
+        self._waiting[id(attempt)] = attempt
+        self._filled.release()
+
+    def interrupt(self, attempt: JobAttempt) -> None:
+        """Stop the attempt if it is here, whether it is being worked on or waits."""
+        key = id(attempt)
+        if (active := self._active.get(key)) is not None:
+            active[0].cancel()
+        elif (place := self._blocked.get(key)) is not None and not place.done():
+            place.set_result(None)
+        elif self._waiting.pop(key, None) is not None:
+            self._room()
+            self._ending.start(self._given_up(attempt), name=f"end {attempt.job.job_id}")
+
+    async def _given_up(self, attempt: JobAttempt) -> None:
+        if attempt.lost or (failure := self.stopped(attempt)) is None:
+            await self._on_abandon(attempt)
+        else:
+            await self._on_failure(attempt, failure)
+
+    def stopped(self, attempt: JobAttempt) -> StageFailure | None:
+        """Why the attempt was stopped, as a failure in this stage."""
+        if (stop := attempt.stop) is None:
+            return None
+        return StageFailure(self._stage.name, stop.kind, stop.reason, retryable=stop.retryable)
+
+    def _room(self) -> None:
+        while self._queue_of_blocked:
+            place = self._blocked.get(self._queue_of_blocked.popleft())
+            if place is not None and not place.done():
+                place.set_result(None)
+                return
+
+    async def _next(self) -> JobAttempt:
+        while True:
+            await self._filled.acquire()
+            if self._waiting:
+                attempt = self._waiting.pop(next(iter(self._waiting)))
+                self._room()
+                return attempt
+
+    async def _work(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        while True:
+            attempt = await self._next()
+            if attempt.lost or attempt.stop is not None:
+                await self._given_up(attempt)
+                continue
+            failure: StageFailure | None = None
+            result: StageResult | None = None
+            self._active[id(attempt)] = (task, time.monotonic())
+            try:
+                job_id = attempt.job.job_id
+                # Every server's log lines about this attempt name its rollout.
+                context = attempt.span.context if attempt.span is not None else None
+                with rollout_context(job_id if ROLLOUT_ID_PATTERN.match(job_id) else None), within(context):
+                    async with asyncio.timeout(self._stage.timeout_s):
+                        result = await self._stage.run(attempt)
+            except asyncio.CancelledError:
+                if self._stopping:
+                    raise
+                task.uncancel()
+                failure = self.stopped(attempt)
+            except Exception as error:  # noqa: BLE001 - the stage's boundary: every failure becomes typed
+                failure = self._stage.classify(error)
+            finally:
+                self._active.pop(id(attempt), None)
+            if failure is not None:
+                await self._on_failure(attempt, failure)
+            elif result is not None:
+                await self._on_result(attempt, result)
+            else:
+                await self._on_abandon(attempt)
+
+
+PREFIX = "nemo_gym_rollouts_"
+PIPELINE = "pipeline"
+STAGE_SECONDS = Histogram(f"{PREFIX}stage_seconds", "Stages that ended well, without their queue", ("stage",))
+ATTEMPTS = Counter(f"{PREFIX}attempts", "Attempts that ended, by how: done, or the kind of failure", ("outcome",))
+FINISHED = Counter(f"{PREFIX}finished", "Rollouts that are over, by state: done, failed, cancelled", ("state",))
+REWARDED = Counter(f"{PREFIX}rewarded", "Rollouts that ended with a reward")
+
+
+class _Rewards:
+    """The sum of all rewards; they may be negative, so it is no counter."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        add_source(self, self.readings)
+
+    def readings(self) -> Iterable[Reading]:
+        yield Reading(f"{PREFIX}reward_sum", "Sum of all rewards so far", [({}, self.total)])
+
+
+_REWARDS = _Rewards()
+
+
+def attempt_begins(attempt: Attempt) -> None:
+    context = telemetry.attempt_context(attempt.rollout)
+    if context is not None:
+        named = {"rollout_id": attempt.rollout["rollout_id"], "attempt": attempt.rollout["attempt"]}
+        more = {"run_id": attempt.rollout["run_id"], "task_id": attempt.rollout["task_id"]}
+        attempt.span = telemetry.begin("rollout", context, is_root=True, **named, **more, agent=attempt.servers.agent)
+
+
+def attempt_succeeds(attempt: Attempt) -> None:
+    ATTEMPTS.add("done")
+    reward = (attempt.verified or {}).get("reward")
+    if isinstance(reward, int | float):
+        REWARDED.add()
+        _REWARDS.total += reward
+        if attempt.span is not None:
+            attempt.span.attributes["reward"] = float(reward)
+
+
+def attempt_fails(attempt: Attempt, failure: StageFailure) -> None:
+    ATTEMPTS.add(str(failure.kind))
+    if attempt.span is not None:
+        attempt.span.attributes |= {"error.type": str(failure.kind), "stage": str(failure.stage)}
+        attempt.span.error = failure.reason
+
+
+def attempt_ends(attempt: Attempt) -> None:
+    """Everything is released; a verification that is tried again is still the same attempt."""
+    span, attempt.span = attempt.span, None
+    if span is not None:
+        telemetry.end(span, None if attempt.verified is not None else span.error or "given up")
+
+
+def stage_readings(stages: Sequence[StageStatus]) -> Iterable[Reading]:
+    """What the stages of a pipeline do now."""
+
+    def family(name: str, documentation: str, value: Callable[[StageStatus], float]) -> Reading:
+        samples = [({"stage": str(stage.stage)}, value(stage)) for stage in stages]
+        return Reading(f"{PREFIX}stage_{name}", documentation, samples)
+
+    yield family("queued", "Attempts that wait for a worker", lambda stage: stage.queued)
+    yield family("active", "Attempts that are worked on", lambda stage: stage.active)
+    yield family("workers", "Workers", lambda stage: stage.workers)
+    yield family("oldest_s", "Age of the oldest active attempt", lambda stage: stage.oldest_s)
+
+
+def server_readings(servers: Sequence[Mapping[str, Any]]) -> Iterable[Reading]:
+    """What a pipeline knows of its servers, as `PooledServer.told` says it."""
+
+    def family(name: str, documentation: str, value: Callable[[Mapping[str, Any]], float]) -> Reading:
+        samples = [({"server": str(server["server_id"])}, value(server)) for server in servers]
+        return Reading(f"{PREFIX}server_{name}", documentation, samples)
+
+    yield family("busy", "Rollouts at a server", lambda server: server["busy"])
+    yield family("done", "Rollouts that a server finished", lambda server: server["done"])
+    yield family("ready", "Whether a server gets jobs", lambda server: server["health"] == "ready")
+
+
+@asynccontextmanager
+async def pipeline_telemetry(
+    config: ObservabilityConfig, *, run_id: str, run_dir: Path, token: str, say: Callable[[str], None]
+) -> AsyncIterator[None]:
+    """Traces of this process from now on, and its metrics on a port of its own until the block ends, each where
+    ``config`` says so. ``token`` is what scrapers show."""
+    start_traces(config, server=PIPELINE, run_id=run_id)
+    try:
+        if config.metrics_port is None:
+            yield
+            return
+        async with _served(config.metrics_port, token) as url:
+            from nemo_gym.stack.scraping import added_target
+
+            say(f"metrics of the pipeline: {url}{METRICS_PATH}")
+            with added_target(run_dir, PIPELINE, url, run_id):
+                yield
+    finally:
+        await finish(telemetry.shut_down())
+
+
+@asynccontextmanager
+async def _served(port: int, token: str) -> AsyncIterator[str]:
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+
+    from nemo_gym.http.otlp import require_scraper
+    from nemo_gym.http.problems import install_problem_handlers
+    from nemo_gym.http.server import Application
+    from nemo_gym.http.telemetry import CONTENT_TYPE, render
+    from nemo_gym.http.webserver import served
+
+    async def metrics(request: Request) -> Response:
+        require_scraper(request, None, token, secured=True)
+        return Response(render(), media_type=CONTENT_TYPE)
+
+    app = Application(title=PIPELINE, openapi_url=None, docs_url=None, redoc_url=None)
+    install_problem_handlers(app)
+    app.router.routes.append(Route(METRICS_PATH, metrics, methods=["GET"]))
+    async with served(app, BaseServerConfig(host="127.0.0.1", port=port)) as url:
+        yield url
+
 
 log = structlog.get_logger(__name__)
 

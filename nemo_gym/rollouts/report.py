@@ -12,12 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nemo_gym.contract.rows import TASK_INDEX_KEY
-from nemo_gym.contract.verdict import FailureKind
+from nemo_gym.contract.verdict import TASK_INDEX_KEY, FailureKind
 from nemo_gym.http.peers import PeerError, Peers
 from nemo_gym.reward_profile import GIVEN_NUMBERS_KEY, INVALID_COUNT, STD_ERR, pass_rates
 from nemo_gym.rollout import Servers
-from nemo_gym.rollouts.tally import AgentTally, Reason, RolloutSummary, Tally
+from nemo_gym.rollouts.result_rows import AgentTally, Reason, RolloutSummary, Tally
 
 log = structlog.get_logger(__name__)
 

@@ -17,13 +17,13 @@ from typing import BinaryIO
 
 import orjson
 
+from nemo_gym._util.files import append_lines, open_lines, whole_lines
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.contract.rows import ROLLOUT_ID_KEY
+from nemo_gym.contract.verdict import ROLLOUT_ID_KEY
 from nemo_gym.rollouts.interfaces import JobSelector, JobState, JobStore
 from nemo_gym.rollouts.store import SqliteJobStore
-from nemo_gym.rollouts.store.sqlite import store_error
-from nemo_gym.storage.jsonl import append_lines, open_lines, whole_lines
+from nemo_gym.rollouts.store.sql import store_error
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,18 +18,21 @@ import orjson
 
 from nemo_gym._util.tasks import first_of
 from nemo_gym.contract.errors import ConfigError, ContractError, ServerError
-from nemo_gym.contract.rows import (
+from nemo_gym.contract.session import AgentOutcome, Artifact, RolloutIdentity
+from nemo_gym.contract.verdict import (
     AGENT_REF_KEY,
     ATTEMPT_INDEX_KEY,
+    MAX_REASON_CHARS,
     ROLLOUT_ID_KEY,
     ROLLOUT_INDEX_KEY,
     SESSION_KEY,
     TASK_INDEX_KEY,
+    FailureKind,
+    StageName,
+    failure_of_reply,
     group_id_of,
     task_id_of,
 )
-from nemo_gym.contract.session import AgentOutcome, Artifact, RolloutIdentity
-from nemo_gym.contract.verdict import MAX_REASON_CHARS, FailureKind, StageName, failure_of_reply
 from nemo_gym.http.peers import PeerError, Peers
 from nemo_gym.rollouts.result_rows import artifacts_digest, is_masked, without_tokens
 from nemo_gym.rollouts.results import RunFiles

@@ -13,7 +13,7 @@ from nemo_gym._util.suggest import nearest
 from nemo_gym.config.pipeline import PipelineConfig
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.contract.rows import NO_PROMPT
+from nemo_gym.contract.verdict import NO_PROMPT
 from nemo_gym.http.client import ServerClient
 from nemo_gym.http.peers import PeerError, Peers
 from nemo_gym.rollout import Servers

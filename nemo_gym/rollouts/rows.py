@@ -21,7 +21,7 @@ from nemo_gym._util.suggest import nearest
 from nemo_gym.config.pipeline import PipelineConfig
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError, RowError
-from nemo_gym.contract.rows import (
+from nemo_gym.contract.verdict import (
     AGENT_REF_KEY,
     PARAMS_KEY,
     ROLLOUT_INDEX_KEY,
@@ -34,7 +34,7 @@ from nemo_gym.contract.rows import (
 )
 from nemo_gym.rollouts.interfaces import JobSpec
 from nemo_gym.rollouts.results import existing_folder
-from nemo_gym.rollouts.store.sqlite import store_error
+from nemo_gym.rollouts.store.sql import store_error
 
 MAX_LISTED = 10
 COPY_BYTES = 1 << 20

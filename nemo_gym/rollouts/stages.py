@@ -16,10 +16,11 @@ import orjson
 import structlog
 
 from nemo_gym.config.pipeline import PipelineConfig
-from nemo_gym.contract.rows import ROLLOUT_ID_KEY, SESSION_KEY
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.contract.verdict import (
     MAX_REASON_CHARS,
+    ROLLOUT_ID_KEY,
+    SESSION_KEY,
     FailureKind,
     StageError,
     StageFailure,
@@ -27,10 +28,10 @@ from nemo_gym.contract.verdict import (
     failure_of_reply,
 )
 from nemo_gym.http.peers import PeerError, Peers
-from nemo_gym.http.tracing import SpanKind, step
+from nemo_gym.http.telemetry import SpanKind, step
 from nemo_gym.rollout import RolloutSettings, RolloutSteps, failure_of, required
 from nemo_gym.rollouts.interfaces import JobAttempt, StageResult
-from nemo_gym.rollouts.metrics import STAGE_SECONDS
+from nemo_gym.rollouts.pipeline import STAGE_SECONDS
 from nemo_gym.rollouts.result_rows import OWN_FIELDS, result_row
 
 log = structlog.get_logger(__name__)

@@ -10,14 +10,15 @@ from typing import Any
 import orjson
 
 from nemo_gym.contract.errors import RowError
-from nemo_gym.contract.rows import (
+from nemo_gym.contract.verdict import (
     AGENT_REF_KEY,
     ATTEMPT_INDEX_KEY,
     ROLLOUT_ID_KEY,
     ROLLOUT_INDEX_KEY,
     TASK_INDEX_KEY,
+    decide_validity,
+    declares_failure,
 )
-from nemo_gym.contract.verdict import decide_validity, declares_failure
 from nemo_gym.gateway.tokens.trajectories import Trajectory, from_row
 
 TRAJECTORY_KEY = "ng_trajectory"

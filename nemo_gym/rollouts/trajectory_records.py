@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_gym.contract.rows import TASK_INDEX_KEY, task_id_of
+from nemo_gym.contract.verdict import TASK_INDEX_KEY, task_id_of
 from nemo_gym.gateway.model_calls import CAPTURE_KEY, OBSERVATIONS_KEY
-from nemo_gym.http.correlation import maybe_rollout_id_from_run_body
+from nemo_gym.http.telemetry import maybe_rollout_id_from_run_body
 from nemo_gym.rollout_observability import (
     AgentInvocation,
     AgentObservationBundle,

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.rollouts.store.sqlite import store_error
+from nemo_gym.rollouts.store.sql import store_error
 from nemo_gym.sampling.groups import WeightsSpan
 from nemo_gym.storage.group_commit import SqliteWriter
 

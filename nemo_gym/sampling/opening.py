@@ -17,8 +17,7 @@ from nemo_gym._util.loop_thread import LoopThread
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.config.sampling import SamplingConfig
 from nemo_gym.contract.errors import ConfigError, RowError
-from nemo_gym.contract.rows import TASK_INDEX_KEY, new_run_id
-from nemo_gym.contract.verdict import StageFailure, StageName
+from nemo_gym.contract.verdict import TASK_INDEX_KEY, StageFailure, StageName, new_run_id
 from nemo_gym.http.client import ServerClient, close_global_aiohttp_client
 from nemo_gym.rollouts.core import RolloutCore
 from nemo_gym.rollouts.interfaces import (

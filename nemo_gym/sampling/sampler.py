@@ -17,7 +17,7 @@ import orjson
 
 from nemo_gym.config.sampling import SamplingConfig
 from nemo_gym.contract.errors import ConfigError, NemoGymError
-from nemo_gym.contract.rows import TASK_INDEX_KEY, group_id_of, rollout_id_of, task_id_of
+from nemo_gym.contract.verdict import TASK_INDEX_KEY, group_id_of, rollout_id_of, task_id_of
 from nemo_gym.rollouts.interfaces import Dispatcher, Job, JobEvent, JobSelector, JobSpec, JobState, JobStore
 from nemo_gym.sampling.groups import (
     DEFAULT_FILTERS,

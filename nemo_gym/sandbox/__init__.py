@@ -36,8 +36,14 @@ if TYPE_CHECKING:
         SupportsLoopbackDoor,
         SupportsSnapshot,
     )
-    from nemo_gym.sandbox.facade import AsyncSandbox, Sandbox, keep_renewed
-    from nemo_gym.sandbox.registry import create_provider, get_provider_class, register_provider
+    from nemo_gym.sandbox.facade import (
+        AsyncSandbox,
+        Sandbox,
+        create_provider,
+        get_provider_class,
+        keep_renewed,
+        register_provider,
+    )
     from nemo_gym.sandbox.utils import cpu_cap_env, rewrite_image
 
     # NeMo Gym's names of the same things.
@@ -81,8 +87,14 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "SupportsSnapshot",
     ),
     "nemo_gym.config.sandbox_blocks": ("list_providers", "resolve_provider_config", "resolve_provider_metadata"),
-    "nemo_gym.sandbox.facade": ("AsyncSandbox", "Sandbox", "keep_renewed"),
-    "nemo_gym.sandbox.registry": ("create_provider", "get_provider_class", "register_provider"),
+    "nemo_gym.sandbox.facade": (
+        "AsyncSandbox",
+        "Sandbox",
+        "create_provider",
+        "get_provider_class",
+        "keep_renewed",
+        "register_provider",
+    ),
     "nemo_gym.sandbox.utils": ("cpu_cap_env", "rewrite_image"),
 }
 _ALIASES = {

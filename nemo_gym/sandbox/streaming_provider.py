@@ -12,7 +12,6 @@ from typing import Protocol
 
 from nemo_gym.contract.errors import SandboxArchiveError, SandboxError, SandboxLostError
 from nemo_gym.sandbox.archive import pack
-from nemo_gym.sandbox.archive_filters import single_file
 from nemo_gym.sandbox.base import (
     DEFAULT_MAX_OUTPUT_BYTES,
     ExecEnd,
@@ -23,7 +22,7 @@ from nemo_gym.sandbox.base import (
     SandboxHandle,
     absolute,
 )
-from nemo_gym.sandbox.tar_stream import ArchiveError
+from nemo_gym.sandbox.tar_stream import ArchiveError, single_file
 
 # -- Commands ------------------------------------------------------------------------------------------------------
 

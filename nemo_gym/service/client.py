@@ -18,8 +18,8 @@ from typing import Any, Self, TypeVar
 import aiohttp
 import orjson
 
-from nemo_gym._util.backoff import NETWORK_JITTER, Backoff
 from nemo_gym._util.loop_thread import LoopThread
+from nemo_gym._util.tasks import NETWORK_JITTER, Backoff
 from nemo_gym.contract.errors import ConfigError, NemoGymError
 from nemo_gym.http.client import new_session
 

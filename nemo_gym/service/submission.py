@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from nemo_gym._util.suggest import nearest
 from nemo_gym.config.pipeline import PipelineConfig
 from nemo_gym.contract.errors import ConfigError, ContractError, InvalidBodyError, NemoGymError, RowError
-from nemo_gym.contract.rows import NO_PROMPT, PARAMS_KEY, TASK_INDEX_KEY, has_prompt, task_id_of
 from nemo_gym.contract.session import IDENTIFIER
-from nemo_gym.http.json_bodies import validated
+from nemo_gym.contract.verdict import NO_PROMPT, PARAMS_KEY, TASK_INDEX_KEY, has_prompt, task_id_of
+from nemo_gym.http.requests import validated
 from nemo_gym.rollouts.core import RolloutCore
 from nemo_gym.rollouts.interfaces import JobSpec, JobStore, Offer
 from nemo_gym.rollouts.routing import unworded

@@ -101,7 +101,7 @@ def run_app(app: Path, roots: Sequence[Path]) -> int:
     assert launch is not None
     configure_server_logging(launch)
     if launch.config.get(OBSERVABILITY):
-        from nemo_gym.http.telemetry import start_server_telemetry
+        from nemo_gym.http.otlp import start_server_telemetry
 
         start_server_telemetry(launch)
     for stream in (sys.stdout, sys.stderr):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nemo_gym._util.backoff import Backoff
+from nemo_gym._util.tasks import Backoff
 from nemo_gym.config.hosts import Hosts
 from nemo_gym.config.keys import HOST, HOSTS
 from nemo_gym.config.servers import ServerBlock

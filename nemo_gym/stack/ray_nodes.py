@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_gym._util.backoff import pause_after
 from nemo_gym._util.files import write_all
-from nemo_gym._util.tasks import BackgroundTasks
+from nemo_gym._util.tasks import BackgroundTasks, pause_after
 from nemo_gym.config.ray import NODE_FD, NodePart, RayConfig, RayNode
 from nemo_gym.contract.errors import ConfigError, ServerError
 

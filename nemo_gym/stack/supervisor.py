@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_gym._util.backoff import Backoff, pause_after
 from nemo_gym._util.files import COMMAND_DIRECTORY_VARIABLE
 from nemo_gym._util.secrets import scrub, secret_values
-from nemo_gym._util.tasks import BackgroundTasks
+from nemo_gym._util.tasks import BackgroundTasks, Backoff, pause_after
 from nemo_gym.config.composition import Composition
 from nemo_gym.config.hosts import Hosts
 from nemo_gym.config.keys import AGENT_TYPE, ENVIRONMENT_TYPE, MODEL_TYPE, OBSERVABILITY

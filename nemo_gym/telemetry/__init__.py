@@ -1,1 +1,1 @@
-"""NeMo Gym's names for what a client measures of its connections; what is measured here: `nemo_gym.http.telemetry`."""
+"""NeMo Gym's names for what a client measures of its connections; what is measured here: `nemo_gym.http.otlp`."""

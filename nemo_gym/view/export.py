@@ -18,7 +18,7 @@ import orjson
 from nemo_gym.config.observability import TracesConfig
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.http.otlp import ENCODINGS, Collector, RefusedError
-from nemo_gym.http.tracing import Span, SpanContext, SpanKind, context_of_attempt
+from nemo_gym.http.telemetry import Span, SpanContext, SpanKind, context_of_attempt
 from nemo_gym.view.index import ResultIndex, as_dict
 from nemo_gym.view.queries import Prices, summary
 

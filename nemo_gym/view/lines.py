@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from nemo_gym.contract.rows import (
+from nemo_gym.contract.verdict import (
     ATTEMPT_INDEX_KEY,
     NG_FAILURE_CLASS_KEY,
     NG_NO_PERSIST_KEY,
@@ -24,8 +24,7 @@ from nemo_gym.contract.rows import (
     ROLLOUT_INDEX_KEY,
     TASK_INDEX_KEY,
 )
-from nemo_gym.rollouts.result_rows import same_way
-from nemo_gym.rollouts.tally import RolloutSummary
+from nemo_gym.rollouts.result_rows import RolloutSummary, same_way
 
 TEXT_CHARS = 8 * 1024
 """Of the prompt from its beginning, and of the answer to its end: what full-text search finds."""

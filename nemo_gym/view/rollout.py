@@ -15,7 +15,7 @@ import orjson
 import yaml
 
 from nemo_gym.contract.errors import RowError
-from nemo_gym.contract.rows import ATTEMPT_INDEX_KEY, PARAMS_KEY, RESPONSE_KEY
+from nemo_gym.contract.verdict import ATTEMPT_INDEX_KEY, PARAMS_KEY, RESPONSE_KEY
 from nemo_gym.gateway.tokens.trajectories import Trajectory, from_row
 from nemo_gym.rollouts.results import RunFiles
 from nemo_gym.rollouts.trajectories import TRAJECTORY_KEY

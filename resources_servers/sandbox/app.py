@@ -20,10 +20,10 @@ from nemo_gym.broker.routes.table import install_routes, invalid_parameter, not_
 from nemo_gym.broker.service import BrokerService, assemble
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import ConfigError, CredentialError
-from nemo_gym.http.metrics import Reading
 from nemo_gym.http.problems import shape_errors
 from nemo_gym.http.server import SimpleServer
-from nemo_gym.sandbox.registry import SandboxOwner
+from nemo_gym.http.telemetry import Reading
+from nemo_gym.sandbox.facade import SandboxOwner
 from nemo_gym.sandbox.wire.problems import BrokerError
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from nemo_gym.config.compose import compose
 from nemo_gym.config.composition import backend_of
 from nemo_gym.contract.errors import ConfigError, NemoGymError, reject_unknown_keys
-from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.sandbox.facade import create_provider
 from resources_servers.swe_bench.confirm.controls import ControlStore
 from resources_servers.swe_bench.confirm.making import BUDGET_S
 from resources_servers.swe_bench.preparation.boxes import registry_access

@@ -7,15 +7,14 @@ from typing import Any, ClassVar
 
 from pydantic import Field, PrivateAttr
 
-from nemo_gym.agent.harness.policy import PolicyClient
-from nemo_gym.agent.topology.bindings import AgentBoxes
-from nemo_gym.agent.topology.transcript import prompt_text
+from nemo_gym.agent.acts import PolicyClient
+from nemo_gym.agent.topology.bindings import AgentBoxes, prompt_text
 from nemo_gym.agent.topology.world import DEFAULT_LEASE_TTL_S, HarnessRun, World, act_in_world
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
 from nemo_gym.contract.session import ActRequest, ActResponse, BoxNeeds, SandboxSpecModel, Topology
-from nemo_gym.sandbox.merge import HarnessNeeds
-from nemo_gym.sandbox.registry import SandboxOwner
+from nemo_gym.sandbox.egress import HarnessNeeds
+from nemo_gym.sandbox.facade import SandboxOwner
 
 
 class MiniSWEAgentConfig(BaseResponsesAPIAgentConfig):

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import greenlet
 
-from nemo_gym.agent.harness.policy import ContextExceededError, PolicyClient
-from nemo_gym.agent.topology.transcript import output_items, response_object
+from nemo_gym.agent.acts import ContextExceededError, PolicyClient
+from nemo_gym.agent.topology.bindings import output_items, response_object
 from nemo_gym.agent.topology.world import HarnessRun, World
 from nemo_gym.contract.errors import AgentError, ModelError
 from nemo_gym.contract.session import AgentOutcome, InferenceEndpoint

@@ -64,7 +64,7 @@ class SimpleAgent(SimpleResponsesAPIAgent):
             return await self._attempt(request, cookies)
 
     async def _attempt(self, asked: ActRequest, cookies: Mapping[str, str]) -> ActResponse:
-        from nemo_gym.agent.harness.policy import PolicyClient
+        from nemo_gym.agent.acts import PolicyClient
         from responses_api_agents.simple_agent.loop import Ended, Rules, converse
         from responses_api_agents.simple_agent.tools import Toolbox, ToolServerError
 

@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 
 from nemo_gym._util.tasks import first_of
+from nemo_gym.agent.acts import ContextExceededError, PolicyClient
 from nemo_gym.agent.harness.events import Transcript
-from nemo_gym.agent.harness.policy import ContextExceededError, PolicyClient
 from nemo_gym.contract.errors import ModelError
 from nemo_gym.contract.session import AgentOutcome
 from nemo_gym.contract.verdict import outcome_of_model_error

@@ -11,7 +11,7 @@ import orjson
 
 from nemo_gym.contract.errors import ServerError
 from nemo_gym.contract.session import McpServer
-from nemo_gym.http.tracing import tool_call
+from nemo_gym.http.telemetry import tool_call
 
 if TYPE_CHECKING:
     from nemo_gym.agent.harness.mcp_client import McpConnection

@@ -37,8 +37,8 @@ from nemo_gym.gateway.routes import (
     engine_routes,
     require_engine,
 )
-from nemo_gym.gateway.routing.health import HealthState
 from nemo_gym.gateway.routing.pool import EnginePool
+from nemo_gym.gateway.routing.router import HealthState
 from nemo_gym.gateway.sessions import (
     COMPLETION_TOKEN_PREFIX,
     GatewaySessions,
@@ -49,10 +49,9 @@ from nemo_gym.gateway.sessions import (
 )
 from nemo_gym.gateway.text_backend import TextBackend
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError
-from nemo_gym.http.json_bodies import JsonResponse, parse_json_object, refuse_encoded
-from nemo_gym.http.metrics import Reading
-from nemo_gym.http.request_state import require_role
+from nemo_gym.http.requests import JsonResponse, parse_json_object, refuse_encoded, require_role
 from nemo_gym.http.server import Application
+from nemo_gym.http.telemetry import Reading
 
 SESSION_PREFIX = "/sessions/{session_id}"
 COUNT_TOKENS = "/v1/messages/count_tokens"

@@ -16,7 +16,7 @@ import structlog
 from pydantic import Field, PrivateAttr, field_validator
 from starlette.responses import Response, StreamingResponse
 
-from nemo_gym._util.backoff import NETWORK_JITTER, Backoff
+from nemo_gym._util.tasks import NETWORK_JITTER, Backoff
 from nemo_gym.base_responses_api_model import (
     BaseResponsesAPIModelConfig,
     InferenceCall,
@@ -40,7 +40,7 @@ from nemo_gym.gateway.engines.types import EngineCheck
 from nemo_gym.gateway.model_server import EVENT_STREAM, upstream_error
 from nemo_gym.gateway.policy_request import Usage
 from nemo_gym.http.client import get_global_aiohttp_client
-from nemo_gym.http.json_bodies import JsonResponse
+from nemo_gym.http.requests import JsonResponse
 
 ROUTES = {Dialect.CHAT: "/chat/completions", Dialect.RESPONSES: "/responses"}
 API_KEY_ENV = "OPENAI_API_KEY"

@@ -28,7 +28,7 @@ from nemo_gym.gateway.dialects import responses as responses_chat
 from nemo_gym.gateway.dialects.adapters import adapter_of, stream_of
 from nemo_gym.gateway.model_server import EVENT_STREAM
 from nemo_gym.gateway.policy_request import Usage
-from nemo_gym.http.json_bodies import JsonResponse
+from nemo_gym.http.requests import JsonResponse
 from nemo_gym.prompt import resolve_path
 from responses_api_models.scripted_model.script import Answer, Fault, Script
 from responses_api_models.scripted_model.tools import HarnessTools

@@ -18,7 +18,7 @@ import pytest
 
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import SandboxInfo
-from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.sandbox.facade import create_provider
 from tests.acceptance.matrix.cells import MODEL, ROOT, Cell, composed
 from tests.acceptance.matrix.run import Outcome, backends, first_row, prepare, run
 from tests.docker_engine import docker_engine

@@ -39,7 +39,7 @@ from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.sandbox import SandboxResources, SandboxSpec, default_limits
 from nemo_gym.contract.session import AgentOutcome, SessionDescriptor
 from nemo_gym.contract.verdict import FailureKind
-from nemo_gym.sandbox import registry
+from nemo_gym.sandbox import facade
 from nemo_gym.sandbox.base import (
     CAPABILITY_PROTOCOLS,
     DEFAULT_MAX_OUTPUT_BYTES,
@@ -54,7 +54,7 @@ from nemo_gym.sandbox.providers.remote.options import RemoteOptions
 from resources_servers.math.app import MathConfig
 from resources_servers.mcqa.app import McqaConfig
 from resources_servers.swe_bench import prepare
-from resources_servers.swe_bench.config import SweBenchConfig
+from resources_servers.swe_bench.app import SweBenchConfig
 from responses_api_agents.claude_code_agent.app import ClaudeCodeOptions
 from responses_api_agents.codex_agent.app import CodexOptions
 from responses_api_agents.composite_agent.options import CompositeOptions
@@ -99,7 +99,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NEMO_GYM_EXTRA_ROOTS", f"{tmp_path}{os.pathsep}{ROOT}")
     monkeypatch.setattr(sandbox_blocks, "registered_providers", {})
-    registry.register_provider("small_boxes", small_boxes(tmp_path))
+    facade.register_provider("small_boxes", small_boxes(tmp_path))
     yield tmp_path
 
 
@@ -423,8 +423,8 @@ def capability_table(local: SandboxCapabilities, docker: SandboxCapabilities) ->
 
 
 def test_capability_table_is_what_the_providers_say(docker_engine: str, tmp_path: Path) -> None:
-    local = registry.create_provider({"local": {"state_dir": str(tmp_path), "linger_s": 1}}).capabilities
-    docker = registry.create_provider({"docker": {"base_url": docker_engine}}).capabilities
+    local = facade.create_provider({"local": {"state_dir": str(tmp_path), "linger_s": 1}}).capabilities
+    docker = facade.create_provider({"docker": {"base_url": docker_engine}}).capabilities
     documented = table(PAGES / "sandboxes.md", "capability")
     for name, *told in capability_table(local, docker):
         if os.geteuid() == 0:
@@ -480,7 +480,7 @@ def line_words(line: CommandLine) -> tuple[str, ...]:
 
 
 async def test_example_provider_limits_boxes(place: Path) -> None:
-    provider = registry.create_provider(
+    provider = facade.create_provider(
         {"small_boxes": {"memory_mib": 64, "state_dir": str(place / "boxes"), "linger_s": 1}}
     )
     box = await provider.create(SandboxSpec(resources=SandboxResources(memory_mib=4096), ttl_s=60))

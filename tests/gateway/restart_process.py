@@ -13,10 +13,10 @@ from pathlib import Path
 import orjson
 from aiohttp import web
 
-from nemo_gym.gateway.dialects.conversation_cache import request_fingerprint
+from nemo_gym.gateway.dialects.chat import request_fingerprint
 from nemo_gym.gateway.engines import EngineConnections, EngineEndpoint, Generation, Sampling, TokenRequest, VllmEngine
 from nemo_gym.gateway.journal import SessionJournal, SessionRecord
-from nemo_gym.gateway.repeated_requests import SessionAnswers
+from nemo_gym.gateway.live_session import SessionAnswers
 from nemo_gym.gateway.routing import Router
 from nemo_gym.gateway.routing.calls import EngineCalls
 

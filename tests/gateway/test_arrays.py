@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym.gateway.wire_data import LARGE, packed
+from nemo_gym.gateway.policy_request import LARGE, packed
 
 
 @pytest.mark.parametrize("times", [1, LARGE])

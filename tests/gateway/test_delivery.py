@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from nemo_gym.gateway.repeated_requests import SessionAnswers
+from nemo_gym.gateway.live_session import SessionAnswers
 from nemo_gym.http.delivery import DELIVERIES, AnswerWatch
 from nemo_gym.http.protocol import WatchedHttpProtocol
 

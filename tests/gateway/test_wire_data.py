@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from nemo_gym.gateway.journal.log import frame, framed, read_frames
-from nemo_gym.gateway.wire_data import JsonText, coalesced, size_of, written
+from nemo_gym.gateway.policy_request import JsonText, coalesced, size_of, written
 
 LARGE = orjson.dumps([*range(50_000)])
 

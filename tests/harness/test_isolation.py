@@ -23,7 +23,7 @@ from nemo_gym.contract.sandbox import Mount, NetworkPolicy, SandboxSpec
 from nemo_gym.contract.session import ActResponse, Topology
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import ExecRequest
-from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.sandbox.facade import create_provider
 from nemo_gym.server_utils import close_global_aiohttp_client, request
 from responses_api_agents.claude_code_agent.app import ClaudeCodeAgent
 from tests.acceptance.clis.place import REPOSITORY, installed

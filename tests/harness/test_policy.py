@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 from aiohttp import web
 
-from nemo_gym.agent.harness.policy import PolicyClient
+from nemo_gym.agent.acts import PolicyClient
 from nemo_gym.contract.errors import ModelError
 from nemo_gym.contract.session import InferenceEndpoint
 

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_gym.contract.session import Artifact
 from nemo_gym.sandbox.archive import encode_header, pack_bytes
-from nemo_gym.sandbox.harvest.files import harvested_file
+from nemo_gym.sandbox.harvest import harvested_file
 
 PATH = "/home/task/sum.txt"
 

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from nemo_gym.sandbox import harvest
 from nemo_gym.sandbox.archive import END_OF_ARCHIVE, encode_header
-from nemo_gym.sandbox.harvest import tree
 
 
 async def files_behind(directories: int, count: int) -> AsyncIterator[bytes]:
@@ -22,10 +22,10 @@ async def files_behind(directories: int, count: int) -> AsyncIterator[bytes]:
 
 
 async def test_paths_of_a_tree_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree, "MAX_PATH_BYTES", 1_000_000)
-    reader = tree.TreeReader(max_bytes=1 << 30, max_files=1000)
+    monkeypatch.setattr(harvest, "MAX_PATH_BYTES", 1_000_000)
+    reader = harvest.TreeReader(max_bytes=1 << 30, max_files=1000)
     assert [content async for content in reader.contents(files_behind(390, 9))] == []
     assert len(reader.tree.entries) == 9
-    with pytest.raises(tree.TreeTooLargeError, match="paths of the tree's files take more than 1000000 bytes"):
-        async for _ in tree.TreeReader(max_bytes=1 << 30, max_files=1000).contents(files_behind(390, 20)):
+    with pytest.raises(harvest.TreeTooLargeError, match="paths of the tree's files take more than 1000000 bytes"):
+        async for _ in harvest.TreeReader(max_bytes=1 << 30, max_files=1000).contents(files_behind(390, 20)):
             pass

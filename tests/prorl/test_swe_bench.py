@@ -15,7 +15,7 @@ import pytest
 from nemo_gym.cli.prepare import prepare
 from nemo_gym.prorl.async_server import OpenHandsServer
 from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.sandbox.facade import create_provider
 from tests.prorl.llm import llm_server
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -26,8 +26,8 @@ from nemo_gym.sandbox.base import (
     SandboxInfo,
 )
 from nemo_gym.sandbox.conformance import SandboxConformance
+from nemo_gym.sandbox.facade import register_provider
 from nemo_gym.sandbox.providers.local import LocalProvider
-from nemo_gym.sandbox.registry import register_provider
 
 DEFECTS: dict[str, tuple[type, list[str]]] = {}
 """Name → the provider with the defect, and the checks that must fail on it."""

@@ -15,8 +15,8 @@ import pytest
 from nemo_gym.contract.errors import ConfigError, SandboxCreateError
 from nemo_gym.contract.sandbox import Mount, SandboxSpec
 from nemo_gym.sandbox.base import ExecOutcome, ExecRequest, SandboxStatus
+from nemo_gym.sandbox.facade import create_provider
 from nemo_gym.sandbox.providers.apptainer import ApptainerProvider
-from nemo_gym.sandbox.registry import create_provider
 from tests.sandbox.apptainer_program import apptainer
 from tests.sandbox.local_boxes import LocalPlace, alive, config_below, leftovers, local_place, until
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from nemo_gym.sandbox import archive
 from nemo_gym.sandbox.archive import ArchiveError, ArchiveTooLargeError, encode_header, extract, pack, pack_bytes
-from nemo_gym.sandbox.archive_filters import TarFilter, filtered, single_file, validated
+from nemo_gym.sandbox.tar_stream import TarFilter, filtered, single_file, validated
 
 
 def reader(chunks: Iterable[bytes]) -> Callable[[int], bytes]:

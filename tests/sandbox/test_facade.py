@@ -16,8 +16,7 @@ import pytest
 
 from nemo_gym.contract.errors import ConfigError, SandboxCapabilityError, SandboxError, SandboxLostError
 from nemo_gym.sandbox import AsyncSandbox, Sandbox, SandboxExecResult, SandboxHandle, SandboxSpec, SandboxStatus
-from nemo_gym.sandbox.facade import keep_renewed
-from nemo_gym.sandbox.registry import register_provider
+from nemo_gym.sandbox.facade import keep_renewed, register_provider
 
 pytestmark = pytest.mark.usefixtures("clean_registry")
 SPEC = SandboxSpec(image="x")

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from nemo_gym import sandbox
 from nemo_gym.config.sandbox_blocks import list_providers, resolve_provider_config, resolve_provider_metadata
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.sandbox.registry import create_provider, get_provider_class, register_provider
+from nemo_gym.sandbox.facade import create_provider, get_provider_class, register_provider
 from nemo_gym.sandbox.utils import cpu_cap_env, rewrite_image
 
 pytestmark = pytest.mark.usefixtures("clean_registry")
@@ -77,7 +77,7 @@ def test_installed_provider_that_cannot_be_imported_names_what_to_install(tmp_pa
     (site / "acme_boxes.py").write_text("import acme_sdk_that_is_not_here\n")
     (site / "acme_types.py").touch()
     code = (
-        "from nemo_gym.sandbox.registry import get_provider_class\n"
+        "from nemo_gym.sandbox.facade import get_provider_class\n"
         "for name in ('acme', 'typo', 'plain'):\n"
         "    try: get_provider_class(name)\n"
         "    except ValueError as error: print(error)\n"

@@ -12,7 +12,7 @@ import pytest
 
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.contract.errors import CredentialError, FencedError, ServerError
-from nemo_gym.contract.rows import RowAccess
+from nemo_gym.contract.verdict import RowAccess
 from nemo_gym.environment import attempts
 from nemo_gym.environment.attempts import AttemptStore, RowStore, Seed, StoredRow, StoredVerdict
 from tests.servers.plugins import CounterEnvironment

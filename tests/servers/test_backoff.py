@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_gym._util.backoff import RETRY_AFTER_AT_MOST_S, Backoff, pause_after, retry_after_s
+from nemo_gym._util.tasks import RETRY_AFTER_AT_MOST_S, Backoff, pause_after, retry_after_s
 
 
 @pytest.mark.parametrize(

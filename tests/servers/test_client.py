@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from nemo_gym.contract.errors import ConfigError, ServerError
 from nemo_gym.http import client as client_module
-from nemo_gym.http import exchange as exchange_module
+from nemo_gym.http import client as exchange_module
 from nemo_gym.http import openai_client as model_client_module
 from nemo_gym.http import peers as peers_module
 from nemo_gym.http.client import close_global_aiohttp_client, expect_json, get_global_aiohttp_client

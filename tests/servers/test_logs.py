@@ -11,7 +11,7 @@ _SERVER = """
 import logging
 import structlog
 from nemo_gym.config.launch import ServerLaunch
-from nemo_gym.http.correlation import rollout_context
+from nemo_gym.http.telemetry import rollout_context
 from nemo_gym.http.logs import configure_server_logging
 
 configure_server_logging(ServerLaunch(instance="env", run_id="run", config={}))

@@ -18,7 +18,7 @@ from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.model_limits import CONNECT_TIMEOUT_S, IDLE_TIMEOUT_S, REQUEST_TIMEOUT_S
 from nemo_gym.http.server import SimpleServer
 from nemo_gym.rollouts.collection import run_collection
-from nemo_gym.sandbox.registry import register_provider
+from nemo_gym.sandbox.facade import register_provider
 from resources_servers.mcqa.app import McqaEnvironment
 from responses_api_agents.mini_swe_agent.app import MiniSWEAgent
 from responses_api_agents.simple_agent.app import SimpleAgent

@@ -26,7 +26,7 @@ from nemo_gym.contract.session import (
     SessionDescriptor,
     Topology,
 )
-from nemo_gym.environment.owned_boxes import OwnedBoxes
+from nemo_gym.environment.attempts import OwnedBoxes
 from nemo_gym.http.client import get_response_json
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle
@@ -208,7 +208,7 @@ async def test_harvest_shuts_the_borrower_out_and_leaves_no_box(
 async def test_harvests_that_nobody_closes_are_kept_up_to_a_bound(
     world: Pipeline, operator: RemoteProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nemo_gym.environment.owned_boxes.MAX_KEPT_BYTES", 20)
+    monkeypatch.setattr("nemo_gym.environment.attempts.MAX_KEPT_BYTES", 20)
     tokens = {}
     for number in range(4):
         who = rollout(f"r{number}")
@@ -224,7 +224,7 @@ async def test_harvests_that_nobody_closes_are_kept_up_to_a_bound(
 async def test_boxes_whose_pipeline_was_killed_are_forgotten(world: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     (first, second) = rollout("r1"), rollout("r2")
     _, seeded = await world.seed(first, {})
-    monkeypatch.setattr("nemo_gym.environment.owned_boxes._FORGOTTEN_AFTER_LEASES", -1)
+    monkeypatch.setattr("nemo_gym.environment.attempts._FORGOTTEN_AFTER_LEASES", -1)
     await world.seed(second, {})
     status, said = await world.about("/heartbeat", first, seeded["control_token"])
     assert status == 409 and "has no box" in said["detail"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
-from nemo_gym.contract.rows import public_row
+from nemo_gym.contract.verdict import public_row
 from tests.servers.plugins import CANARY, CounterEnvironment, LegacyAgent, PhraseEnvironment
 from tests.servers.stack import Stack, response, rollout
 

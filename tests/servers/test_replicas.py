@@ -9,8 +9,10 @@ from contextlib import AsyncExitStack
 import pytest
 from aiohttp import web
 
-from nemo_gym.http import exchange as exchange_module
-from nemo_gym.http.correlation import (
+from nemo_gym.http import client as exchange_module
+from nemo_gym.http.middleware import RolloutMiddleware
+from nemo_gym.http.peers import PeerError, Peers
+from nemo_gym.http.telemetry import (
     REPLICAS_HEADER,
     Chooser,
     current_replicas,
@@ -18,8 +20,6 @@ from nemo_gym.http.correlation import (
     encode_replicas,
     replica_context,
 )
-from nemo_gym.http.middleware import RolloutMiddleware
-from nemo_gym.http.peers import PeerError, Peers
 from nemo_gym.rollout_correlation import rollout_context
 from nemo_gym.server_utils import ServerClient, ServerUnreachableError, close_global_aiohttp_client
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_gym.http import json_bodies
-from nemo_gym.http.json_bodies import TooManyValuesError, check_values, has_more_values
+from nemo_gym.http import requests
+from nemo_gym.http.requests import TooManyValuesError, check_values, has_more_values
 
 _TEXTS = st.text(alphabet=st.sampled_from('\\"[]{},:a\u00e9\n'), max_size=30)
 _VALUES = st.recursive(
@@ -37,7 +37,7 @@ def test_values_are_counted_whatever_strings_hold_and_wherever_the_body_is_cut(
     raw = json.dumps(value, ensure_ascii=False).encode()
     count = signs(value)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_bodies, "_HELD_AT_ONCE_BYTES", piece_bytes)
+        patch.setattr(requests, "_HELD_AT_ONCE_BYTES", piece_bytes)
         assert not has_more_values(raw, count)
         if count:
             assert has_more_values(raw, max(0, count - less))

@@ -11,8 +11,8 @@ import pytest
 import pytest_asyncio
 
 from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Role, StackKeys
-from nemo_gym.contract.rows import ROLLOUT_ID_KEY
-from nemo_gym.http.metrics import METRICS_PATH, render
+from nemo_gym.contract.verdict import ROLLOUT_ID_KEY
+from nemo_gym.http.telemetry import METRICS_PATH, render
 from tests.architecture.docs import PAGES, ROOT, table
 from tests.telemetry.collector import Got, collecting
 from tests.telemetry.runs import WEATHER, Run, observed_run

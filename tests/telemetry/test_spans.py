@@ -25,11 +25,10 @@ from nemo_gym.config.compose import compose
 from nemo_gym.config.launch import ServerLaunch
 from nemo_gym.config.observability import ObservabilityConfig, TracesConfig
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.http import otlp, tracing
+from nemo_gym.http import otlp, telemetry
 from nemo_gym.http.logs import configure_server_logging
-from nemo_gym.http.metrics import MetricsUnavailableError, render
 from nemo_gym.http.otlp import ENCODINGS, SpanExporter
-from nemo_gym.http.tracing import Span, SpanContext, SpanKind, attempt_context, step
+from nemo_gym.http.telemetry import MetricsUnavailableError, Span, SpanContext, SpanKind, attempt_context, render, step
 from tests.telemetry.collector import collecting, spans_in
 
 ATTEMPT = {"run_id": "r", "rollout_id": "r.3-0", "attempt": 2}
@@ -56,9 +55,9 @@ class Kept:
 @pytest.fixture
 def kept() -> Any:
     exporter = Kept()
-    tracing.install(exporter)
+    telemetry.install(exporter)
     yield exporter
-    tracing.install(None)
+    telemetry.install(None)
 
 
 def span(name: str = "verify", *, error: str | None = None) -> Span:
@@ -115,7 +114,7 @@ def test_steps_of_an_attempt_are_one_trace_below_its_root(kept: Kept) -> None:
     with step("act", parent=root), step("model_call", title="chat m", **{"gen_ai.usage.input_tokens": 3}) as calling:
         calling.set(done=True)
         headers: dict[str, str] = {}
-        tracing.inject(headers)
+        telemetry.inject(headers)
     inner, outer = kept.spans
     assert root is not None
     assert inner.name == "chat m"
@@ -135,11 +134,11 @@ def test_a_header_counts_only_for_a_span_of_the_same_attempt(kept: Kept) -> None
 
 
 def test_a_share_of_the_attempts_is_traced_and_servers_agree_which() -> None:
-    tracing.install(Kept(), sample=0.25)
+    telemetry.install(Kept(), sample=0.25)
     attempts = [{**ATTEMPT, "rollout_id": f"r.{number}-0"} for number in range(2000)]
     first = [attempt_context(each) is not None for each in attempts]
     again = [attempt_context(each) is not None for each in attempts]
-    tracing.install(None)
+    telemetry.install(None)
     assert first == again
     assert 400 < sum(first) < 600
 
@@ -173,8 +172,8 @@ def test_log_lines_of_a_server_name_the_span(kept: Kept, capsys: pytest.CaptureF
 def test_nothing_is_a_span_where_traces_are_off() -> None:
     assert attempt_context(ATTEMPT) is None
     headers: dict[str, str] = {}
-    with tracing.within(SpanContext("1" * 32, "1" * 16)), step("seed") as seeding:
-        tracing.inject(headers)
+    with telemetry.within(SpanContext("1" * 32, "1" * 16)), step("seed") as seeding:
+        telemetry.inject(headers)
     assert (seeding.span, headers) == (None, {})
 
 

@@ -23,7 +23,7 @@ from nemo_gym.contract.session import (
     SessionDescriptor,
     Topology,
 )
-from nemo_gym.sandbox.merge import HarnessNeeds
+from nemo_gym.sandbox.egress import HarnessNeeds
 
 CLI = HarnessNeeds(mounts=(Mount("/cache/cli", "/opt/cli"),), model_in_box=True)
 BOXES = AgentBoxes(scratch=SandboxSpec(image="scratch"), outer=SandboxSpec(requires=("nested_containers",)))

@@ -27,7 +27,7 @@ from nemo_gym.contract.session import (
 )
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import ExecOutcome
-from nemo_gym.sandbox.merge import HarnessNeeds, world_spec
+from nemo_gym.sandbox.egress import HarnessNeeds, world_spec
 from nemo_gym.sandbox.providers.local import LocalProvider
 from tests.harness.conftest import local, local_settings
 from tests.harness.stage import DONE, RUN, act, bash, descriptor, plugin, stage, task

@@ -17,7 +17,7 @@ from nemo_gym.contract.session import (
     SessionDescriptor,
     Topology,
 )
-from nemo_gym.sandbox.merge import HarnessNeeds, world_spec
+from nemo_gym.sandbox.egress import HarnessNeeds, world_spec
 
 INFERENCE = InferenceEndpoint(base_url="http://127.0.0.1:9/gateway/v1", token="inference-token")
 TOOLS = McpServer(name="weather", url="http://127.0.0.1:7/mcp", headers={"X-Token": "mcp-token"})

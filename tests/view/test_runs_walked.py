@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym.contract.rows import ROLLOUT_ID_KEY
+from nemo_gym.contract.verdict import ROLLOUT_ID_KEY
 from tests.gateway.testing.processes import tiny_engine
 from tests.view.serving import ROOT, Look, browsing, viewing
 

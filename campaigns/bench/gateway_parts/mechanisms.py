@@ -113,7 +113,7 @@ def _tokenizer_decodes() -> None:
 
 
 def _no_numpy() -> None:
-    from nemo_gym.gateway import wire_data as packed
+    from nemo_gym.gateway import policy_request as packed
     from nemo_gym.gateway.tokens import byte_level as decoding
     from nemo_gym.gateway.tokens import turns
 
@@ -122,13 +122,13 @@ def _no_numpy() -> None:
 
 
 def _parse_whole_bodies() -> None:
-    from nemo_gym.gateway.dialects.conversation_cache import ConversationCache
+    from nemo_gym.gateway.dialects.chat import ConversationCache
 
     ConversationCache.parse = lambda self, raw: orjson.loads(raw)
 
 
 def _lower_whole_bodies() -> None:
-    from nemo_gym.gateway.dialects.conversation_cache import ConversationCache
+    from nemo_gym.gateway.dialects.chat import ConversationCache
 
     ConversationCache.lowered = lambda self, context, raw, lower_from: [
         message for _, group in lower_from(0) for message in group
@@ -197,9 +197,9 @@ def _two_writes() -> None:
 
 
 def _framework_replies() -> None:
-    from nemo_gym.gateway import streaming as delivered
-    from nemo_gym.gateway.wire_data import written
-    from nemo_gym.http.json_bodies import JsonResponse
+    from nemo_gym.gateway import inference as delivered
+    from nemo_gym.gateway.policy_request import written
+    from nemo_gym.http.requests import JsonResponse
 
     def begin(self: Any, content: Any, sent: Callable[[], None]) -> None:
         JsonResponse.__init__(self, None)

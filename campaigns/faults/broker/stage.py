@@ -19,7 +19,7 @@ from campaigns.faults.leftovers import Scope, leftovers
 from nemo_gym.broker.backend import BROKER_LABEL, SANDBOX_LABEL
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import SandboxProvider
-from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.sandbox.facade import create_provider
 from resources_servers.sandbox.tests import broker_process
 from resources_servers.sandbox.tests.broker_process import BrokerProcess
 from resources_servers.sandbox.tests.postgres import running_postgres

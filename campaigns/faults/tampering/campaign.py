@@ -38,11 +38,10 @@ from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.contract.sandbox import NetworkPolicy, SandboxResources, SandboxRole, SandboxSpec
 from nemo_gym.contract.session import Artifact, GitDiffHarvest
 from nemo_gym.sandbox.base import SandboxProvider
-from nemo_gym.sandbox.facade import AsyncSandbox
+from nemo_gym.sandbox.facade import AsyncSandbox, create_provider
 from nemo_gym.sandbox.harvest import harvest_all
 from nemo_gym.sandbox.labels import RUN as RUN_LABEL
 from nemo_gym.sandbox.labels import box_labels
-from nemo_gym.sandbox.registry import create_provider
 from resources_servers.swe_bench.confirm.controls import ControlStore, RowControls
 from resources_servers.swe_bench.confirm.making import Maker
 from resources_servers.swe_bench.eval_box import EvalSite

@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 import yaml
 
-from resources_servers.swe_bench.patches import joined, paths_of, split_patch
+from resources_servers.swe_bench.signs import joined, paths_of, split_patch
 
 DIRECTORY = Path(__file__).with_name("corpus")
 VERSION = 2

@@ -22,15 +22,14 @@ from nemo_gym.agent.harness.base import CliHarness, HarnessContext
 from nemo_gym.agent.harness.process import STOP_TIMEOUT_S
 from nemo_gym.agent.harness.run import RunSettings, run_in_box
 from nemo_gym.agent.server import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
-from nemo_gym.agent.topology.bindings import AgentBoxes
-from nemo_gym.agent.topology.transcript import prompt_text
+from nemo_gym.agent.topology.bindings import AgentBoxes, prompt_text
 from nemo_gym.agent.topology.world import DEFAULT_LEASE_TTL_S, HarnessRun, World, act_in_world
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.session import ActRequest, ActResponse, BoxNeeds, MountModel, SandboxSpecModel, Topology
 from nemo_gym.http.client import server_path
-from nemo_gym.sandbox.merge import HarnessNeeds
-from nemo_gym.sandbox.registry import SandboxOwner
+from nemo_gym.sandbox.egress import HarnessNeeds
+from nemo_gym.sandbox.facade import SandboxOwner
 
 
 class CliAgentConfig(BaseResponsesAPIAgentConfig):

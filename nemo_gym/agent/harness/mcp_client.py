@@ -40,8 +40,7 @@ from mcp.types import (
 from nemo_gym._util.lazy import lazily
 from nemo_gym.contract.session import McpServer
 from nemo_gym.http.client import get_global_aiohttp_client
-from nemo_gym.http.correlation import ROLLOUT_PATH_PREFIX
-from nemo_gym.http.tracing import inject
+from nemo_gym.http.telemetry import ROLLOUT_PATH_PREFIX, inject
 
 if TYPE_CHECKING:
     import aiohttp

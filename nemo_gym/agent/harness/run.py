@@ -41,7 +41,7 @@ from nemo_gym.contract.session import (
     HarvestItem,
 )
 from nemo_gym.contract.verdict import is_context_exceeded, outcome_of_refusal
-from nemo_gym.http.tracing import step
+from nemo_gym.http.telemetry import step
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 

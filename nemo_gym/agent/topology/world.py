@@ -47,10 +47,9 @@ from nemo_gym.sandbox.base import (
     require,
 )
 from nemo_gym.sandbox.door_statistics import DoorStatistics
-from nemo_gym.sandbox.facade import keep_renewed
+from nemo_gym.sandbox.egress import HarnessNeeds
+from nemo_gym.sandbox.facade import create_provider, keep_renewed
 from nemo_gym.sandbox.harvest import harvest_all
-from nemo_gym.sandbox.merge import HarnessNeeds
-from nemo_gym.sandbox.registry import create_provider
 
 log = structlog.get_logger(__name__)
 
@@ -336,6 +335,6 @@ async def _harvest(world: World, request: ActRequest) -> list[Artifact]:
 
 def empty_response(model: str = "none") -> dict[str, Any]:
     """A Responses object of a harness that said nothing."""
-    from nemo_gym.agent.topology.transcript import response_object
+    from nemo_gym.agent.topology.bindings import response_object
 
     return response_object([], model=model)

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nemo_gym._util.suggest import validation_problems
 from nemo_gym.broker.config import BrokerConfig
 from nemo_gym.contract.errors import InvalidBodyError, NemoGymError
-from nemo_gym.http.json_bodies import TooManyValuesError, check_values
+from nemo_gym.http.requests import TooManyValuesError, check_values
 from nemo_gym.sandbox.wire.problems import BrokerError, problem_of
 from nemo_gym.sandbox.wire.routes import JSON, OCTET_STREAM, PROBLEM_JSON, REQUEST_ID_HEADER
 

@@ -20,7 +20,7 @@ from nemo_gym.broker.routes.sandboxes import door_routes, lease_routes, live, sa
 from nemo_gym.broker.service import BrokerService
 from nemo_gym.contract.errors import InvalidBodyError, NemoGymError
 from nemo_gym.contract.session import LeaseScope
-from nemo_gym.http.json_bodies import JsonResponse
+from nemo_gym.http.requests import JsonResponse
 from nemo_gym.sandbox.wire.models import (
     BrokerLimits,
     CapabilitiesView,

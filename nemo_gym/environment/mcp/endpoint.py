@@ -31,10 +31,9 @@ from nemo_gym.environment.attempts import AttemptKey, AttemptStore
 from nemo_gym.environment.hooks import ALLOWED_TOOLS_SESSION_KEY, MCP_PATH
 from nemo_gym.environment.mcp.call import call_route
 from nemo_gym.environment.route_tools import RouteTool, catch_all_of, tools_of
-from nemo_gym.http.correlation import ROLLOUT_ID_HEADER, rollout_path_prefix
 from nemo_gym.http.problems import problem_response
-from nemo_gym.http.request_state import CookieCodec
-from nemo_gym.http.tracing import TRACEPARENT, attempt_context, tool_call
+from nemo_gym.http.requests import CookieCodec
+from nemo_gym.http.telemetry import ROLLOUT_ID_HEADER, TRACEPARENT, attempt_context, rollout_path_prefix, tool_call
 
 if TYPE_CHECKING:
     from mcp.server import ServerRequestContext

@@ -7,8 +7,7 @@ from typing import Any, Protocol
 
 from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.gateway.dialects import Dialect
-from nemo_gym.gateway.dialects.chat import ChatAdapter, chat_events
-from nemo_gym.gateway.dialects.conversation_cache import ConversationCache
+from nemo_gym.gateway.dialects.chat import ChatAdapter, ConversationCache, chat_events
 from nemo_gym.gateway.dialects.messages import MessagesAdapter, messages_events
 from nemo_gym.gateway.dialects.responses import ResponsesAdapter
 from nemo_gym.gateway.dialects.responses_reply import responses_events

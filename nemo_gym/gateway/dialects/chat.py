@@ -20,23 +20,43 @@
 
 Types of content, of messages and of tool choices that are not known are refused by name; other unknown fields are
 harmless.
+
+All dialects keep what a session's latest requests leave behind (`ConversationCache`), so that the next one costs what
+is new in it. A harness sends its whole history with every request, and most of it is the same as before, byte for
+byte. For each of the latest histories a view is kept, whose parts run parallel to the history's elements:
+
+    bytes of the body  ──▶  elements  ──▶  digests (the request's fingerprint)
+                                      └──▶  chat messages (the lowered request)
+
+A request that begins like a view takes over the parts of what they share; only the rest is parsed, digested and
+lowered. What this saves on the 200th turn of a conversation is in fern/pages/figures.md, "Ablation".
 """  # noqa: E501
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import hashlib
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress, count, islice
+from operator import eq, is_, is_not
+from typing import Any, TypeVar
 
-from nemo_gym.contract.errors import NemoGymError
+import orjson
+
+from nemo_gym.contract.errors import InvalidBodyError, NemoGymError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.content import (
     Body,
     ToolTable,
     answer_text,
     called,
+    calls_in,
     chosen,
     custom_arguments,
     custom_input,
+    data,
     flag_at,
     json_at,
     kind_of,
@@ -45,6 +65,8 @@ from nemo_gym.gateway.dialects.content import (
     object_at,
     objects_in,
     openai_content,
+    pieces,
+    reasoning_in,
     reasoning_of,
     refuse,
     refuse_set,
@@ -53,11 +75,426 @@ from nemo_gym.gateway.dialects.content import (
     stop_at,
     system_text,
     text_at,
+    text_in,
 )
-from nemo_gym.gateway.dialects.conversation_cache import ConversationCache, lowered_history
 from nemo_gym.gateway.dialects.errors import openai_error
-from nemo_gym.gateway.dialects.reply_parts import calls_in, data, pieces, reasoning_in, text_in
 from nemo_gym.gateway.policy_request import Answer, AnswerTokens, AnswerUsage, PolicyRequest
+from nemo_gym.gateway.tokens.history import Prefix
+
+T = TypeVar("T")
+Lowered = list[dict[str, Any]]
+LowerFrom = Callable[[int], Iterator[tuple[int, Lowered]]]
+"""Lowers a history from one of its elements on: yields each group of elements that lower together, as where it ends
+and the messages it becomes. Where a group ends may depend on the element after it, and on nothing further."""
+
+HISTORY_KEYS = ("messages", "input")
+_VIEWS = 4
+"""The main conversation's and those of sub-agents that run at the same time."""
+_REWRITTEN = 4
+"""Elements. A harness may change the end of its history without starting another conversation."""
+_BODY_BYTES = 256 << 10
+"""Of all bodies kept, where the latest is not larger by itself."""
+_SCANNED_MARKS = 20_000
+"""Strings, brackets and commas looked at in one body, a few milliseconds. The bytes of one with more are not kept."""
+_SCANNED_BYTES = 4 << 20
+"""The same bound for strings that are long or full of escapes."""
+_LARGEST_BODY_BYTES = 8 << 20
+"""Parsing a body with large images takes less than finding its elements."""
+_CANDIDATES = 4
+_BLANKS = b" \t\n\r"
+# The last group is empty where a string does not end. Without it the search would go on within the string, and again.
+_MARK = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+("?)|[\[\]{},]', re.DOTALL)
+_STARTS = {key: re.compile(rb'"%b"[ \t\n\r]*+:[ \t\n\r]*+\[' % key.encode()) for key in HISTORY_KEYS}
+_BRACKET = ord("]")
+_QUOTE, _OPEN, _CLOSE = ord('"'), frozenset(b"[{"), frozenset(b"]}")
+_CANONICAL = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
+# How an answer is delivered, and what is only said about the caller. Claude Code repeats a turn whose stream broke off
+# with `stream` turned off: that is the same turn.
+_NOT_THE_REQUEST = frozenset(
+    {
+        "stream",
+        "stream_options",
+        "metadata",
+        "client_metadata",
+        "user",
+        "safety_identifier",
+        "prompt_cache_key",
+        "store",
+    }
+)
+
+
+@dataclass(slots=True)
+class _Body:
+    """A body's bytes, and where the elements of its history are in them."""
+
+    raw: bytes
+    key: str
+    """The history's."""
+    before: dict[str, Any]
+    """The object's keys up to the history's own, whose value is not in it."""
+    ends: Prefix[int]
+    """Of the first elements, in bytes of ``raw``: where the comma or the bracket behind each is. The others are
+    looked for when a request is not a longer history, as it mostly is."""
+    close: int
+    """Where the history's bracket is: the end of the last element."""
+    rest: bytes
+    """What follows the bracket."""
+    after: dict[str, Any]
+    """The keys in ``rest``."""
+
+    def shared(self, raw: bytes, elements: int) -> int:
+        """How many of the first ``elements`` end where ``raw`` has had the same bytes so far."""
+        with memoryview(self.raw) as mine:
+            if raw.startswith(mine[: self.close]):
+                return elements
+            if not self._find_ends(elements):
+                return 0
+            low, high, same = 0, elements - 1, 0
+            while low < high:
+                middle = (low + high) // 2
+                if raw.startswith(mine[same : self.ends[middle]], same):
+                    low, same = middle + 1, self.ends[middle]
+                else:
+                    high = middle
+        return low
+
+    def _find_ends(self, elements: int) -> bool:
+        """Whether every element's end is known."""
+        missing = elements - len(self.ends)
+        if not missing:
+            return True
+        scanned = _element_ends(self.raw, self.ends[-1] + 1)
+        if scanned is None or len(scanned) != missing + 1:
+            return False
+        self.ends = self.ends.grown(len(self.ends), scanned[:-1])
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Messages:
+    """What a history lowers to."""
+
+    context: Any
+    """Whatever else of the request the messages depend on."""
+    ends: list[int]
+    """Of each group, in elements."""
+    counts: list[int]
+    """Messages up to the end of each group."""
+    messages: Lowered
+    elements: int
+    """How many of the history's elements these were lowered from."""
+
+
+@dataclass(slots=True)
+class _View:
+    """One history."""
+
+    elements: Prefix[Any] = field(default_factory=Prefix)
+    body: _Body | None = None
+    digests: Prefix[bytes] = field(default_factory=Prefix)
+    """``digests[i]`` stands for the first ``i + 1`` elements."""
+    lowered: _Messages | None = None
+
+    def followed_by(self, elements: Prefix[Any], shared: int, body: _Body | None) -> _View:
+        """A view of ``elements``, of which the first ``shared`` equal this one's."""
+        lowered = self.lowered
+        if lowered is not None:
+            lowered = replace(lowered, elements=min(lowered.elements, shared))
+        digests = self.digests.grown(min(shared, len(self.digests)), ())
+        return _View(elements, body, digests, lowered)
+
+    def shared(self, history: Sequence[Any]) -> int:
+        """How many first elements equal those of ``history``. Unlike `Prefix.common` it leaves its own elements as
+        they are: 1 equals 1.0, and a body is not to be parsed to another's numbers."""
+        length = min(len(self.elements), len(history))
+        differing = compress(count(), map(is_not, self.elements, islice(history, length)))
+        return next((at for at in differing if self.elements[at] != history[at]), length)
+
+
+class ConversationCache:
+    """The cache of one session. What it hands out is shared between requests; nobody may change it, but for a parsed
+    body itself and the list of its history."""
+
+    def __init__(self) -> None:
+        self._views: list[_View] = []
+        """The latest first."""
+        self._parameters: dict[str, tuple[str, dict[str, Any], Any]] = {}
+        self._tools: tuple[bytes, Any] = (b"", None)
+
+    # -- parsing -------------------------------------------------------------------------------------------------
+
+    def parse(self, raw: bytes) -> Any:
+        """What ``orjson.loads`` returns, or raises."""
+        known, shared = self._like(raw)
+        if known is not None and (grown := _grown(known, shared, raw)) is not None:
+            body, new = grown
+            view = known.followed_by(known.elements.grown(shared, new), shared, body)
+            # What a request extends is not needed any more.
+            self._remember(view, instead_of=known if shared >= len(known.elements) - _REWRITTEN else None)
+            return {**body.before, body.key: view.elements[:], **body.after}
+        value = orjson.loads(raw)
+        if (located := _located(raw, value)) is not None:
+            self._add_view(value[located.key], located)
+        return value
+
+    def _like(self, raw: bytes) -> tuple[_View | None, int]:
+        """The view whose body shares most with ``raw``, and how many elements."""
+        nearest: _View | None = None
+        most = 0
+        for view in self._views:
+            if view.body is None:
+                continue
+            shared = view.body.shared(raw, len(view.elements))
+            if shared > most:
+                nearest, most = view, shared
+                if shared == len(view.elements):
+                    break
+        return nearest, most
+
+    # -- views ---------------------------------------------------------------------------------------------------
+
+    def _view_of(self, history: Sequence[Any]) -> _View:
+        """The view of this history: the one that parsing left, or another."""
+        for view in self._views:
+            if len(view.elements) == len(history) == view.shared(history):
+                return view
+        return self._add_view(history, None)
+
+    def _add_view(self, history: Sequence[Any], body: _Body | None) -> _View:
+        nearest, most = _View(), 0
+        for known in self._views:
+            shared = known.shared(history)
+            if shared > most:
+                nearest, most = known, shared
+        view = nearest.followed_by(Prefix(history), most, body)
+        extended = most >= len(nearest.elements) - _REWRITTEN and nearest.body is None
+        self._remember(view, instead_of=nearest if extended else None)
+        return view
+
+    def _remember(self, view: _View, instead_of: _View | None) -> None:
+        self._views = [view, *(other for other in self._views if other is not instead_of)][:_VIEWS]
+        self._bound_bodies()
+
+    def _bound_bodies(self) -> None:
+        """Keep the latest body, and earlier ones as far as there is room."""
+        latest = self._views[0].body
+        room = max(_BODY_BYTES, 0 if latest is None else len(latest.raw))
+        for view in self._views:
+            if view.body is None:
+                continue
+            if len(view.body.raw) > room:
+                view.body = None
+            else:
+                room -= len(view.body.raw)
+
+    # -- lowering ------------------------------------------------------------------------------------------------
+
+    def parameters(self, use: str, name: str, given: dict[str, Any], make: Callable[[], T]) -> T:
+        """What ``make`` makes of a request's parameters: its body without the history. Most requests have those of the
+        one before, as the very same objects. ``use``: what is made; ``name``: what else it depends on."""
+        known = self._parameters.get(use)
+        if known is None or known[0] != name or not _same_items(known[1], given):
+            known = self._parameters[use] = (name, given, make())
+        made: T = known[2]
+        return made
+
+    def tools(self, raw: Any, lower: Callable[[], T]) -> T:
+        """What the tools of a request lower to: most requests offer those of the one before, to the byte."""
+        try:
+            spelled = orjson.dumps(raw)
+        except TypeError:  # nested too deeply to be written
+            return lower()
+        if spelled != self._tools[0]:
+            self._tools = (spelled, lower())
+        known: T = self._tools[1]
+        return known
+
+    def lowered(self, context: Any, raw: Sequence[Any], lower_from: LowerFrom) -> Lowered:
+        """``raw`` as messages. ``context`` is whatever else of the request the messages depend on."""
+        view = self._view_of(raw)
+        known, groups = self._lowered_before(view, context, raw)
+        ends = known.ends[:groups] if known is not None else []
+        counts = known.counts[:groups] if known is not None else []
+        messages = known.messages[: counts[-1]] if known is not None and counts else []
+        for end, group in lower_from(ends[-1] if ends else 0):
+            messages += group
+            ends.append(end)
+            counts.append(len(messages))
+        view.lowered = _Messages(context, ends, counts, messages, len(raw))
+        return [*messages]
+
+    def _lowered_before(self, view: _View, context: Any, raw: Sequence[Any]) -> tuple[_Messages | None, int]:
+        """What was lowered of ``raw`` in the same context, and how many of its groups are still right."""
+        nearest: _Messages | None = None
+        most = 0
+        for other in (view, *self._views):
+            known = other.lowered
+            if known is None or known.context != context:
+                continue
+            shared = known.elements if other is view else min(known.elements, other.shared(raw))
+            # The element after a group is part of what is shared, since it may decide where the group ends.
+            groups = bisect_left(known.ends, shared)
+            if groups > most:
+                nearest, most = known, groups
+            if other is view and groups:
+                break
+        return nearest, most
+
+    # -- fingerprints --------------------------------------------------------------------------------------------
+
+    def digest(self, history: Sequence[Any]) -> bytes:
+        """A digest of all elements of a history, the same with an empty cache. They must not be changed later."""
+        view = self._view_of(history)
+        known = len(view.digests)
+        last = view.digests[-1] if known else b""
+        new = [last := _digest(last + _canonical(element)) for element in history[known:]]
+        view.digests = view.digests.grown(known, new)
+        return last
+
+
+def lowered_history(
+    cache: ConversationCache | None, context: Any, raw: Sequence[Any], lower_from: LowerFrom
+) -> Lowered:
+    """``raw`` as messages, with the help of ``cache`` where there is one."""
+    if cache is not None:
+        return cache.lowered(context, raw, lower_from)
+    return [message for _, group in lower_from(0) for message in group]
+
+
+def request_fingerprint(route: str, body: Mapping[str, Any], cache: ConversationCache | None = None) -> str:
+    """A digest of what is asked for, whatever the order of its keys: two requests of a session with one fingerprint
+    are the same request. Raises `InvalidBodyError` for a body that is nested too deeply."""
+    cache = cache or ConversationCache()
+    given = {key: value for key, value in body.items() if key not in _NOT_THE_REQUEST}
+    histories = [(key, given.pop(key)) for key in HISTORY_KEYS if isinstance(given.get(key), list)]
+    told = [cache.parameters("fingerprint", route, given, lambda: _digest(_canonical([route, given])))]
+    for key, history in histories:
+        told += (key.encode(), cache.digest(history))
+    return _digest(b"/".join(told)).hex()
+
+
+def _canonical(value: Any) -> bytes:
+    try:
+        # Some levels around it: what is taken here is also written inside of records and replies.
+        return orjson.dumps([[[[[[[[[[value]]]]]]]]]], option=_CANONICAL)
+    except TypeError:  # all that was read can be written, but for depth: 1,024 levels are read and 254 are written
+        raise InvalidBodyError("the body is nested too deeply: at most 240 levels are taken") from None
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _same_items(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two objects have the same keys in the same order, and the very same objects as values: equal ones may
+    be of other types."""
+    return len(one) == len(other) and all(map(eq, one, other)) and all(map(is_, one.values(), other.values()))
+
+
+# -- the bytes of a body ---------------------------------------------------------------------------------------------
+
+
+def _located(raw: bytes, value: Any) -> _Body | None:
+    """``raw``, which holds ``value``; nothing for what is no object with a history."""
+    if not isinstance(value, dict) or len(raw) > _LARGEST_BODY_BYTES:
+        return None
+    for key in HISTORY_KEYS:
+        if not isinstance(value.get(key), list) or not value[key]:
+            continue
+        for _, start in zip(range(_CANDIDATES), _STARTS[key].finditer(raw), strict=False):
+            try:
+                # Only where a key of the outer object begins is this an object.
+                before = orjson.loads(raw[: start.start()] + b'"%b":0}' % key.encode())
+            except orjson.JSONDecodeError:
+                continue
+            if not (isinstance(before, dict) and (scanned := _element_ends(raw, start.end()))):
+                return None
+            ends, close = scanned[:-1], scanned[-1]
+            rest = raw[close + 1 :]
+            after = _keys_behind(rest)
+            # A later key of the same name is the one that counts.
+            if after is None or key in after or len(ends) != len(value[key]):
+                return None
+            return _Body(raw, key, before, Prefix(ends), close, rest, after)
+    return None
+
+
+def _grown(known: _View, shared: int, raw: bytes) -> tuple[_Body, list[Any]] | None:
+    """``raw``, which begins like ``known`` up to the end of its element ``shared``, and its further elements; nothing
+    for what has to be parsed as a whole, because it is something else than it seemed, or an error."""
+    body = known.body
+    assert body is not None
+    at = body.close if shared == len(known.elements) else body.ends[shared - 1]
+    sign = raw[at : at + 1]
+    if sign == b"]":
+        new: list[Any] = []
+        close = at
+    elif sign == b"," and (found := _elements_between(raw, at + 1, body.rest)) is not None:
+        new, close = found
+    else:
+        return None
+    rest = raw[close + 1 :]
+    after = body.after if rest == body.rest else _keys_behind(rest)
+    if after is None:
+        return None
+    ends = body.ends.grown(min(shared, len(body.ends)), ())
+    return _Body(raw, body.key, body.before, ends, close, rest, after), new
+
+
+def _elements_between(raw: bytes, start: int, rest: bytes) -> tuple[list[Any], int] | None:
+    """The elements of an array from ``start`` on, and where its bracket is: before ``rest``, if that is what ``raw``
+    ends with. Nothing where they are none, or something else."""
+    close = len(raw) - len(rest) - 1
+    if not (close > start and raw[close] == _BRACKET and raw.endswith(rest)):
+        if (scanned := _element_ends(raw, start)) is None:
+            return None
+        close = scanned[-1]
+    try:
+        # As deep as in the whole body: there is a limit to that. And two arrays, if a bracket within closed the first.
+        arrays = orjson.loads(b"[[%b]]" % raw[start:close])
+    except orjson.JSONDecodeError:
+        return None
+    return (arrays[0], close) if len(arrays) == 1 and arrays[0] else None
+
+
+def _element_ends(raw: bytes, start: int) -> list[int] | None:
+    """Where each element ends of an array whose first element begins at ``start``, and where the array does: the last
+    is there twice. What it finds in something that is no JSON means nothing."""
+    ends: list[int] = []
+    depth = 0
+    for number, mark in enumerate(_MARK.finditer(raw, start, start + _SCANNED_BYTES)):
+        if number == _SCANNED_MARKS:
+            return None
+        at = mark.start()
+        sign = raw[at]
+        if sign == _QUOTE:
+            if not mark[1]:
+                return None
+        elif sign in _OPEN:
+            depth += 1
+        elif sign in _CLOSE:
+            if not depth:
+                return [*ends, at, at]
+            depth -= 1
+        elif not depth:
+            ends.append(at)
+    return None
+
+
+def _keys_behind(rest: bytes) -> dict[str, Any] | None:
+    """The keys of an object behind one of its values; nothing where that is not how the object ends."""
+    rest = rest.strip(_BLANKS)
+    if rest == b"}":
+        return {}
+    if not rest.startswith(b","):
+        return None
+    try:
+        after = orjson.loads(b"{" + rest[1:])
+    except orjson.JSONDecodeError:
+        return None
+    return after or None  # nothing behind the comma would be an error
+
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts")
 LOGPROBS_PER_CHUNK = 64

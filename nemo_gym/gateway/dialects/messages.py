@@ -32,35 +32,46 @@ import orjson
 
 from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.gateway.dialects import Dialect
-from nemo_gym.gateway.dialects.chat import one_answer, token_fields, wants_token_ids
+from nemo_gym.gateway.dialects.chat import (
+    ConversationCache,
+    lowered_history,
+    one_answer,
+    token_fields,
+    wants_token_ids,
+)
 from nemo_gym.gateway.dialects.content import (
     Body,
     Part,
     ToolTable,
     anthropic_image,
     called,
+    calls_in,
+    dumped,
+    event,
     flag_at,
     image_part,
     joined,
     json_at,
     kind_of,
     lead_system,
+    made_up,
     number_at,
     object_at,
     objects_in,
     optional_text,
+    pieces,
+    reasoning_in,
     refuse,
     refuse_part,
     refuse_set,
     sampling_at,
     stop_at,
     text_at,
+    text_in,
     text_part,
 )
-from nemo_gym.gateway.dialects.conversation_cache import ConversationCache, lowered_history
 from nemo_gym.gateway.dialects.endpoint import answer_of_completion, chat_body
 from nemo_gym.gateway.dialects.errors import anthropic_error
-from nemo_gym.gateway.dialects.reply_parts import calls_in, dumped, event, made_up, pieces, reasoning_in, text_in
 from nemo_gym.gateway.policy_request import Answer, AnswerEnd, PolicyRequest
 
 

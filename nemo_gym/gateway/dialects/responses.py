@@ -34,7 +34,9 @@ from nemo_gym.gateway.dialects.chat import (
     SAMPLING,
     TOKEN_FIELDS,
     ChatAdapter,
+    ConversationCache,
     arguments_at,
+    lowered_history,
     one_answer,
     wants_token_ids,
 )
@@ -63,7 +65,6 @@ from nemo_gym.gateway.dialects.content import (
     system_text,
     text_at,
 )
-from nemo_gym.gateway.dialects.conversation_cache import ConversationCache, lowered_history
 from nemo_gym.gateway.dialects.endpoint import answer_of_completion, chat_body
 from nemo_gym.gateway.dialects.errors import openai_error
 from nemo_gym.gateway.dialects.responses_reply import (
@@ -75,7 +76,7 @@ from nemo_gym.gateway.dialects.responses_reply import (
     responses_events,
 )
 from nemo_gym.gateway.policy_request import Answer, PolicyRequest, Usage
-from nemo_gym.gateway.tokens.messages import text_of
+from nemo_gym.gateway.tokens.history import text_of
 
 _OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
 

@@ -6,8 +6,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_gym.gateway.dialects.chat import TOKEN_FIELDS, logprobs_content, token_fields
-from nemo_gym.gateway.dialects.content import Body, custom_input, shell_action
-from nemo_gym.gateway.dialects.reply_parts import AnswerCall, calls_in, event, made_up, pieces, reasoning_in, text_in
+from nemo_gym.gateway.dialects.content import (
+    AnswerCall,
+    Body,
+    calls_in,
+    custom_input,
+    event,
+    made_up,
+    pieces,
+    reasoning_in,
+    shell_action,
+    text_in,
+)
 from nemo_gym.gateway.policy_request import Answer, AnswerEnd, AnswerUsage, CallName, PolicyRequest
 
 ENCRYPTED = "reasoning.encrypted_content"

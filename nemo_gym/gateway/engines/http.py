@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import orjson
 
-from nemo_gym._util.backoff import retry_after_s
 from nemo_gym._util.suggest import nearest
+from nemo_gym._util.tasks import retry_after_s
 from nemo_gym.contract.errors import ConfigError, InvalidBodyError
 from nemo_gym.contract.model_limits import (
     CONNECT_TIMEOUT_S,
@@ -35,6 +35,7 @@ from nemo_gym.gateway.engines.types import (
     EngineUnreachableError,
     WeightsSpan,
 )
+from nemo_gym.http.client import RequestHeads
 from nemo_gym.http.connections import (
     BROKEN,
     Connections,
@@ -44,7 +45,6 @@ from nemo_gym.http.connections import (
     Reply,
     TooLongError,
 )
-from nemo_gym.http.exchange import RequestHeads
 
 DONE = b"[DONE]"
 

@@ -17,7 +17,7 @@ from nemo_gym.gateway.engines.types import (
     EngineRefusedError,
     TextReply,
 )
-from nemo_gym.gateway.wire_data import JsonText
+from nemo_gym.gateway.policy_request import JsonText
 from nemo_gym.http.connections import Connections
 
 

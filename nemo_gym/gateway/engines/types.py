@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import orjson
 
-from nemo_gym._util.backoff import waiting_s
+from nemo_gym._util.tasks import waiting_s
 from nemo_gym.contract.errors import InvalidBodyError, ModelError
 
 

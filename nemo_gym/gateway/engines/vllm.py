@@ -27,8 +27,7 @@ from nemo_gym.gateway.engines.types import (
     TokenRequest,
     prompt_of,
 )
-from nemo_gym.gateway.policy_request import tokens_counted
-from nemo_gym.gateway.wire_data import packed
+from nemo_gym.gateway.policy_request import packed, tokens_counted
 from nemo_gym.http.connections import Connections, Reply
 
 # A long completion of vLLM's, read at the cost of its ids and logprobs.

@@ -23,7 +23,7 @@ import structlog
 
 from nemo_gym._util.files import write_all
 from nemo_gym.contract.errors import ModelError
-from nemo_gym.gateway.wire_data import Buffer, coalesced, size_of
+from nemo_gym.gateway.policy_request import Buffer, coalesced, size_of
 
 
 class JournalError(ModelError):

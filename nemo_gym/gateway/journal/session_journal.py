@@ -25,7 +25,7 @@ import orjson
 
 from nemo_gym.contract.errors import ContractError, FencedError
 from nemo_gym.gateway.journal.log import SEGMENT_BYTES, Durability, JournalDamagedError, JournalError, JournalLog
-from nemo_gym.gateway.wire_data import Buffer, size_of
+from nemo_gym.gateway.policy_request import Buffer, size_of
 
 
 class SessionState(StrEnum):

@@ -7,7 +7,7 @@ Nothing is lost and nothing is made up: markup that is no complete call stays co
 is passed on letter for letter.
 """
 
-from nemo_gym.gateway.parsing.answers import (
+from nemo_gym.gateway.parsing.formats import (
     AnswerParser,
     CallFormat,
     ParsedAnswer,

@@ -16,8 +16,7 @@ import orjson
 
 from nemo_gym._util.suggest import nearest
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.gateway.parsing.answers import CallFormat, ParsedAnswer, ParsedCall, Segment, Tool
-from nemo_gym.gateway.parsing.json_text import is_object
+from nemo_gym.gateway.parsing.formats import CallFormat, ParsedAnswer, ParsedCall, Segment, Tool, is_object
 
 if TYPE_CHECKING:
     from nemo_gym.gateway.tokens.policy import PolicyTokenizer

@@ -1,27 +1,389 @@
-"""The formats in which policies write tool calls, and one table of them.
+"""What a sampled answer says: content, reasoning and tool calls, in each format in which policies write them.
 
-Most are of two kinds: JSON in a frame of markup (`FramedJson`), and arguments one by one between tags (`TaggedCalls`).
-Llama's and Mistral's have rules of their own; Harmony is a format of whole answers.
+Most formats are of two kinds: JSON in a frame of markup (`FramedJson`), and arguments one by one between tags
+(`TaggedCalls`). Llama's and Mistral's have rules of their own; Harmony is a format of whole answers. One table lists
+them all (`CALL_FORMATS`).
+
+A policy's own JSON is passed on letter for letter, so a walk finds where it ends in a text, and which part of it is
+which. The standard library's decoder tells where a value ends as well, but not where its members are, and each of its
+errors costs a count of all lines before it. This one walks once, holds no stack frame per depth, and stops at the
+first letter that JSON does not allow there.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from json.decoder import scanstring  # type: ignore[attr-defined]
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from nemo_gym.gateway.parsing.answers import CallFormat, ParsedAnswer, ParsedCall, Segment, Tool
-from nemo_gym.gateway.parsing.json_text import (
-    ParameterSchemas,
-    is_object,
-    members_at,
-    skip_space,
-    string_at,
-    typed_json,
-    value_end,
+_SPACE = re.compile(r"[ \t\n\r]*+")
+# Groups are not possessive: before CPython 3.11.5 such groups match what they must not. Nothing here matches in two
+# ways, so that giving up a repetition never finds another match.
+_STRING = re.compile(r'"[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*+)*"')
+_ATOM = re.compile(r"(?:-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?|true|false|null)(?![\w.+-])")
+_FLAT = re.compile(
+    rf"\{{{_SPACE.pattern}(?:{_STRING.pattern}{_SPACE.pattern}:{_SPACE.pattern}(?:{_STRING.pattern}|{_ATOM.pattern})"
+    rf"{_SPACE.pattern}(?:,{_SPACE.pattern}(?=\")|(?=\}})))*\}}"
 )
+"""An object of strings and atoms, which most arguments are."""
+
+
+def skip_space(text: str, at: int) -> int:
+    """The first place from ``at`` on that holds no JSON whitespace."""
+    found = _SPACE.match(text, at)
+    return found.end() if found else at
+
+
+def string_at(text: str, at: int) -> tuple[str, int] | None:
+    """The JSON string that starts at ``at``, decoded, and its end."""
+    found = _STRING.match(text, at)
+    if found is None:
+        return None
+    decoded, _ = scanstring(text, at + 1, True)
+    return decoded, found.end()
+
+
+def value_end(text: str, at: int) -> int | None:
+    """The end of the JSON value that starts at ``at``; nothing when none does."""
+    if (flat := _FLAT.match(text, at)) is not None:
+        return flat.end()
+    closers: list[str] = []
+    key = False  # whether the next value is a member's key
+    while True:
+        at = skip_space(text, at)
+        letter = text[at : at + 1]
+        if key:
+            found = _STRING.match(text, at)
+            if found is None:
+                return None
+            at = skip_space(text, found.end())
+            if text[at : at + 1] != ":":
+                return None
+            at, key = at + 1, False
+            continue
+        if letter in ("{", "["):
+            closer = "}" if letter == "{" else "]"
+            at = skip_space(text, at + 1)
+            if text[at : at + 1] != closer:
+                closers.append(closer)
+                key = closer == "}"
+                continue
+            at += 1
+        else:
+            found = (_STRING if letter == '"' else _ATOM).match(text, at)
+            if found is None:
+                return None
+            at = found.end()
+        while closers:  # a value has ended: what holds it goes on, or ends too
+            after = skip_space(text, at)
+            letter = text[after : after + 1]
+            if letter == ",":
+                at, key = after + 1, closers[-1] == "}"
+                break
+            if letter != closers[-1]:
+                return None
+            closers.pop()
+            at = after + 1
+        else:
+            return at
+
+
+def members_at(text: str, at: int) -> tuple[dict[str, tuple[int, int]], int] | None:
+    """The JSON object that starts at ``at``: key → where its value starts and ends (the last one of equal keys), and
+    the object's own end."""
+    if text[at : at + 1] != "{":
+        return None
+    members: dict[str, tuple[int, int]] = {}
+    at = skip_space(text, at + 1)
+    if text[at : at + 1] == "}":
+        return members, at + 1
+    while True:
+        key = string_at(text, at)
+        if key is None:
+            return None
+        at = skip_space(text, key[1])
+        if text[at : at + 1] != ":":
+            return None
+        start = skip_space(text, at + 1)
+        end = value_end(text, start)
+        if end is None:
+            return None
+        members[key[0]] = (start, end)
+        at = skip_space(text, end)
+        letter = text[at : at + 1]
+        if letter == "}":
+            return members, at + 1
+        if letter != ",":
+            return None
+        at = skip_space(text, at + 1)
+
+
+def is_object(text: str) -> bool:
+    """Whether a text is one JSON object, with nothing but whitespace around it."""
+    start = skip_space(text, 0)
+    end = value_end(text, start) if text[start : start + 1] == "{" else None
+    return end is not None and skip_space(text, end) == len(text)
+
+
+# The type of a value that a policy wrote as bare text, by the schema of the tool it is for.
+
+_MAX_REFERENCES = 16
+_ALL = frozenset(["object", "array", "string", "number", "integer", "boolean", "null"])
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+"""Chat templates print constants as Python does, so policies write them so."""
+
+
+class ParameterSchemas:
+    """The parameters of the tools of one answer. An answer can hold thousands of calls, and a request thousands of
+    tools and parameters: each is looked at once."""
+
+    def __init__(self, tools: Sequence[Tool] | None) -> None:
+        self._tools = tools or ()
+        self._roots: dict[str, Mapping[str, Any]] | None = None
+        self._resolved: dict[str, dict[str, Mapping[str, Any]]] = {}
+
+    def of(self, name: str) -> Mapping[str, Mapping[str, Any]]:
+        """Parameter → its schema with references resolved, of the tool ``name``; empty for tools not offered."""
+        found = self._resolved.get(name)
+        if found is None:
+            if self._roots is None:
+                self._roots = dict(reversed([*self._with_properties()]))  # of several of one name the first counts
+            root = self._roots.get(name, {})
+            properties = root.get("properties", {})
+            found = {str(key): _resolved(schema, root) for key, schema in properties.items()}
+            self._resolved[name] = found
+        return found
+
+    def _with_properties(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for tool in self._tools:
+            function = tool.get("function", tool)
+            root = function.get("parameters") if isinstance(function, Mapping) else None
+            if isinstance(root, Mapping) and isinstance(root.get("properties"), Mapping):
+                yield str(function.get("name")), root
+
+
+def typed_json(text: str, schema: Mapping[str, Any] | None) -> str:
+    """``text`` as JSON text of a type that ``schema`` allows, letter for letter where it is JSON itself.
+
+    Text that fits no allowed type, and any for a parameter without a schema, becomes a string: the tool's own check
+    answers it. Where a string is allowed, only objects, lists and ``null`` are anything else.
+    """
+    types = frozenset(["string"]) if schema is None else _types(schema, _MAX_REFERENCES)
+    bare = text.strip()
+    bare = _PYTHON_WORDS.get(bare, bare)
+    if value_end(bare, 0) == len(bare) and (kind := _kind(bare)) in types:
+        unsure = "string" in types and kind not in ("object", "array", "null") and types != _ALL
+        if not unsure and kind != "string":
+            return bare
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _kind(value: str) -> str:
+    """The schema type of valid JSON text; a whole number counts as an integer and is a number as well."""
+    named = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}.get(value[0])
+    return named or ("number" if any(letter in value for letter in ".eE") else "integer")
+
+
+def _types(schema: Mapping[str, Any], depth: int) -> frozenset[str]:
+    types: set[str] = set()
+    given = schema.get("type")
+    types.update([given] if isinstance(given, str) else given if isinstance(given, list) else ())
+    for key in ("anyOf", "oneOf", "allOf"):
+        for branch in schema.get(key) or () if depth > 0 else ():
+            if isinstance(branch, Mapping):
+                types |= _types(branch, depth - 1)
+    if not types and (values := schema.get("enum") or ([schema["const"]] if "const" in schema else [])):
+        types = {_kind(json.dumps(value, default=str)) for value in values}
+    if "number" in types:
+        types.add("integer")
+    return frozenset(types) or _ALL
+
+
+def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema with its own reference, and those of its alternatives, followed inside the tool's parameters."""
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(schema, Mapping) or not isinstance(reference := schema.get("$ref"), str):
+            break
+        schema = _pointed(reference, root)
+    if not isinstance(schema, Mapping):
+        return {}
+    flat = dict(schema)
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(branches := flat.get(key), list):
+            flat[key] = [
+                _pointed(branch["$ref"], root)
+                if isinstance(branch, Mapping) and isinstance(branch.get("$ref"), str)
+                else branch
+                for branch in branches
+            ]
+    return flat
+
+
+def _pointed(reference: str, root: Mapping[str, Any]) -> Any:
+    here: Any = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        here = here.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(here, Mapping) else None
+    return here if isinstance(here, Mapping) else {}
+
+
+Tool: TypeAlias = Mapping[str, Any]
+"""A function tool as in Chat Completions."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    """One tool call. It may name a tool that was not offered: the harness answers that, and the policy sees it."""
+
+    name: str
+    arguments: str
+    """JSON text, as the policy wrote it wherever that is valid JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedAnswer:
+    """One answer, parsed."""
+
+    content: str | None
+    """Nothing where the answer holds only reasoning or calls."""
+    reasoning: str | None = None
+    calls: tuple[ParsedCall, ...] = ()
+
+
+Segment: TypeAlias = str | ParsedCall
+"""A stretch of an answer: text, or a call."""
+
+
+class AnswerParser(Protocol):
+    """Parses whole answers. Made by `answer_parser`."""
+
+    @property
+    def name(self) -> str:
+        """The formats it knows, for logs: ``hermes+think``."""
+        ...
+
+    def parse(
+        self, text: str, *, prompt_tail: str, tools: Sequence[Tool] | None, parse_calls: bool = True
+    ) -> ParsedAnswer:
+        """``text``: the sampled text, special tokens kept, without the token that ended it. ``prompt_tail``: the last
+        ~256 characters of the prompt. ``parse_calls``: calls stay content where they are not wanted.
+
+        Never raises: what is no call stays content.
+        """
+        ...
+
+
+@runtime_checkable
+class CallFormat(Protocol):
+    """How one family of policies writes tool calls."""
+
+    def split(self, text: str, tools: Sequence[Tool] | None) -> list[Segment]:
+        """The text of an answer, its reasoning removed, as text and calls in order. Never raises, drops no text but
+        the markup of calls, and takes time linear in the text."""
+        ...
+
+
+@runtime_checkable
+class ReasoningFormat(Protocol):
+    """How one family of policies writes what it thinks before it answers."""
+
+    def split(self, text: str, prompt_tail: str) -> tuple[str | None, str | None]:
+        """``(reasoning, rest)``; ``rest`` is the text itself where there is no reasoning, and ``None`` where the
+        answer ended amid its reasoning. Never raises."""
+        ...
+
+
+# Reasoning between tags, wherever the opening one is: in the prompt, sampled, or nowhere.
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedReasoning:
+    """Reasoning between ``opening`` and ``closing``, at the start of the answer.
+
+    It is open from the start where the prompt ends with ``opening``. An answer that ends before ``closing`` is all
+    reasoning. A ``closing`` that nothing opened ends reasoning too (policies whose prompts leave the opening out),
+    unless the prompt has just closed it. Tags further on belong to the content. Whitespace between tags, reasoning
+    and content is the format's, not the policy's words.
+    """
+
+    opening: str
+    closing: str
+
+    def split(self, text: str, prompt_tail: str) -> tuple[str | None, str | None]:
+        ended = prompt_tail.rstrip()
+        body = text.lstrip()
+        opened = ended.endswith(self.opening)
+        if body.startswith(self.opening):
+            body, opened = body[len(self.opening) :], True
+        reasoning, closing, rest = body.partition(self.closing)
+        if not opened and (not closing or self.opening in reasoning or ended.endswith(self.closing)):
+            return None, text
+        thought = reasoning.strip() or None
+        return (thought, rest.lstrip()) if closing else (thought, None)
+
+
+class NoReasoning:
+    """All text is content."""
+
+    def split(self, text: str, prompt_tail: str) -> tuple[str | None, str | None]:
+        return None, text
+
+
+THINK = TaggedReasoning("<think>", "</think>")
+REASONING_FORMATS: dict[str, TaggedReasoning | NoReasoning] = {
+    "none": NoReasoning(),
+    "think": THINK,
+    "bracket_think": TaggedReasoning("[THINK]", "[/THINK]"),
+    "seed_think": TaggedReasoning("<seed:think>", "</seed:think>"),
+}
+
+
+# One answer parser made of a format for reasoning and one for calls.
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedParser:
+    """Takes the reasoning off first: calls that a policy only thinks of are not made."""
+
+    name: str
+    reasoning: ReasoningFormat
+    calls: CallFormat | None
+    """Nothing for policies that call no tools."""
+
+    def parse(
+        self, text: str, *, prompt_tail: str, tools: Sequence[Tool] | None, parse_calls: bool = True
+    ) -> ParsedAnswer:
+        reasoning, rest = self.reasoning.split(text, prompt_tail)
+        if rest is None:
+            return ParsedAnswer(None, reasoning)
+        if self.calls is None or not parse_calls:
+            return _answer(rest, reasoning)
+        segments = self.calls.split(rest, tools)
+        calls = tuple(segment for segment in segments if isinstance(segment, ParsedCall))
+        if not calls:
+            return _answer(rest, reasoning)
+        return ParsedAnswer(_content(segments), reasoning, calls)
+
+
+def _answer(rest: str, reasoning: str | None) -> ParsedAnswer:
+    return ParsedAnswer(None if reasoning is not None and not rest else rest, reasoning)
+
+
+def _content(segments: Sequence[Segment]) -> str | None:
+    """The text around calls. Whitespace next to a call is the format's; what the policy said between calls stays, on
+    a line of its own."""
+    texts = []
+    for index, segment in enumerate(segments):
+        if isinstance(segment, str):
+            text = segment if index == 0 else segment.lstrip()
+            text = text if index == len(segments) - 1 else text.rstrip()
+            if text.strip():
+                texts.append(text)
+    return "\n".join(texts) or None
+
 
 NAME = r"[^\s<>{}\[\]\"`|｜:]{1,256}"
 """Pattern of a tool's name in markup. Its length is bounded, so that a search never runs on."""

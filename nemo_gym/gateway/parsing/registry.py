@@ -10,16 +10,6 @@ import orjson
 
 from nemo_gym._util.suggest import nearest
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.gateway.parsing.answers import (
-    REASONING_FORMATS,
-    AnswerParser,
-    CallFormat,
-    ComposedParser,
-    ParsedCall,
-    ReasoningFormat,
-    Segment,
-    TaggedReasoning,
-)
 from nemo_gym.gateway.parsing.engine_parsers import (
     GuardedReasoning,
     guarded_parse,
@@ -31,7 +21,18 @@ from nemo_gym.gateway.parsing.engine_parsers import (
     vllm_calls,
     vllm_reasoning,
 )
-from nemo_gym.gateway.parsing.formats import CALL_FORMATS, Harmony
+from nemo_gym.gateway.parsing.formats import (
+    CALL_FORMATS,
+    REASONING_FORMATS,
+    AnswerParser,
+    CallFormat,
+    ComposedParser,
+    Harmony,
+    ParsedCall,
+    ReasoningFormat,
+    Segment,
+    TaggedReasoning,
+)
 from nemo_gym.gateway.tokens.policy import PolicyTokenizer
 from nemo_gym.gateway.tokens.template import TemplateRefusedError
 

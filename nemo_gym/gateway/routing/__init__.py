@@ -1,7 +1,15 @@
 """One fair door to many engines: choice, reservations, health."""
 
-from nemo_gym.gateway.routing.health import Health, HealthState, Replica, ReplicaStatus
-from nemo_gym.gateway.routing.router import NoEngineError, Reservation, Router, RouterOptions
+from nemo_gym.gateway.routing.router import (
+    Health,
+    HealthState,
+    NoEngineError,
+    Replica,
+    ReplicaStatus,
+    Reservation,
+    Router,
+    RouterOptions,
+)
 
 __all__ = [
     "Health",

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import structlog
 
-from nemo_gym._util.backoff import Backoff
+from nemo_gym._util.tasks import Backoff
 from nemo_gym.gateway.engines.types import (
     EngineError,
     EngineRateLimitedError,
@@ -27,8 +27,7 @@ from nemo_gym.gateway.engines.types import (
     TokenRequest,
     WeightsSpan,
 )
-from nemo_gym.gateway.routing.health import E
-from nemo_gym.gateway.routing.router import Router
+from nemo_gym.gateway.routing.router import E, Router
 
 
 class RetryBudget:

@@ -24,8 +24,7 @@ from nemo_gym.gateway.routing.calls import (
     RetryOptions,
     TokenCalls,
 )
-from nemo_gym.gateway.routing.health import E, HealthState, Replica
-from nemo_gym.gateway.routing.router import Router, RouterOptions
+from nemo_gym.gateway.routing.router import E, HealthState, Replica, Router, RouterOptions
 
 # Asks engines how they are: those out of service, and those that have not been heard from for a while.
 

@@ -11,8 +11,7 @@
 Needs the ``gateway`` extra when used; importing it does not.
 """
 
-from nemo_gym.gateway.tokens.forest import History, Prepared, TokenForest
-from nemo_gym.gateway.tokens.incremental import IncrementalEncoder
+from nemo_gym.gateway.tokens.forest import History, IncrementalEncoder, Prepared, TokenForest
 from nemo_gym.gateway.tokens.policy import PolicyTokenizer
 from nemo_gym.gateway.tokens.template import TemplateRefusedError
 from nemo_gym.gateway.tokens.trajectories import Trajectory, TrajectoryTurn, trajectories_of

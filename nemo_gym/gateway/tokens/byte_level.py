@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from nemo_gym.gateway.wire_data import LARGE, packed
+from nemo_gym.gateway.policy_request import LARGE, packed
 
 if TYPE_CHECKING:
     import numpy as np

@@ -32,7 +32,7 @@ import orjson
 
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.tokens.byte_level import ascii_encoder, token_bytes
-from nemo_gym.gateway.tokens.messages import Message
+from nemo_gym.gateway.tokens.history import Message
 from nemo_gym.gateway.tokens.template import ChatTemplate, TemplateRefusedError, TemplateTraits, probe, shape, too_deep
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import orjson
 
 from nemo_gym.contract.errors import ConfigError, InvalidBodyError
-from nemo_gym.gateway.tokens.messages import Message, arguments_of, calls_of, media_parts, role_of, text_of
+from nemo_gym.gateway.tokens.history import Message, arguments_of, calls_of, media_parts, role_of, text_of
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -11,9 +11,8 @@ from typing import Any, overload
 
 import orjson
 
-from nemo_gym.gateway.tokens.history import Reading
-from nemo_gym.gateway.tokens.messages import Message
-from nemo_gym.gateway.wire_data import LARGE
+from nemo_gym.gateway.policy_request import LARGE
+from nemo_gym.gateway.tokens.history import Message, Reading
 
 
 class SplitReason(StrEnum):

@@ -1,6 +1,5 @@
 """Where jobs and their results are kept."""
 
-from nemo_gym.rollouts.store.sql import SqlJobStore
-from nemo_gym.rollouts.store.sqlite import SqliteJobStore
+from nemo_gym.rollouts.store.sql import SqliteJobStore, SqlJobStore
 
 __all__ = ["SqlJobStore", "SqliteJobStore"]

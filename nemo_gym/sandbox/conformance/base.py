@@ -13,8 +13,7 @@ import pytest
 from nemo_gym.contract.sandbox import NetworkPolicy, SandboxSpec
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import ExecEnd, ExecOutput, ExecProcess, SandboxExecResult, SandboxProvider
-from nemo_gym.sandbox.facade import AsyncSandbox
-from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.sandbox.facade import AsyncSandbox, create_provider
 
 PATIENCE_S = 60.0
 """How long a check waits for something that must happen, on a machine that may be very busy."""

@@ -12,8 +12,7 @@ import sys
 from typing import Any
 
 from nemo_gym.contract.sandbox import NetworkPolicy, SandboxSpec
-from nemo_gym.sandbox.facade import AsyncSandbox
-from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.sandbox.facade import AsyncSandbox, create_provider
 
 
 async def run(order: dict[str, Any]) -> None:

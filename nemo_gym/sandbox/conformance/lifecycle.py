@@ -23,8 +23,7 @@ from nemo_gym.contract.sandbox import Door, Mount, NetworkPolicy, SandboxResourc
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import Connectable, ExecRequest, SandboxProvider, SandboxStatus
 from nemo_gym.sandbox.conformance.base import PATIENCE_S, Checks, StartBox, assert_lost, collect, eventually, sh
-from nemo_gym.sandbox.facade import AsyncSandbox, keep_renewed
-from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.sandbox.facade import AsyncSandbox, create_provider, keep_renewed
 
 # -- Life ----------------------------------------------------------------------------------------------------------
 

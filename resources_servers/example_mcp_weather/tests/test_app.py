@@ -14,12 +14,11 @@ import pytest
 from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
 
-from nemo_gym.agent.topology.bindings import process_doors
-from nemo_gym.agent.topology.transcript import response_object, text_message
+from nemo_gym.agent.topology.bindings import process_doors, response_object, text_message
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.session import InferenceEndpoint, RolloutIdentity, SessionDescriptor, Topology
 from nemo_gym.sandbox.doors import DoorServer
-from nemo_gym.sandbox.merge import HarnessNeeds
+from nemo_gym.sandbox.egress import HarnessNeeds
 from resources_servers.example_mcp_weather.app import WeatherEnvironment, contains_number
 from tests.servers.stack import Stack, running_stack
 

@@ -13,8 +13,8 @@ from nemo_gym.agent.topology.bindings import process_doors
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.sandbox import NetworkPolicy, SandboxSpec
 from nemo_gym.contract.session import InferenceEndpoint, RolloutIdentity, SessionDescriptor, Topology
-from nemo_gym.sandbox.merge import HarnessNeeds
-from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.sandbox.egress import HarnessNeeds
+from nemo_gym.sandbox.facade import create_provider
 from resources_servers.example_mcp_weather.app import WeatherEnvironment
 from tests.servers.stack import Stack, running_stack
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nemo_gym.broker.registry.database import RegistryWriter
-from nemo_gym.sandbox import registry
+from nemo_gym.sandbox import facade
 from resources_servers.sandbox.tests.broker_process import APP
 
 _KILL_STEP = int(os.environ.get("KILL_STEP", "0"))
@@ -49,7 +49,7 @@ def around_commits() -> None:
 
 
 def around_backend() -> None:
-    create_provider = registry.create_provider
+    create_provider = facade.create_provider
 
     def wrapped(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -67,7 +67,7 @@ def around_backend() -> None:
             setattr(provider, name, wrapped(name, getattr(provider, name)))
         return provider
 
-    registry.create_provider = create
+    facade.create_provider = create
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import uuid
 import pytest
 
 from nemo_gym.contract.credentials import Role
-from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.sandbox.facade import create_provider
 from resources_servers.sandbox.tests.api import Api, calling, eventually
 from resources_servers.sandbox.tests.broker_process import BrokerProcess
 from resources_servers.sandbox.tests.conftest import StartBroker

@@ -20,8 +20,7 @@ from nemo_gym.broker.backend import BROKER_LABEL, SANDBOX_LABEL
 from nemo_gym.contract.errors import NemoGymError, SandboxLostError
 from nemo_gym.contract.sandbox import Door, SandboxSpec
 from nemo_gym.sandbox.base import ExecRequest, SandboxExecResult, SandboxProvider, SupportsLoopbackDoor
-from nemo_gym.sandbox.facade import AsyncSandbox
-from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.sandbox.facade import AsyncSandbox, create_provider
 from resources_servers.sandbox.tests.api import calling
 from resources_servers.sandbox.tests.broker_process import BrokerProcess
 from resources_servers.sandbox.tests.postgres import PostgresServer, running_postgres

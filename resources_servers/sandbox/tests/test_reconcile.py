@@ -17,7 +17,7 @@ import pytest
 
 from nemo_gym.broker.backend import BROKER_LABEL, SANDBOX_LABEL
 from nemo_gym.contract.sandbox import SandboxSpec
-from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.sandbox.facade import create_provider
 from resources_servers.sandbox.tests.api import LentBox, calling, eventually
 from resources_servers.sandbox.tests.conftest import StartBroker
 from resources_servers.sandbox.tests.postgres import PostgresServer, running_postgres

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from nemo_gym.broker.backend import SANDBOX_LABEL
-from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.sandbox.facade import create_provider
 from resources_servers.sandbox.tests.api import Api, calling, eventually
 from resources_servers.sandbox.tests.conftest import StartBroker
 

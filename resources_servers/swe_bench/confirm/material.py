@@ -17,7 +17,6 @@ from pathlib import PurePosixPath
 
 from nemo_gym.sandbox.base import ExecOutcome
 from resources_servers.swe_bench.confirm.assertions import Mode, Probe, Side
-from resources_servers.swe_bench.confirm.comparing import read_records
 from resources_servers.swe_bench.confirm.javascript.rendering import render_javascript
 from resources_servers.swe_bench.confirm.javascript.syntax import SUFFIXES as JAVASCRIPT
 from resources_servers.swe_bench.confirm.javascript.syntax import Code, choose
@@ -30,14 +29,14 @@ from resources_servers.swe_bench.confirm.runs import (
     Rendering,
     Steps,
     read_pristine,
+    read_records,
     run_renderings,
 )
 from resources_servers.swe_bench.confirm.values import Value
 from resources_servers.swe_bench.confirm.varying import Kind, Variation
 from resources_servers.swe_bench.eval_box import EvalSite
-from resources_servers.swe_bench.patches import paths_of, split_patch
 from resources_servers.swe_bench.row import SweBenchRow
-from resources_servers.swe_bench.signs import decides_how_tests_run
+from resources_servers.swe_bench.signs import decides_how_tests_run, paths_of, split_patch
 from resources_servers.swe_bench.test_ids import TestId
 
 SAMPLED_TESTS = 12

@@ -1,20 +1,28 @@
-"""Running renderings: the row's own steps, with rendered test files where its test patch would go."""
+"""Running renderings, and comparing what each recorded with what it must record.
+
+A rendering takes the row's own steps, with rendered test files where its test patch would go. Both the file of records
+and the values in it are the work of code under test, so they are compared in a process that is killed when it takes
+too long.
+"""
 
 from __future__ import annotations
 
 import io
+import json
 import re
 import shlex
 import tarfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from nemo_gym.contract.errors import SandboxArchiveError
-from nemo_gym.sandbox.archive_filters import single_file
+from nemo_gym.environment.worker_pool import Ending, WorkerPool
 from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle
-from nemo_gym.sandbox.tar_stream import ArchiveError
+from nemo_gym.sandbox.tar_stream import ArchiveError, single_file
+from resources_servers.swe_bench.confirm.values import Check, Record, is_value
 from resources_servers.swe_bench.eval_box import (
     APPLY_TIMEOUT_S,
     INPUTS,
@@ -144,7 +152,7 @@ async def run_renderings(
             site, handle, ["/bin/bash", f"{INPUTS}/run.sh"], timeout_s=site.timeout_s, max_output_bytes=1024 * 1024
         )
         records = [
-            await read_records(site, handle, f"{rendering.records}.{number}")
+            await fetch_records(site, handle, f"{rendering.records}.{number}")
             for number, rendering in enumerate(renderings)
         ]
     log = result.stdout_bytes.decode("utf-8", "replace")
@@ -231,7 +239,7 @@ def _bytes(files: Mapping[str, str]) -> dict[str, bytes]:
     return {path: text.encode("utf-8", "surrogatepass") for path, text in files.items()}
 
 
-async def read_records(site: EvalSite, handle: SandboxHandle, path: str) -> str:
+async def fetch_records(site: EvalSite, handle: SandboxHandle, path: str) -> str:
     """What stands in a file of records. More than fits is no record of ours, and must not fill our memory."""
     return (await _read(site, handle, path, max_bytes=MAX_RECORD_BYTES) or b"").decode("latin-1")
 
@@ -243,3 +251,99 @@ async def _read(site: EvalSite, handle: SandboxHandle, path: str, *, max_bytes: 
     except (ArchiveError, SandboxArchiveError):
         # Too large, a link, a directory, or not there: no file of ours.
         return None
+
+
+COMPARE_TIMEOUT_S = 30.0
+MAX_COMPARERS = 8
+"""Attempts compared at once; each has a process of its own, made when it is needed."""
+
+Tests = Mapping[str, Sequence[Sequence[Check]]]
+"""Test → its invocations, each the checks of its records in order; the first one begins the test."""
+
+
+async def compare(tests: Sequence[Tests], records: Sequence[str]) -> list[dict[str, str]]:
+    """For each rendering the tests whose records are not what they must be → why.
+
+    Raises:
+        VerifierError: no process can be started.
+    """
+    plain = [
+        {name: [[asdict(check) for check in checks] for checks in calls] for name, calls in one.items()}
+        for one in tests
+    ]
+    answer = await _comparers.ask({"tests": plain, "records": list(records)}, timeout_s=COMPARE_TIMEOUT_S)
+    if answer.ending is Ending.ANSWERED:
+        return [dict(one) for one in answer.value]
+    why = {
+        Ending.TIMED_OUT: f"its records could not be compared within {COMPARE_TIMEOUT_S:g} s",
+        Ending.FAILED: "its records cannot be compared",
+        Ending.DIED: "comparing its records took too much memory",
+    }[answer.ending]
+    return [dict.fromkeys(one, why) for one in tests]
+
+
+def close_comparers() -> None:
+    """End the processes that wait for records; the next comparison starts new ones."""
+    _comparers.close()
+
+
+def compare_here(tests: Sequence[Mapping[str, Any]], records: Sequence[str]) -> list[dict[str, str]]:
+    """What a comparing process answers to `compare`."""
+    return [
+        failed(
+            {name: [[Check(**check) for check in checks] for checks in calls] for name, calls in one.items()},
+            read_records(text),
+        )
+        for one, text in zip(tests, records, strict=True)
+    ]
+
+
+def read_records(text: str) -> list[Record]:
+    """The records of one file. What the code under test wrote there itself is no record."""
+    found: list[Record] = []
+    for line in text.split("\n"):
+        try:
+            site, values = json.loads(line)
+            if isinstance(site, str) and isinstance(values, list) and all(map(is_value, values)):
+                found.append((site, values))
+        except (ValueError, TypeError, RecursionError):
+            continue
+    return found
+
+
+def failed(tests: Tests, records: Sequence[Record]) -> dict[str, str]:
+    """Tests whose records are not what they must be → why."""
+    begins = {calls[0][0].site: test for test, calls in tests.items() if calls and calls[0]}
+    known = {check.site for calls in tests.values() for checks in calls for check in checks}
+    seen: dict[str, list[list[Record]]] = {test: [] for test in tests}
+    current: list[Record] | None = None
+    for site, values in records:
+        if site in begins:
+            current = []
+            seen[begins[site]].append(current)
+        if current is not None and site in known:
+            current.append((site, values))
+    return {test: why for test, calls in tests.items() if (why := _difference(calls, seen[test])) is not None}
+
+
+def _difference(expected: Sequence[Sequence[Check]], seen: Sequence[Sequence[Record]]) -> str | None:
+    if len(expected) != len(seen):
+        return f"ran {len(seen)} times, not {len(expected)}"
+    for checks, records in zip(expected, seen, strict=True):
+        if len(checks) != len(records):
+            return f"left {len(records)} records, not {len(checks)}"
+        if [check.site for check in checks] != [site for site, _ in records]:
+            return "left its records in another order"
+        for number, (check, (_, values)) in enumerate(zip(checks, records, strict=True)):
+            if not check.holds(values):
+                return f"record {number} of {len(checks)} is another value"
+    return None
+
+
+_SAMPLE: dict[str, Any] = {"tests": [{}], "records": [""]}
+_comparers = WorkerPool(
+    f"{__name__}:compare_here",
+    workers=MAX_COMPARERS,
+    warm_up=_SAMPLE,
+    missing="install resources_servers/swe_bench's requirements",
+)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from resources_servers.swe_bench.confirm.comparing import failed, read_records
 from resources_servers.swe_bench.confirm.controls import ControlledRendering, Strength
 from resources_servers.swe_bench.confirm.material import Call, Calls, Material, RenderedSet
+from resources_servers.swe_bench.confirm.runs import failed, read_records
 from resources_servers.swe_bench.confirm.values import Check, Value, carries, equal
 
 GOLD_RUNS = 4

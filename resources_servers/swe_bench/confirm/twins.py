@@ -21,16 +21,15 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from resources_servers.swe_bench import grading
-from resources_servers.swe_bench.confirm.comparing import read_records
 from resources_servers.swe_bench.confirm.expectations import Origin, TwinFile, Wrong, near_texts, twin_of
 from resources_servers.swe_bench.confirm.labels import Labels, random_name, tokens_of_text
 from resources_servers.swe_bench.confirm.material import Material, renderer_of
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order
-from resources_servers.swe_bench.confirm.runs import Rendering, Steps, word_in_command
+from resources_servers.swe_bench.confirm.runs import Rendering, Steps, read_records, word_in_command
 from resources_servers.swe_bench.confirm.values import Value
 from resources_servers.swe_bench.grading import MarkerState
-from resources_servers.swe_bench.patches import paths_of
 from resources_servers.swe_bench.row import SweBenchRow
+from resources_servers.swe_bench.signs import paths_of
 from resources_servers.swe_bench.tamper.canary import FIXTURE_SUFFIXES
 from resources_servers.swe_bench.test_ids import TestId
 

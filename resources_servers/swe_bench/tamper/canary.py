@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 from nemo_gym.contract.errors import SandboxArchiveError, VerifierError
 from nemo_gym.contract.verdict import FailureKind
-from nemo_gym.sandbox.archive_filters import single_file
 from nemo_gym.sandbox.base import SandboxHandle
+from nemo_gym.sandbox.tar_stream import single_file
 from resources_servers.swe_bench.eval_box import (
     APPLY_TIMEOUT_S,
     TESTBED,
@@ -29,8 +29,8 @@ from resources_servers.swe_bench.eval_box import (
     exec_in,
     split_script,
 )
-from resources_servers.swe_bench.patches import paths_of
 from resources_servers.swe_bench.row import SweBenchRow
+from resources_servers.swe_bench.signs import paths_of
 from resources_servers.swe_bench.test_ids import TestId
 
 FIXTURE_SUFFIXES = (".html", ".json", ".txt", ".css", ".svg", ".xml", ".snap", ".out", ".yml", ".yaml", ".golden")

@@ -19,9 +19,8 @@ from nemo_gym.contract.verdict import Finding
 from nemo_gym.sandbox.base import ExecOutcome
 from resources_servers.swe_bench.eval_box import EvalSite, run_evaluation
 from resources_servers.swe_bench.grading import LogGrade, graded
-from resources_servers.swe_bench.patches import paths_of
 from resources_servers.swe_bench.row import SweBenchRow
-from resources_servers.swe_bench.signs import divided
+from resources_servers.swe_bench.signs import divided, paths_of
 from resources_servers.swe_bench.tamper.canary import make_canary_script
 from resources_servers.swe_bench.test_ids import TestId
 

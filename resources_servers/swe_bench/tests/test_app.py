@@ -17,11 +17,10 @@ from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.contract.session import Artifact, RolloutIdentity, Topology
 from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.sandbox.base import ExecOutcome, SandboxProvider
-from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.sandbox.facade import create_provider
 from nemo_gym.server_utils import ServerClient
 from resources_servers.swe_bench import grading
-from resources_servers.swe_bench.app import SweBenchServer
-from resources_servers.swe_bench.config import BoxResources, SweBenchConfig
+from resources_servers.swe_bench.app import BoxResources, SweBenchConfig, SweBenchServer
 from resources_servers.swe_bench.eval_box import EvalSite, exec_in, instrumented, split_script
 from resources_servers.swe_bench.prepare import Options, prepare
 from resources_servers.swe_bench.row import SweBenchRow, read_rows, resolve_image

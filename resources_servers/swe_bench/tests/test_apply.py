@@ -12,7 +12,7 @@ import pytest
 from nemo_gym.contract.errors import VerifierError
 from nemo_gym.contract.session import Artifact
 from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider
-from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.sandbox.facade import create_provider
 from resources_servers.swe_bench.eval_box import (
     INPUTS,
     EvalRun,
@@ -22,10 +22,9 @@ from resources_servers.swe_bench.eval_box import (
     evaluation_box,
     exec_in,
 )
-from resources_servers.swe_bench.patches import split_patch
 from resources_servers.swe_bench.prepare import Options, prepare
 from resources_servers.swe_bench.row import SweBenchRow, read_rows, resolve_image
-from resources_servers.swe_bench.signs import is_control_part
+from resources_servers.swe_bench.signs import is_control_part, split_patch
 from resources_servers.swe_bench.verdicts import judge
 
 EXAMPLES = Path(__file__).parents[1] / "data" / "example.jsonl"

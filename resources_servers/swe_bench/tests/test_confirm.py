@@ -19,8 +19,8 @@ from nemo_gym.contract.errors import VerifierError
 from nemo_gym.contract.session import Artifact
 from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.sandbox.base import SandboxProvider
-from nemo_gym.sandbox.registry import create_provider
-from resources_servers.swe_bench.confirm import comparing, making
+from nemo_gym.sandbox.facade import create_provider
+from resources_servers.swe_bench.confirm import making, runs
 from resources_servers.swe_bench.confirm.controls import ControlledTest, ControlStore, RowControls
 from resources_servers.swe_bench.confirm.labels import Labels, words_of
 from resources_servers.swe_bench.confirm.making import Maker
@@ -450,15 +450,15 @@ async def test_no_verdict_is_given_when_controls_are_weaker_than_the_run_asks_fo
 
 
 async def test_records_that_take_for_ever_to_compare_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparing, "COMPARE_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(runs, "COMPARE_TIMEOUT_S", 2.0)
     slow = Check("s", "raises matches", pattern=["str", "(a+)+$"])
     record = json.dumps(["s", [["error", ["builtins.ValueError"], "a" * 5000 + "!", []]]])
     tests = {"test": [[Check("b", "begin"), slow]]}
-    (problems,) = await comparing.compare([tests], ['["b", []]\n' + record])
+    (problems,) = await runs.compare([tests], ['["b", []]\n' + record])
     assert "could not be compared within" in problems["test"]
-    comparing.close_comparers()
+    runs.close_comparers()
 
 
 def test_what_the_code_wrote_itself_is_no_record() -> None:
     text = 'null\n[1]\n["s", [["int", 5]]]\n["s", [["list", ["x"]]]]\n' + "[" * 100_000 + '\n["s", [["int", "5"]]]'
-    assert comparing.read_records(text) == [("s", [["int", "5"]])]
+    assert runs.read_records(text) == [("s", [["int", "5"]])]

@@ -17,8 +17,7 @@ import pytest
 from nemo_gym.contract.errors import VerifierError
 from nemo_gym.contract.session import Artifact
 from nemo_gym.sandbox.base import SandboxProvider
-from nemo_gym.sandbox.registry import create_provider
-from resources_servers.swe_bench.confirm.comparing import read_records
+from nemo_gym.sandbox.facade import create_provider
 from resources_servers.swe_bench.confirm.controls import ControlStore
 from resources_servers.swe_bench.confirm.javascript import syntax
 from resources_servers.swe_bench.confirm.javascript.rendering import render_javascript
@@ -26,6 +25,7 @@ from resources_servers.swe_bench.confirm.javascript.syntax import Code, choose
 from resources_servers.swe_bench.confirm.javascript.words import JAVASCRIPT_WORDS, words_of_code
 from resources_servers.swe_bench.confirm.labels import Labels
 from resources_servers.swe_bench.confirm.rendering import Chosen, Order, Rendered
+from resources_servers.swe_bench.confirm.runs import read_records
 from resources_servers.swe_bench.eval_box import EvalSite
 from resources_servers.swe_bench.preparation.repositories import git
 from resources_servers.swe_bench.prepare import Options, prepare

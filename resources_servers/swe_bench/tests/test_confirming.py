@@ -12,9 +12,9 @@ import pytest
 from nemo_gym.contract.errors import SandboxArchiveError, SandboxLostError, VerifierError
 from nemo_gym.contract.verdict import FailureKind
 from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider
-from resources_servers.swe_bench.confirm import confirming
+from resources_servers.swe_bench import verdicts
 from resources_servers.swe_bench.confirm.controls import ControlledRendering, RowControls
-from resources_servers.swe_bench.confirm.runs import MAX_RECORD_BYTES, Recorded, Rendering, read_records
+from resources_servers.swe_bench.confirm.runs import MAX_RECORD_BYTES, Recorded, Rendering, fetch_records
 from resources_servers.swe_bench.confirm.twins import Mutant, Twin, TwinTest
 from resources_servers.swe_bench.eval_box import EvalSite
 from resources_servers.swe_bench.preparation.examples import EXAMPLE_ROWS
@@ -36,8 +36,8 @@ async def test_a_patch_that_ends_its_box_while_it_is_confirmed_is_not_confirmed(
             return Recorded(True, records=("",))
         raise error
 
-    monkeypatch.setattr(confirming, "run_renderings", run)
-    (result,) = await confirming.confirm_control(SITE, ROW, b"diff --git a/x.py b/x.py\n", CONTROLS)
+    monkeypatch.setattr(verdicts, "run_renderings", run)
+    (result,) = await verdicts.confirm_control(SITE, ROW, b"diff --git a/x.py b/x.py\n", CONTROLS)
     assert [finding.kind for finding in result.findings] == ["values_not_confirmed"]
 
 
@@ -45,9 +45,9 @@ async def test_no_verdict_is_given_where_gold_loses_its_box_too(monkeypatch: pyt
     async def run(*_: Any, **__: Any) -> Recorded:
         raise LOST
 
-    monkeypatch.setattr(confirming, "run_renderings", run)
+    monkeypatch.setattr(verdicts, "run_renderings", run)
     with pytest.raises(SandboxLostError):
-        await confirming.confirm_control(SITE, ROW, b"diff --git a/x.py b/x.py\n", CONTROLS)
+        await verdicts.confirm_control(SITE, ROW, b"diff --git a/x.py b/x.py\n", CONTROLS)
 
 
 TWINNED = RowControls(
@@ -87,8 +87,8 @@ async def test_twins_that_fail_are_run_again_and_those_that_lie_are_not(
         seen.append(patch)
         return Recorded(True, records=tuple(f"{one} t.py::x\n" for one in told))
 
-    monkeypatch.setattr(confirming, "run_renderings", run)
-    results = await confirming.confirm_control(SITE, ROW, b"diff --git a/x.py b/x.py\n", TWINNED)
+    monkeypatch.setattr(verdicts, "run_renderings", run)
+    results = await verdicts.confirm_control(SITE, ROW, b"diff --git a/x.py b/x.py\n", TWINNED)
     found = [one.kind for result in results for one in result.findings]
     assert found == ([finding] if finding else [])
     assert len(seen) in runs
@@ -111,7 +111,7 @@ async def test_records_larger_than_their_limit_are_not_read_into_memory() -> Non
         yield bytes(2 * tarfile.BLOCKSIZE)
 
     provider = cast(SandboxProvider, SimpleNamespace(get_archive=get_archive))
-    assert await read_records(EvalSite(provider, "image"), cast(SandboxHandle, None), "/var/tmp/r") == ""
+    assert await fetch_records(EvalSite(provider, "image"), cast(SandboxHandle, None), "/var/tmp/r") == ""
     assert produced <= 2 * MAX_RECORD_BYTES
 
 
@@ -123,7 +123,7 @@ async def test_records_that_are_no_file_are_no_records(kind: bytes) -> None:
         yield member.tobuf() + bytes(2 * tarfile.BLOCKSIZE)
 
     provider = cast(SandboxProvider, SimpleNamespace(get_archive=get_archive))
-    assert await read_records(EvalSite(provider, "image"), cast(SandboxHandle, None), "/var/tmp/r") == ""
+    assert await fetch_records(EvalSite(provider, "image"), cast(SandboxHandle, None), "/var/tmp/r") == ""
 
 
 @pytest.mark.parametrize(("throws", "found"), [("✗✓✓", False), ("✗✓✗", True), ("✗✗", True), ("✓", False)])
@@ -137,7 +137,7 @@ async def test_a_failed_confirmation_is_outweighed_by_two_clean_ones_alone(
             return Recorded(True, records=("",))
         return Recorded(left.pop(0) == "✓", records=("",))
 
-    monkeypatch.setattr(confirming, "run_renderings", run)
-    (result,) = await confirming.confirm_control(SITE, ROW, b"diff --git a/x.py b/x.py\n", CONTROLS)
+    monkeypatch.setattr(verdicts, "run_renderings", run)
+    (result,) = await verdicts.confirm_control(SITE, ROW, b"diff --git a/x.py b/x.py\n", CONTROLS)
     assert bool(result.findings) is found
     assert left == []

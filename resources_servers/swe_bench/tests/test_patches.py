@@ -6,14 +6,16 @@ import random
 
 import pytest
 
-from resources_servers.swe_bench.patches import joined, paths_of, split_patch
 from resources_servers.swe_bench.signs import (
     decides_how_tests_run,
     divided,
     finding_where_weak,
     findings_in_patch,
     is_control_part,
+    joined,
+    paths_of,
     signs_in_patch,
+    split_patch,
 )
 from resources_servers.swe_bench.tamper.canary import rewrite_other, rewrite_python
 from resources_servers.swe_bench.test_ids import TestId, spelled_as_expected

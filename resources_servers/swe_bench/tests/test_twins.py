@@ -14,7 +14,7 @@ import pytest
 from nemo_gym.contract.session import Artifact
 from nemo_gym.contract.verdict import Verdict
 from nemo_gym.sandbox.base import SandboxProvider
-from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.sandbox.facade import create_provider
 from resources_servers.swe_bench.confirm.controls import RowControls, Strength
 from resources_servers.swe_bench.confirm.expectations import near_texts, twin_of
 from resources_servers.swe_bench.confirm.labels import Labels, tokens_of_text

@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from nemo_gym.contract.credentials import Role
-from nemo_gym.gateway.limits import LONG_S, SMALL_BYTES, LoopTurns, SessionShare, step_begins
+from nemo_gym.gateway.backend import LONG_S, SMALL_BYTES, LoopTurns, SessionShare, step_begins
 from nemo_gym.gateway.tokens import IncrementalEncoder
 from nemo_gym.gateway.tokens.history import HistoryReader
 from nemo_gym_testing.gateway import Status

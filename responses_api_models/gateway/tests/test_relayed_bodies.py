@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from nemo_gym.gateway.wire_data import JsonText
+from nemo_gym.gateway.policy_request import JsonText
 from nemo_gym.server_utils import close_global_aiohttp_client
 from nemo_gym_testing.gateway import FakeOpenAIEngine
 from nemo_gym_testing.gateway.engine import Answer, CallLog

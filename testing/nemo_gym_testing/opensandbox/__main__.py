@@ -8,7 +8,7 @@ import json
 import signal
 import sys
 
-from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.sandbox.facade import create_provider
 from nemo_gym_testing.opensandbox.server import FakeOpenSandbox, serving
 
 

@@ -36,7 +36,7 @@ print(json.dumps({"boxes": boxes, "lent": lent}))
 """
 _INVENTORY = """
 import asyncio, json
-from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.sandbox.facade import create_provider
 
 async def main():
     provider = create_provider({"local": {}})

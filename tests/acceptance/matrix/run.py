@@ -21,7 +21,7 @@ from nemo_gym.config.composition import SANDBOX, Composition
 from nemo_gym.config.sandbox_blocks import resolve_provider_config
 from nemo_gym.config.servers import references
 from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.sandbox.facade import create_provider
 from tests.acceptance.matrix.cells import MODEL, ROOT, Cell, asks_a_model, composed, folder, rows_of
 
 PREPARE_TIMEOUT_S = 900.0

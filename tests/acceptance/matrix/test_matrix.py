@@ -12,7 +12,7 @@ import pytest
 from nemo_gym.contract.sandbox import NetworkPolicy, SandboxSpec
 from nemo_gym.contract.session import Topology
 from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.registry import create_provider
+from nemo_gym.sandbox.facade import create_provider
 from tests.acceptance.matrix.cells import ROOT, Cell, Verdict, all_cells, composed, names, verdict
 from tests.acceptance.matrix.page import PAGE, render
 from tests.acceptance.matrix.run import Outcome, backends, boxes_of, prepare, run

@@ -21,7 +21,7 @@ from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
 from nemo_gym.gateway.dialects.errors import ContextOverflowError
 from nemo_gym.gateway.engines.types import EngineRateLimitedError, EngineRefusedError, EngineTimeoutError
-from nemo_gym.gateway.streaming import failure_event
+from nemo_gym.gateway.inference import failure_event
 from tests.gateway.dialects.conftest import Served
 
 USER: Any = [{"role": "user", "content": "q"}]

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym.contract.errors import InvalidBodyError
-from nemo_gym.gateway.dialects import conversation_cache
-from nemo_gym.gateway.dialects.conversation_cache import ConversationCache, request_fingerprint
+from nemo_gym.gateway.dialects import chat
+from nemo_gym.gateway.dialects.chat import ConversationCache, request_fingerprint
 
 ELEMENTS = st.lists(st.fixed_dictionaries({"content": st.sampled_from(["a", "b", "c"])}), max_size=6)
 
@@ -33,13 +33,13 @@ def test_histories_that_differ_anywhere_have_other_fingerprints(key: str) -> Non
 
 def test_only_what_is_new_is_digested(monkeypatch: pytest.MonkeyPatch) -> None:
     done = []
-    digest = conversation_cache._digest
+    digest = chat._digest
 
     def counting(data: bytes) -> bytes:
         done.append(len(data))
         return digest(data)
 
-    monkeypatch.setattr(conversation_cache, "_digest", counting)
+    monkeypatch.setattr(chat, "_digest", counting)
     cache = ConversationCache()
     history: list[dict[str, str]] = []
     for turn in range(50):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
-from nemo_gym.gateway.dialects.conversation_cache import ConversationCache
+from nemo_gym.gateway.dialects.chat import ConversationCache
 from nemo_gym.gateway.policy_request import PolicyRequest
 from tests.gateway.dialects.bodies import call, chat_body, claude_body, codex_body
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_gym.gateway.dialects.conversation_cache import ConversationCache
+from nemo_gym.gateway.dialects.chat import ConversationCache
 
 _TEXT = st.text(max_size=12) | st.sampled_from(
     ['"', "\\", '\\"', "]}", '","', "é😀", "\n\t", "a" * 40, '"messages":[']

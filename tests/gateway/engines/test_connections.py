@@ -22,8 +22,8 @@ from nemo_gym.gateway.engines import (
     EngineUnreachableError,
     HttpEngine,
 )
+from nemo_gym.http.client import RequestHeads
 from nemo_gym.http.connections import NotConnectedError, Origin, Patience
-from nemo_gym.http.exchange import RequestHeads
 
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 JSON = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"

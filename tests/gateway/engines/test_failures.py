@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from nemo_gym._util.backoff import RETRY_AFTER_AT_MOST_S, retry_after_s
+from nemo_gym._util.tasks import RETRY_AFTER_AT_MOST_S, retry_after_s
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.engines import (
     EngineAnswerError,

@@ -23,7 +23,7 @@ from nemo_gym.gateway.engines import (
     HttpEngine,
     OpenAIEngine,
 )
-from nemo_gym.http.exchange import RequestHeads
+from nemo_gym.http.client import RequestHeads
 from tests.gateway.engines.test_connections import JSON, WHOLE, certificate, serving
 from tests.gateway.engines.test_long_bodies import BODY, HEAD
 

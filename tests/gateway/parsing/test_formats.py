@@ -7,8 +7,7 @@ import json
 import pytest
 
 from nemo_gym.gateway.parsing import ParsedAnswer, ParsedCall, answer_parser
-from nemo_gym.gateway.parsing.formats import CALL_FORMATS
-from nemo_gym.gateway.parsing.json_text import typed_json
+from nemo_gym.gateway.parsing.formats import CALL_FORMATS, typed_json
 from tests.gateway.parsing.policies import policy
 
 POLICY = "chatml_think"

@@ -15,10 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_gym.gateway.parsing import ParsedCall, answer_parser, json_text
+from nemo_gym.gateway.parsing import ParsedCall, answer_parser, formats
 from nemo_gym.gateway.parsing import formats as mistral
-from nemo_gym.gateway.parsing.answers import Tool
-from nemo_gym.gateway.parsing.formats import CALL_FORMATS, FramedJson, TaggedCalls
+from nemo_gym.gateway.parsing.formats import CALL_FORMATS, FramedJson, TaggedCalls, Tool
 from tests.gateway.parsing.policies import policy
 from tests.gateway.parsing.test_formats import WRITTEN
 
@@ -43,7 +42,7 @@ def test_arbitrary_text_never_raises_and_calls_hold_json(name: str, text: str, t
     parsed = answer_parser(policy("chatml_think"), tool_parser=name).parse(text, prompt_tail=tail, tools=None)
     for call in parsed.calls:
         assert call.name
-        assert json_text.is_object(call.arguments)
+        assert formats.is_object(call.arguments)
     if not parsed.calls and parsed.reasoning is None and "think>" not in text + tail:
         assert parsed.content == text
 
@@ -68,7 +67,7 @@ def test_json_ends_where_the_standard_library_says(text: str) -> None:
         value, end = decoder.raw_decode(text)
     except ValueError:
         value = end = None
-    mine = json_text.value_end(text, 0) if text[:1] not in (" ", "\n", "\t", "\r") else None
+    mine = formats.value_end(text, 0) if text[:1] not in (" ", "\n", "\t", "\r") else None
     if mine != end:  # a number cut short by what follows is no number here: 01 is not 0, and 1.x is not 1
         assert mine is None
         assert isinstance(value, int | float | bool | None)
@@ -151,7 +150,7 @@ def _patterns() -> Iterator[re.Pattern[str]]:
             yield from (parser._opening, parser._closing)
         if isinstance(parser, TaggedCalls):
             yield parser._tags
-    for module in (json_text, mistral):
+    for module in (formats, mistral):
         yield from (value for value in vars(module).values() if isinstance(value, re.Pattern))
 
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from nemo_gym.gateway.dialects.conversation_cache import request_fingerprint
-from nemo_gym.gateway.repeated_requests import AnswerState, Delivery, IdempotencyKeyError, Repeat, SessionAnswers
+from nemo_gym.gateway.dialects.chat import request_fingerprint
+from nemo_gym.gateway.live_session import AnswerState, Delivery, IdempotencyKeyError, Repeat, SessionAnswers
 
 BODY = {"messages": [{"role": "user", "content": "hi"}], "temperature": 1.0}
 

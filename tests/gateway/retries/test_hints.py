@@ -4,7 +4,7 @@ import openai
 import pytest
 from aiohttp import web
 
-from nemo_gym.gateway.repeated_requests import Repeat, request_hints
+from nemo_gym.gateway.live_session import Repeat, request_hints
 from nemo_gym.http.delivery import Connection
 
 HERE, THERE = ("127.0.0.1", 5), ("127.0.0.1", 6)

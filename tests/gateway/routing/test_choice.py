@@ -9,7 +9,7 @@ from collections import Counter, deque
 
 import pytest
 
-from nemo_gym._util.backoff import RETRY_AFTER_AT_MOST_S
+from nemo_gym._util.tasks import RETRY_AFTER_AT_MOST_S
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.gateway.engines import EngineError, EngineRateLimitedError, EngineUnreachableError
 from nemo_gym.gateway.routing import HealthState, NoEngineError, Reservation, Router, RouterOptions

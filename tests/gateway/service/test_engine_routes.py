@@ -18,8 +18,7 @@ from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Role
 from nemo_gym.gateway.engines import Sampling, TokenRequest
 from nemo_gym.gateway.routes import engine_routes
 from nemo_gym.gateway.routing.pool import EnginePool
-from nemo_gym.http.json_bodies import JsonResponse
-from nemo_gym.http.request_state import require_role
+from nemo_gym.http.requests import JsonResponse, require_role
 from nemo_gym_testing.gateway import FakeVllmEngine
 from tests.servers.stack import Stack, running_stack
 

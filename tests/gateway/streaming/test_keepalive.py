@@ -18,7 +18,7 @@ from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import stream_of
 from nemo_gym.gateway.engines import EngineRateLimitedError
 from nemo_gym.gateway.engines.http import EventReader
-from nemo_gym.gateway.streaming import KeepAlive, failure_event
+from nemo_gym.gateway.inference import KeepAlive, failure_event
 
 CHAT: dict[str, Any] = {
     "id": "c1",

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from nemo_gym.gateway.policy_request import LARGE
 from nemo_gym.gateway.tokens.byte_level import token_bytes
-from nemo_gym.gateway.wire_data import LARGE
 from tests.gateway.tokens.policies import FAMILIES, policy
 
 BYTE_LEVEL = tuple(family for family in FAMILIES if family != "inst_strict")

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from nemo_gym.gateway.tokens import IncrementalEncoder, PolicyTokenizer, Sampled, TemplateRefusedError
-from nemo_gym.gateway.tokens.incremental import Unproven
+from nemo_gym.gateway.tokens.forest import Unproven
 from nemo_gym.gateway.tokens.template import ChatTemplate
 from nemo_gym.gateway.tokens.trajectories import read_npz, record_of, restore, write_npz
 from tests.gateway.tokens.conversations import TOOLS, call, result, said, user

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nemo_gym.gateway.tokens.incremental import IncrementalEncoder, Unproven
+from nemo_gym.gateway.tokens.forest import IncrementalEncoder, Unproven
 from nemo_gym.gateway.tokens.policy import PolicyTokenizer
 from nemo_gym.gateway.tokens.template import TemplateRefusedError
 from tests.gateway.tokens.conversations import TOOLS, call, exchanges, result, said, sampled_ids, user

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from nemo_gym.gateway.tokens.incremental import IncrementalEncoder
+from nemo_gym.gateway.tokens.forest import IncrementalEncoder
 from nemo_gym.gateway.tokens.policy import MARK, PolicyTokenizer, SpecialText
 from tests.gateway.tokens.conversations import TEXT, TOOLS, call, exchanges, result, said, sampled_ids, user
 from tests.gateway.tokens.policies import FAMILIES, SPECIAL, policy, write

@@ -15,8 +15,8 @@ from nemo_gym.contract.sandbox import NetworkPolicy, SandboxSpec
 from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest, SandboxHandle, SandboxStatus
 from nemo_gym.sandbox.conformance.base import eventually
+from nemo_gym.sandbox.facade import create_provider
 from nemo_gym.sandbox.providers.opensandbox import OpenSandboxProvider
-from nemo_gym.sandbox.registry import create_provider
 from nemo_gym_testing.opensandbox import FakeOpenSandbox, serving
 from nemo_gym_testing.opensandbox.faults import CommandFault
 from tests.sandbox.opensandbox.double import API_KEY as KEY

@@ -20,9 +20,9 @@ from nemo_gym.sandbox.archive import (
     check_member,
     encode_header,
 )
-from nemo_gym.sandbox.archive_filters import TarFilter, filtered
 from nemo_gym.sandbox.base import absolute
 from nemo_gym.sandbox.providers.docker.engine import Engine, sdk_errors, status_of, translate
+from nemo_gym.sandbox.tar_stream import TarFilter, filtered
 
 _IN_MEMORY_BYTES = 32 * 1024 * 1024
 _CHUNK_BYTES = 4 * 1024 * 1024

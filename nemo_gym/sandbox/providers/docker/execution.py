@@ -11,8 +11,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_gym._util.backoff import Backoff
-from nemo_gym._util.tasks import finish
+from nemo_gym._util.tasks import Backoff, finish
 from nemo_gym.contract.errors import SandboxError
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, ExecRequest, SandboxHandle
 from nemo_gym.sandbox.doors import DoorServer

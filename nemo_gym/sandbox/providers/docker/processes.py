@@ -16,7 +16,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_gym._util.backoff import Backoff
+from nemo_gym._util.tasks import Backoff
 from nemo_gym.sandbox.providers.docker.names import EXEC_MARK
 
 _PROC = Path("/proc")

@@ -14,13 +14,7 @@ from typing import Any
 from nemo_gym._util.tasks import finish
 from nemo_gym.contract.errors import SandboxCreateError, SandboxError, SandboxLostError
 from nemo_gym.contract.sandbox import DEFAULT_READY_TIMEOUT_S, Door, NetworkPolicy, SandboxResources, SandboxSpec
-from nemo_gym.sandbox.base import (
-    ExecRequest,
-    SandboxCapabilities,
-    SandboxHandle,
-    SandboxInfo,
-    SandboxStatus,
-)
+from nemo_gym.sandbox.base import ExecRequest, SandboxCapabilities, SandboxHandle, SandboxInfo, SandboxStatus
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.labels import MANAGED
 from nemo_gym.sandbox.providers.docker import archives

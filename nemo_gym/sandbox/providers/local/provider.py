@@ -25,10 +25,18 @@ from nemo_gym.sandbox.base import ExecRequest, SandboxCapabilities, SandboxHandl
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.doors import DoorServer, door_server
 from nemo_gym.sandbox.egress import EgressProxy
-from nemo_gym.sandbox.providers.local.client import BASE_ENV, SupervisorClient, argv, create_request, stdin_file
+from nemo_gym.sandbox.providers.local.client import (
+    BASE_ENV,
+    LocalProcess,
+    SupervisorClient,
+    argv,
+    create_request,
+    read_stream,
+    stdin_file,
+    write_stream,
+)
 from nemo_gym.sandbox.providers.local.images import ImageError, ImageStore
 from nemo_gym.sandbox.providers.local.options import LocalOptions, SupervisedOptions
-from nemo_gym.sandbox.providers.local.process import LocalProcess, read_stream, write_stream
 from nemo_gym.sandbox.streaming_provider import StreamingProvider
 
 _NO_NESTING = (

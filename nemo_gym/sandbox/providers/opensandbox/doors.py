@@ -14,7 +14,7 @@ from pathlib import Path
 
 import structlog
 
-from nemo_gym._util.backoff import Backoff
+from nemo_gym._util.tasks import Backoff
 from nemo_gym.contract.errors import SandboxError, SandboxLostError
 from nemo_gym.contract.sandbox import Door
 from nemo_gym.sandbox.door_statistics import DoorStatistics

@@ -14,9 +14,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Se
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nemo_gym._util.backoff import Backoff
+from nemo_gym._util.tasks import Backoff
 from nemo_gym.contract.errors import SandboxArchiveError, SandboxArchiveTooLargeError, SandboxError, SandboxLostError
-from nemo_gym.sandbox.archive_filters import TarFilter
 from nemo_gym.sandbox.base import absolute
 from nemo_gym.sandbox.providers.opensandbox.connection import (
     Connection,
@@ -25,7 +24,7 @@ from nemo_gym.sandbox.providers.opensandbox.connection import (
     sdk_errors,
     translate,
 )
-from nemo_gym.sandbox.tar_stream import ArchiveError, ArchiveTooLargeError
+from nemo_gym.sandbox.tar_stream import ArchiveError, ArchiveTooLargeError, TarFilter
 
 if TYPE_CHECKING:
     from opensandbox.models.execd import OutputMessage

@@ -19,12 +19,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError
 from yarl import URL
 
-from nemo_gym._util.backoff import NETWORK_JITTER, Backoff, retry_after_s
 from nemo_gym._util.suggest import validation_problems
+from nemo_gym._util.tasks import NETWORK_JITTER, Backoff, retry_after_s
 from nemo_gym.contract.errors import InvalidBodyError, SandboxError
 from nemo_gym.contract.session import LeaseScope
-from nemo_gym.http.client import new_session
-from nemo_gym.http.exchange import close_with_the_loop
+from nemo_gym.http.client import close_with_the_loop, new_session
 from nemo_gym.sandbox.base import SandboxHandle
 from nemo_gym.sandbox.door_statistics import DoorStatistics
 from nemo_gym.sandbox.wire import routes

@@ -13,7 +13,7 @@ from typing import Any
 from yarl import URL
 
 from nemo_gym.contract.errors import ConfigError, SandboxCreateError, reject_unknown_keys
-from nemo_gym.http.correlation import Chooser
+from nemo_gym.http.telemetry import Chooser
 from nemo_gym.sandbox.base import SandboxCapabilities
 from nemo_gym.sandbox.providers.remote.connection import BrokerConnection, BrokerUnreachableError
 from nemo_gym.sandbox.wire import routes

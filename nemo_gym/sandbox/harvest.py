@@ -1,27 +1,196 @@
-"""A patch of everything that differs between a work tree in a box and the same tree in the box's pristine image.
+"""Harvest: what an agent left in its box, read from outside and handed on as untrusted data.
+
+`harvest_all` is all that callers need: a patch of everything that differs between a work tree in a box and the same
+tree in the box's pristine image, the files that harvest rules name as one tar stream, and what a command prints.
 
 The box is only read, as a tar stream made by its provider. The pristine side comes from a fresh *harvest box* of the
 same image, and so does the git that writes the patch: in a repository of its own, from blobs, with no work tree, no
-configuration but ours and the pristine ignore rules. The agent's ``.git``, ``.gitattributes``, ``.gitignore``, hooks,
-PATH and nested repositories have no say; a commit, a stash or a deleted ``.git`` changes nothing.
+configuration but ours and the pristine ignore rules. Nothing of the agent's box takes part: neither its git, its
+``.git``, ``.gitattributes``, ``.gitignore``, hooks and nested repositories, nor any program found through its PATH. A
+commit, a stash or a deleted ``.git`` changes nothing.
+
+A tree is read from the stream as git would store it, path → mode and blob id, with nothing unpacked: no name or link
+that an agent chose ever reaches a file system of ours.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import posixpath
+import tarfile
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from nemo_gym.contract.errors import SandboxArchiveError, SandboxArchiveTooLargeError, SandboxError, SandboxLostError
+from nemo_gym.contract.errors import (
+    ContractError,
+    SandboxArchiveError,
+    SandboxArchiveTooLargeError,
+    SandboxError,
+    SandboxLostError,
+)
 from nemo_gym.contract.sandbox import NetworkPolicy, SandboxRole, SandboxSpec
-from nemo_gym.contract.session import Artifact, GitDiffHarvest
+from nemo_gym.contract.session import Artifact, CommandHarvest, FilesHarvest, GitDiffHarvest, HarvestItem
 from nemo_gym.sandbox import labels as label_names
-from nemo_gym.sandbox.archive import END_OF_ARCHIVE, ArchiveError, pack_bytes
+from nemo_gym.sandbox.archive import END_OF_ARCHIVE, ArchiveError, TarParser, encode_header, member_parts, pack_bytes
 from nemo_gym.sandbox.base import ExecOutcome, SandboxExecResult, SandboxHandle, SandboxProvider
 from nemo_gym.sandbox.facade import AsyncSandbox, keep_renewed
-from nemo_gym.sandbox.harvest.tree import SYMLINK, Entry, Tree, TreeReader, TreeTooLargeError
+
+REGULAR, EXECUTABLE, SYMLINK = "100644", "100755", "120000"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One file as a git tree holds it."""
+
+    mode: str
+    oid: str
+    """Blob id (hex)."""
+
+
+@dataclass
+class Tree:
+    """What a stream held."""
+
+    entries: dict[bytes, Entry] = field(default_factory=dict)
+    """By path below the root, as bytes."""
+    is_directory: bool = False
+    """Whether the stream's root was one; a work tree that became a file or a link has no entries."""
+    skipped: list[str] = field(default_factory=list)
+    """Paths that no patch may name (a component spelled like ``.git``); at most `MAX_NAMED_SKIPS`."""
+    skipped_count: int = 0
+
+
+class TreeTooLargeError(Exception):
+    """The stream passed a cap; the message says which."""
+
+
+MAX_NAMED_SKIPS = 20
+MAX_PATH_BYTES = 256 * 1024 * 1024
+"""Of all paths together, which are kept in memory: one more file at the end of hundreds of directories costs a box
+next to nothing. The paths of the largest public repositories take some tens of MB."""
+Content = tuple[bytes, Entry, bytes]
+"""Path, entry and content of one file."""
+
+
+class TreeReader:
+    """Reads one tar stream whose first member is the tree's root; `tree` is whole when `contents` has ended."""
+
+    def __init__(
+        self, *, algorithm: str = "sha1", max_bytes: int, max_files: int, max_content_bytes: int = -1
+    ) -> None:
+        """
+        Args:
+            algorithm: hash of the repository's object ids, ``sha1`` or ``sha256``.
+            max_bytes, max_files: caps of the whole stream.
+            max_content_bytes: of the files that `contents` gives; by default none.
+        """
+        self.tree = Tree()
+        self._algorithm = algorithm
+        self._max_bytes = max_bytes
+        self._max_files = max_files
+        self._max_content_bytes = max_content_bytes
+        self._path_bytes_left = MAX_PATH_BYTES
+        self._root: str | None = None
+        self._path: bytes | None = None
+        self._mode = REGULAR
+        self._hash = hashlib.new(algorithm)
+        self._content: bytearray | None = None
+
+    async def contents(self, stream: AsyncIterator[bytes]) -> AsyncIterator[Content]:
+        """Read the stream, and give every file and link that is small enough as it comes by.
+
+        Raises:
+            TreeTooLargeError: a cap was passed.
+            ArchiveError: the stream is damaged.
+        """
+        parser, received = TarParser(), 0
+        async for chunk in stream:
+            received += len(chunk)
+            if received > self._max_bytes:
+                raise TreeTooLargeError(f"the tree is larger than {self._max_bytes} bytes")
+            for event in parser.feed(chunk):
+                if (content := self._take(event)) is not None:
+                    yield content
+        parser.close()
+
+    def _take(self, event: tarfile.TarInfo | bytes | None) -> Content | None:
+        """One event of the stream; what it completes."""
+        if isinstance(event, tarfile.TarInfo):
+            return self._start(event)
+        if self._path is None:
+            return None
+        if event is None:
+            return self._finish()
+        self._hash.update(event)
+        if self._content is not None:
+            self._content += event
+        return None
+
+    def _start(self, member: tarfile.TarInfo) -> Content | None:
+        self._path = None
+        if self._root is None:
+            self._root = member.name.strip("/")
+            self.tree.is_directory = member.isdir()
+            return None
+        path = self._below_root(member.name)
+        if path is None or member.isdir():
+            return None
+        if any(part.lower() == b".git" for part in path.split(b"/")):
+            self._skip(path)
+            return None
+        if len(self.tree.entries) >= self._max_files:
+            raise TreeTooLargeError(f"the tree has more than {self._max_files} files")
+        self._path_bytes_left -= len(path)
+        if self._path_bytes_left < 0:
+            raise TreeTooLargeError(f"the paths of the tree's files take more than {MAX_PATH_BYTES} bytes")
+        if member.islnk():
+            self._link(path, member.linkname)
+        elif member.issym():
+            self._begin(path, SYMLINK, member.linkname.encode("utf-8", "surrogateescape"))
+            return self._finish()
+        elif member.isreg():
+            self._begin(path, EXECUTABLE if member.mode & 0o100 else REGULAR, b"", member.size)
+        return None
+
+    def _below_root(self, name: str) -> bytes | None:
+        parts = [part for part in name.split("/") if part not in ("", ".")]
+        if ".." in parts:
+            raise ArchiveError(f"member '{name}' leaves the tree")
+        if self._root not in ("", ".", None):
+            parts = parts[1:]
+        return "/".join(parts).encode("utf-8", "surrogateescape") if parts else None
+
+    def _begin(self, path: bytes, mode: str, content: bytes, size: int | None = None) -> None:
+        length = len(content) if size is None else size
+        self._path, self._mode = path, mode
+        self._hash = hashlib.new(self._algorithm)
+        self._hash.update(b"blob %d\0" % length + content)
+        self._content = bytearray(content) if length <= self._max_content_bytes else None
+
+    def _finish(self) -> Content | None:
+        path, content = self._path, self._content
+        assert path is not None
+        self._path, self._content = None, None
+        entry = self.tree.entries[path] = Entry(self._mode, self._hash.hexdigest())
+        return None if content is None else (path, entry, bytes(content))
+
+    def _link(self, path: bytes, target: str) -> None:
+        """A hard link is one more name of a file already seen."""
+        source = self._below_root(target)
+        entry = self.tree.entries.get(source) if source else None
+        if entry is None:
+            self._skip(path)
+            return
+        self.tree.entries[path] = entry
+
+    def _skip(self, path: bytes) -> None:
+        self.tree.skipped_count += 1
+        if len(self.tree.skipped) < MAX_NAMED_SKIPS:
+            self.tree.skipped.append(path.decode("utf-8", "replace"))
+
 
 HARVEST_LEASE_S = 120.0
 """How long a harvest box outlives its owner when that is killed."""
@@ -374,3 +543,129 @@ def _facts(changed: list[bytes], ignored: set[bytes], work: Tree) -> dict[str, A
     if work.skipped_count:
         facts["skipped_count"], facts["skipped"] = work.skipped_count, work.skipped
     return facts
+
+
+class _TooLarge(Exception):
+    pass
+
+
+async def harvest_files(provider: SandboxProvider, handle: SandboxHandle, item: FilesHarvest) -> Artifact:
+    """All of ``item.paths`` as one tar archive whose members are named by their path in the box without the leading
+    slash. One path that cannot be read spoils the artifact: it says which, and holds nothing."""
+    out = io.BytesIO()
+    try:
+        for path in item.paths:
+            await _append(provider, handle, path, item, out)
+    except (_TooLarge, SandboxArchiveTooLargeError):
+        size = out.tell()
+        return Artifact.of(item.name, "files", b"", truncated=True, size=size, error=_cap_message(item.max_bytes))
+    except (SandboxArchiveError, ArchiveError) as error:
+        return Artifact.of(item.name, "files", b"", error=f"cannot harvest '{path}': {error}")
+    out.write(END_OF_ARCHIVE)
+    return Artifact.of(item.name, "files", out.getvalue(), facts={"paths": list(item.paths)})
+
+
+async def _append(
+    provider: SandboxProvider, handle: SandboxHandle, path: str, item: FilesHarvest, out: io.BytesIO
+) -> None:
+    parent = member_parts(posixpath.dirname(posixpath.normpath(path)).lstrip("/"))
+    parser, padding = TarParser(), 0
+    # What fits into the artifact fits into the provider's stream, whose names are shorter.
+    cap = item.max_bytes + len(END_OF_ARCHIVE)
+    async for chunk in provider.get_archive(handle, path, exclude=item.exclude, max_bytes=cap):
+        for event in parser.feed(chunk):
+            if isinstance(event, tarfile.TarInfo):
+                event.name = "/".join([*parent, event.name])
+                if event.islnk():
+                    event.linkname = "/".join([*parent, event.linkname])
+                padding = -event.size % tarfile.BLOCKSIZE
+                out.write(encode_header(event))
+            elif event is not None:
+                out.write(event)
+            else:
+                out.write(bytes(padding))
+            if out.tell() > item.max_bytes:
+                raise _TooLarge
+    parser.close()
+
+
+def harvested_file(artifacts: Sequence[Artifact], name: str, path: str) -> bytes | None:
+    """What the file at ``path`` in the box held, of the artifact of that name; ``None`` where there is no such file.
+
+    The archive may come from an agent server: whatever is odd about it is no file either, and no error.
+    """
+    artifact = next((found for found in artifacts if found.name == name), None)
+    if artifact is None or artifact.error or artifact.truncated:
+        return None
+    wanted, content = member_parts(posixpath.normpath(path).lstrip("/")), None
+    parser, inside = TarParser(), False
+    try:
+        for event in parser.feed(artifact.content()):
+            if isinstance(event, tarfile.TarInfo):
+                inside = event.isreg() and member_parts(event.name) == wanted
+                if inside:
+                    content = b""
+            elif inside and event is not None:
+                content = (content or b"") + event
+        parser.close()
+    except (ArchiveError, ContractError):
+        return None
+    return content
+
+
+async def harvest_command(provider: SandboxProvider, handle: SandboxHandle, item: CommandHarvest) -> Artifact:
+    """What ``item.command`` writes, standard error included; the box's own word."""
+    command = item.command if isinstance(item.command, str) else list(item.command)
+    result = await provider.exec(
+        handle,
+        command,
+        cwd=item.cwd,
+        timeout_s=item.timeout_s,
+        merge_stderr=True,
+        max_output_bytes=item.max_bytes,
+    )
+    if result.outcome is ExecOutcome.LOST:
+        raise SandboxLostError(f"box {handle.sandbox_id} was lost during harvest", retryable=True)
+    error = None if result.outcome is ExecOutcome.EXITED else f"the command ended by '{result.outcome}'"
+    return Artifact.of(
+        item.name,
+        "command",
+        result.stdout_bytes,
+        truncated=result.stdout_truncated,
+        return_code=result.return_code,
+        error=error,
+    )
+
+
+def _cap_message(max_bytes: int) -> str:
+    return f"more than the cap of {max_bytes} bytes"
+
+
+async def harvest_all(
+    provider: SandboxProvider,
+    handle: SandboxHandle,
+    spec: SandboxSpec,
+    items: Sequence[HarvestItem],
+    labels: Mapping[str, str],
+) -> list[Artifact]:
+    """Collect ``items`` from a box, in their order.
+
+    What the box's contents can cause (a missing directory, too much data, a command that hangs) is an artifact with
+    ``error`` or ``truncated``.
+
+    Args:
+        spec: what the box was created from; its image is where a patch's pristine side comes from.
+        labels: of the attempt; boxes made for harvesting carry them with the role ``harvest``.
+
+    Raises:
+        SandboxError: the provider failed, or a box was lost.
+    """
+    artifacts = []
+    for item in items:
+        if isinstance(item, GitDiffHarvest):
+            artifacts.append(await harvest_git_diff(provider, handle, spec, item, labels))
+        elif isinstance(item, FilesHarvest):
+            artifacts.append(await harvest_files(provider, handle, item))
+        else:
+            artifacts.append(await harvest_command(provider, handle, item))
+    return artifacts

@@ -94,7 +94,8 @@ class Reply:
         if self._idle is not None:
             self._idle.cancel()
         self._parser = None  # which refers to this
-        self._connection.answered(keep=self._done and self._keep_alive)
+        # A server whose application failed may end the connection behind its answer unsaid, as uvicorn does.
+        self._connection.answered(keep=self._done and self._keep_alive and self.status != 500)
 
     async def _more(self) -> None:
         if self._error is None:

@@ -17,6 +17,7 @@ from nemo_gym.gateway.engines import (
     EngineAnswerError,
     EngineConnections,
     EngineEndpoint,
+    EngineFailedError,
     EngineLostError,
     EngineTimeoutError,
     EngineUnreachableError,
@@ -95,6 +96,21 @@ async def test_connection_is_used_again_when_its_answer_was_read(http: EngineCon
             assert await engine.post_json("/route", {"x": 1}) == {"a": 1}
     assert (server.connections, len(server.requests)) == (1, 5)
     assert server.requests[0].startswith(b"POST /base/route HTTP/1.1\r\n") and server.requests[0].endswith(b'{"x":1}')
+
+
+async def test_connection_of_a_500_is_not_used_again(http: EngineConnections) -> None:
+    """Some servers end it behind such an answer: the next call there would be lost."""
+    answers = [b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 4\r\n\r\noops", WHOLE + b'{"a":1}']
+
+    async def next_one(writer: asyncio.StreamWriter) -> None:
+        writer.write(answers.pop(0))
+
+    async with serving(next_one) as server:
+        engine = server.engine(http)
+        with pytest.raises(EngineFailedError):
+            await engine.post_json("/route", {})
+        assert await engine.post_json("/route", {}) == {"a": 1}
+    assert server.connections == 2
 
 
 async def test_calls_at_the_same_time_have_a_connection_each(http: EngineConnections) -> None:

@@ -143,10 +143,13 @@ class HttpEngine:
         """Prompt and answer together, as the engine told it; nothing before it did, and where it does not tell."""
         self._asked_for_context = False
         self._http = http
-        key = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
-        self._heads = RequestHeads(endpoint.base_url, {**endpoint.headers, **key})
+        self._heads = self._heads_at(endpoint.base_url)
         self._patience = Patience(endpoint.connect_timeout_s, endpoint.request_timeout_s, endpoint.idle_timeout_s)
         self._probe_patience = Patience(endpoint.connect_timeout_s, endpoint.probe_timeout_s)
+
+    def _heads_at(self, base_url: str) -> RequestHeads:
+        key = {"Authorization": f"Bearer {self.endpoint.api_key}"} if self.endpoint.api_key else {}
+        return RequestHeads(base_url, {**self.endpoint.headers, **key})
 
     def _patience_of_call(self) -> Patience:
         """The engine's own, and where the call's run chose limits, those."""
@@ -346,11 +349,19 @@ class HttpEngine:
     # -- one call ------------------------------------------------------------------------------------------------
 
     async def _whole(
-        self, method: str, route: str, body: bytes, patience: Patience, at_most_bytes: int
+        self,
+        method: str,
+        route: str,
+        body: bytes,
+        patience: Patience,
+        at_most_bytes: int,
+        heads: RequestHeads | None = None,
     ) -> tuple[bytes | bytearray, Mapping[str, str]]:
-        head = self._heads.of(method, route, len(body))
+        """``heads``: of another part of the server than the base URL."""
+        heads = heads or self._heads
+        head = heads.of(method, route, len(body))
         try:
-            reply = await self._http.send(self._heads.origin, head, body, patience)
+            reply = await self._http.send(heads.origin, head, body, patience)
             try:
                 whole = await (reply.read(at_most_bytes) if reply.status == 200 else _error_body(reply))
             finally:

@@ -14,6 +14,7 @@ from nemo_gym.gateway.engines.types import (
     EngineCheck,
     EngineCredentialError,
     EngineError,
+    EngineFailedError,
     EngineRefusedError,
     TextReply,
 )
@@ -30,6 +31,23 @@ class OpenAIEngine(HttpEngine):
     def __init__(self, endpoint: EngineEndpoint, http: Connections, *, logprobs: bool = False) -> None:
         super().__init__(endpoint, http)
         self._logprobs = logprobs
+
+    async def probe(self) -> None:
+        try:
+            await super().probe()
+        except EngineFailedError as error:
+            # A server may fail at listing models and serve one all the same: `transformers serve` does where there is
+            # no cache of models to list. Whether it is well is then what its own health route says.
+            if error.details.get("upstream_status") != 500 or not await self._says_it_is_well():
+                raise
+
+    async def _says_it_is_well(self) -> bool:
+        heads = self._heads_at(self.endpoint.base_url.removesuffix("/v1"))
+        try:
+            await self._whole("GET", "/health", b"", self._probe_patience, self.endpoint.max_answer_bytes, heads)
+        except EngineError:
+            return False
+        return True
 
     async def complete(self, route: str, body: Mapping[str, Any]) -> TextReply:
         first = self.weights_version

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 import orjson
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from pydantic import TypeAdapter
 
 from nemo_gym.gateway.engines import (
@@ -12,6 +15,7 @@ from nemo_gym.gateway.engines import (
     EngineConnections,
     EngineCredentialError,
     EngineEndpoint,
+    EngineFailedError,
     EngineLostError,
     EngineRefusedError,
     OpenAIEngine,
@@ -89,6 +93,32 @@ async def test_engine_is_a_text_engine_and_no_token_engine(http: EngineConnectio
         await made.probe()
     assert isinstance(made, TextEngine) and not isinstance(made, TokenEngine)
     assert fake.probes == 1
+
+
+@pytest.mark.parametrize(
+    ("listing", "health", "well"),
+    [(500, 200, True), (500, 503, False), (500, 404, False), (503, 200, False), (404, 404, True)],
+)
+async def test_endpoint_that_fails_at_listing_its_models_is_asked_whether_it_is_well(
+    http: EngineConnections, listing: int, health: int, well: bool
+) -> None:
+    async def models(_: web.Request) -> web.Response:
+        return web.Response(status=listing)
+
+    async def healthy(_: web.Request) -> web.Response:
+        return web.Response(status=health)
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    app.router.add_get("/health", healthy)
+    async with TestServer(app) as server:
+        probe = OpenAIEngine(EngineEndpoint("e0", str(server.make_url("/v1"))), http).probe()
+        if well:
+            with contextlib.suppress(EngineRefusedError):  # no such route: nothing that is counted
+                await probe
+        else:
+            with pytest.raises(EngineFailedError, match=str(listing)):
+                await probe
 
 
 @pytest.mark.parametrize("status", [401, 403])

@@ -102,6 +102,24 @@ async def vllm_server(
 
 
 @contextlib.asynccontextmanager
+async def transformers_server(policy: Path, log: Path, *words: str) -> AsyncIterator[str]:
+    """``transformers serve`` over ``policy`` on the CPU, in float32, as the model ``str(policy)``, the only name it
+    knows; yields its URL. ``words``: more arguments.
+
+    Its cache of models does not exist, as on a new machine: it fails at listing models then, and serves this one.
+    Raises `EngineMissingError`; `RuntimeError` with the log's end when it does not come up.
+    """
+    port = _free_port()
+    command = [
+        *(str(python_of("transformers").with_name("transformers")), "serve", str(policy)),
+        *("--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", "float32", *words),
+    ]
+    settings = {"HF_HOME": str(log.parent / "no-cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    async with _serving(command, settings, f"http://127.0.0.1:{port}", "/health", log) as url:
+        yield url
+
+
+@contextlib.asynccontextmanager
 async def _serving(
     command: Sequence[str], settings: dict[str, str], url: str, health: str, log: Path
 ) -> AsyncIterator[str]:

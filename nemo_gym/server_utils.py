@@ -28,9 +28,10 @@ from nemo_gym.telemetry.connection_pool import EXTERNAL, destination
 if TYPE_CHECKING:
     from aiohttp import ClientResponse
 
-    from nemo_gym.global_config import get_first_server_config_dict, get_global_config_dict
+    from nemo_gym.global_config import HEAD_SERVER_KEY_NAME, get_first_server_config_dict, get_global_config_dict
 
 __all__ = [
+    "HEAD_SERVER_KEY_NAME",
     "MAX_NUM_TRIES",
     "SESSION_ID_KEY",
     "BaseServer",
@@ -100,7 +101,7 @@ def __getattr__(name: str) -> Any:
         from aiohttp import ClientResponse
 
         return ClientResponse
-    if name in ("get_first_server_config_dict", "get_global_config_dict"):
+    if name in ("HEAD_SERVER_KEY_NAME", "get_first_server_config_dict", "get_global_config_dict"):
         from nemo_gym import global_config
 
         return getattr(global_config, name)

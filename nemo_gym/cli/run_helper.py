@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError, ServerError
 from nemo_gym.stack.background import BackgroundStack
 from nemo_gym.stack.endpoints import StackEntry
 
@@ -43,12 +43,15 @@ class RunHelper:
 
     def start(self, global_config_dict_parser_config: GlobalConfigDictParserConfig) -> StackEntry:
         """Start everything and wait until it is ready. Raises `ConfigError`, `ServerError`."""
-        from nemo_gym.framework.config import plain
+        from omegaconf import OmegaConf
 
         if self._stack is not None:
             raise ConfigError("this run helper has started its servers already; shut it down first")
         given = global_config_dict_parser_config
-        values = dict(plain(given.initial_global_config_dict) or {})
+        initial: Any = given.initial_global_config_dict or {}
+        # References stay references: some mean keys of the files, and the policy's URL is a list until below.
+        plain: Any = OmegaConf.to_container(initial) if OmegaConf.is_config(initial) else initial
+        values = dict(plain)
         paths = [str(path) for path in values.get("config_paths") or ()]
         if given.dotenv_path is not None and given.dotenv_path.is_file() and not given.skip_load_from_dotenv:
             values = {**_read(given.dotenv_path), **values}
@@ -62,6 +65,12 @@ class RunHelper:
         except BaseException:
             self._stack = None
             raise
+
+    def poll(self) -> None:
+        """Raises `ServerError` when the servers do not run; NeMo RL asks so for the health of its environment."""
+        if self._stack is None:
+            raise ServerError("the servers are not running; start them first")
+        self._stack.check()
 
     def shutdown(self) -> None:
         """Stop the servers; idempotent."""

@@ -98,6 +98,13 @@ class BackgroundStack:
         _started.append(self.run_dir)
         return read_stack(self.run_dir)
 
+    def check(self) -> None:
+        """Raises `ServerError` when the servers do not run: they ended by themselves, or were never started."""
+        if self._process is None:
+            raise ServerError("the servers are not running; start them first")
+        if (code := self._process.poll()) is not None:
+            raise ServerError(f"ng_run ended with {code}, and its servers with it; it said: {self._said()}")
+
     def stop(self) -> None:
         """Stop the servers; idempotent."""
         with contextlib.suppress(ValueError):

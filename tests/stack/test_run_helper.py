@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from omegaconf import DictConfig
 
 from nemo_gym.cli import GlobalConfigDictParserConfig, RunHelper
-from nemo_gym.contract.errors import ConfigError
+from nemo_gym.contract.errors import ConfigError, ServerError
 from nemo_gym.rollout_collection import RolloutCollectionHelper
-from nemo_gym.server_utils import close_global_aiohttp_client
+from nemo_gym.server_utils import HEAD_SERVER_KEY_NAME, BaseServerConfig, close_global_aiohttp_client
 from nemo_gym.stack.background import started_here
 from nemo_gym_testing.gateway import FakeVllmEngine
 from responses_api_models.gateway.tests.conftest import FAMILY, Teller
@@ -52,7 +55,7 @@ def given(tmp_path: Path, engine: FakeVllmEngine) -> dict[str, Any]:
         "policy_base_url": [engine.url],
         "policy_api_key": "dummy_key",
         "policy_model_name": "policy",
-        "head_server": {"host": "0.0.0.0", "port": 1},
+        HEAD_SERVER_KEY_NAME: {"host": "0.0.0.0", "port": 1},
         "ray_head_node_address": "127.0.0.1:6379",
         "global_aiohttp_connector_limit": 65536,
         "global_aiohttp_connector_limit_per_host": 16384,
@@ -67,17 +70,19 @@ async def test_run_helper_starts_what_rollouts_of_a_trainer_need(tmp_path: Path,
     helper.start(
         global_config_dict_parser_config=GlobalConfigDictParserConfig(
             dotenv_path=tmp_path / "none.yaml",
-            initial_global_config_dict=given(tmp_path, engine),
+            initial_global_config_dict=DictConfig(given(tmp_path, engine)),
             skip_load_from_cli=True,
         )
     )
+    helper.poll()
     try:
         rows = [{**json.loads(line), "_ng_task_index": 0} for line in [ROWS.read_text().splitlines()[0]] * 3]
         rows.append({"question": "no options", "_ng_task_index": 1})
         for number, row in enumerate(rows):
             row["_rowidx"] = number
         rollouts = RolloutCollectionHelper()
-        examples = rollouts.run_examples(examples=[*rows], max_attempts=1, concurrency=1)
+        head = BaseServerConfig(host="127.0.0.1", port=1)
+        examples = rollouts.run_examples(examples=[*rows], head_server_config=head, max_attempts=1, concurrency=1)
         results = sorted([await done for done in examples], key=lambda pair: pair[0]["_rowidx"])
         assert [(result["reward"], result["mask_sample"]) for _, result in results] == [
             (1.0, False),
@@ -93,7 +98,22 @@ async def test_run_helper_starts_what_rollouts_of_a_trainer_need(tmp_path: Path,
         await close_global_aiohttp_client()
         helper.shutdown()
     assert started_here() is None
+    with pytest.raises(ServerError, match="not running"):
+        helper.poll()
     helper.shutdown()
+
+
+def test_run_helper_says_that_its_servers_ended(tmp_path: Path, engine: FakeVllmEngine) -> None:
+    helper = RunHelper()
+    helper.start(GlobalConfigDictParserConfig(initial_global_config_dict=given(tmp_path, engine)))
+    try:
+        (ended,) = (child for child in psutil.Process().children() if "die_with_parent" in " ".join(child.cmdline()))
+        ended.kill()
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # the helper is left to find it
+        with pytest.raises(ServerError, match="ended with -9"):
+            helper.poll()
+    finally:
+        helper.shutdown()
 
 
 def test_run_helper_says_what_is_wrong_with_a_configuration(tmp_path: Path, engine: FakeVllmEngine) -> None:

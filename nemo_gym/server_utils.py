@@ -63,12 +63,28 @@ _GLOBAL_AIOHTTP_CLIENT_QUEUE_TELEMETRY = False
 
 
 async def request(
-    method: str, url: str, _internal: bool = False, *, _server_name: str = EXTERNAL, **options: Any
+    method: str,
+    url: str,
+    _internal: bool = False,
+    _max_connection_retries: int | None = None,
+    _server_name: str | None = None,
+    **options: Any,
 ) -> ClientResponse:
     """`nemo_gym.http.client.request`, by this module's session, so that tests of NeMo Gym's plugins can replace it.
-    ``_server_name`` says to whom the request goes (`nemo_gym.telemetry.connection_pool`)."""
-    with destination(_server_name):
-        return await _request(method, url, _internal, session=get_global_aiohttp_client(), **options)
+
+    ``_server_name`` says to whom the request goes (`nemo_gym.telemetry.connection_pool`). Who bounds the tries with
+    ``_max_connection_retries`` decides itself what comes after them, by the kind of aiohttp's own error: that one is
+    raised then in place of `ServerUnreachableError`.
+    """
+    with destination(_server_name or EXTERNAL):
+        session = get_global_aiohttp_client()
+        if _max_connection_retries is None:
+            return await _request(method, url, _internal, session=session, **options)
+        tries = max(1, _max_connection_retries)
+        try:
+            return await _request(method, url, _internal, session=session, max_tries=tries, **options)
+        except ServerUnreachableError as error:
+            raise (error.__cause__ or error) from None
 
 
 FASTAPI_ENTRYPOINT_ENV = "IS_NEMO_GYM_FASTAPI_ENTRYPOINT"

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock, patch
 
+import aiohttp
 import pytest
 
+from nemo_gym import server_utils
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
 from nemo_gym.config_types import ResourcesServerRef
 from nemo_gym.openai_utils import NeMoGymResponseCreateParamsNonStreaming
@@ -107,3 +109,25 @@ def test_a_metric_that_one_repeat_does_not_know_is_said_of_none() -> None:
     )
     assert [set(repeat) for repeat in found.repeat_level_metrics] == [{"_ng_rollout_index", "sum"}] * 2
     assert "mean_across_repeats/some" not in found.agent_metrics
+
+
+async def test_who_bounds_the_tries_of_a_request_gets_aiohttps_own_error() -> None:
+    """Agents of NeMo Gym's that reach a service of their own try again, or not, by the kind of that error."""
+    broken = aiohttp.ServerDisconnectedError()
+    refused = aiohttp.ClientConnectorError(MagicMock(), OSError("connection refused"))
+    for error, bound, tries in ((broken, 1, 1), (refused, 0, 1), (refused, 2, 2)):
+        session = MagicMock(request=AsyncMock(side_effect=error))
+        with patch.object(server_utils, "get_global_aiohttp_client", return_value=session):
+            with pytest.raises(type(error)) as raised:
+                await server_utils.request("POST", "http://a.example/run", _max_connection_retries=bound, data=b"{}")
+        assert raised.value is error
+        assert session.request.await_count == tries
+        assert [*session.request.await_args.kwargs] == ["method", "url", "data"]
+
+
+async def test_bounded_requests_that_are_answered_return_the_answer() -> None:
+    session = MagicMock(request=AsyncMock(return_value="the answer"))
+    with patch.object(server_utils, "get_global_aiohttp_client", return_value=session):
+        for bound in (None, 0, 3):
+            answer = await server_utils.request("GET", "http://a.example", _max_connection_retries=bound)
+            assert answer == "the answer"  # type: ignore[comparison-overlap]

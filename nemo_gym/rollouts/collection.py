@@ -26,11 +26,12 @@ from rich.text import Text
 from nemo_gym._util.tasks import finish
 from nemo_gym.config.launch import GC_THRESHOLDS
 from nemo_gym.config.run import RolloutRunConfig
-from nemo_gym.contract.errors import RowError
+from nemo_gym.contract.errors import ConfigError, RowError
 from nemo_gym.contract.verdict import StageName, new_run_id
 from nemo_gym.http.client import ServerClient
 from nemo_gym.rollouts.core import RolloutCore
 from nemo_gym.rollouts.interfaces import JobAttempt, JobListener, JobSelector, JobState, JobStore
+from nemo_gym.rollouts.nemo_gym_runs import NemoGymRun, take_over
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.report import (
     aggregate,
@@ -205,13 +206,16 @@ class Collection:
     async def _run_locked(self) -> CollectionResult:
         config, files = self._config, self._files
         start = asyncio.get_running_loop().time()
-        recorded = await RecordedRun.of(config, files)
+        begun = await asyncio.to_thread(NemoGymRun.of, config, files)
+        recorded = None if begun is not None else await RecordedRun.of(config, files)
         core = self._core
         if config.agent_name is not None:
             core.require_agent(config.agent_name)
         if self._inputs is None:
             self._inputs = await asyncio.to_thread(materialize, config, core.agents)
         inputs = self._inputs
+        if begun is not None:
+            await asyncio.to_thread(begun.require_same, inputs)
         if recorded is not None:
             recorded.require_same(config, inputs.digest)
             if is_finished(config, recorded):
@@ -223,7 +227,9 @@ class Collection:
         for error in inputs.bad_rows:
             log.warning("row left out", error=error.message)
         await core.preflight()
-        if recorded is None:
+        if begun is not None:
+            self._say(f"going on with NeMo Gym's run at {files.output}: {counted(begun.done, 'rollout')} there")
+        elif recorded is None:
             # As late as this: whatever is wrong with the new run, the old one stands until then.
             files.discard()
         await asyncio.to_thread(inputs.write, files.materialized_inputs)
@@ -231,6 +237,7 @@ class Collection:
         store = SqliteJobStore(files.store, sink=sink)
         try:
             run_id, total = await self._open(store, inputs)
+            await take_over(files, store, failures=not config.retry_failed)
             await sink.recover(store)
             tally = await self._tally(store)
             await self._drive(store, tally, total)
@@ -338,10 +345,17 @@ async def check_run(config: RolloutRunConfig, servers: Mapping[str, Any], *, kee
     files = RunFiles(config.output, config.store)
     config.check_input()
     OutputLock(files).check()
-    recorded = await RecordedRun.of(config, files)
+    begun = await asyncio.to_thread(NemoGymRun.of, config, files)
+    recorded = None if begun is not None else await RecordedRun.of(config, files)
     inputs = await asyncio.to_thread(materialize, config, agent_instances(servers), keep=keep)
-    if recorded is not None:
-        recorded.require_same(config, inputs.digest)
+    try:
+        if begun is not None and keep:
+            await asyncio.to_thread(begun.require_same, inputs)
+        if recorded is not None:
+            recorded.require_same(config, inputs.digest)
+    except ConfigError:
+        inputs.close()
+        raise
     return RunOutlook(inputs, recorded, recorded is not None and is_finished(config, recorded))
 
 
@@ -362,6 +376,7 @@ async def finished_result(config: RolloutRunConfig, recorded: RecordedRun) -> Co
     store = SqliteJobStore(files.store, sink=sink)
     summaries, tally = [], Tally()
     try:
+        await take_over(files, store)
         await sink.recover(store)
         async for record in store.iterate(JobSelector()):
             if record.result is not None:

@@ -376,6 +376,11 @@ class JobStore(Protocol):
         """Record the failure row: the job is `FAILED` (or `CANCELLED`, by the failure's kind)."""
         ...
 
+    async def record_ended(self, results: Sequence[tuple[str, JobState, bytes]]) -> None:
+        """Record how jobs ended that nobody claimed: their ids, `DONE` or `FAILED`, and their rows. For a caller that
+        knows that nobody works on them, and that the result files have them; a verdict that is recorded stays."""
+        ...
+
     async def requeue(self, job: Job, failure: StageFailure | None = None, *, delay_s: float = 0.0) -> None:
         """Give the job back, after ``delay_s``. With a failure it counts against the budget; with one that needs no
         new attempt the job comes back at EVAL with its stored RUN result."""

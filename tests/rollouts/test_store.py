@@ -173,6 +173,25 @@ async def test_reset_queues_terminal_jobs_and_goes_on_counting_attempts(store: S
     assert (again.attempt, again.failures) == (2, ())
 
 
+async def test_jobs_end_by_what_stands_in_the_result_files_and_keep_the_verdict_they_have(store: SqlJobStore) -> None:
+    await store.submit([spec(number) for number in range(4)])
+    (done, failed) = await store.claim("w", 2, 60)
+    await store.complete(done, b'{"reward":1}')
+    await store.fail(failed, LOST, b'{"reward":null}')
+    found = b'{"reward":0.5}'
+    await store.record_ended([(f"run.{number}-0", JobState.DONE, found) for number in (0, 1, 2)])
+    await store.record_ended([(f"run.{number}-0", JobState.FAILED, b"{}") for number in (1, 3, 9)])
+    await store.record_ended([])
+    records = await store.results(JobSelector(), 0, 10)
+    assert [(record.job_id, record.state, record.result) for record in records] == [
+        ("run.0-0", JobState.DONE, b'{"reward":1}'),
+        ("run.1-0", JobState.DONE, found),
+        ("run.2-0", JobState.DONE, found),
+        ("run.3-0", JobState.FAILED, b"{}"),
+    ]
+    assert await store.claim("w", 1, 60) == []
+
+
 async def test_waiters_share_one_commit(open_store: OpenStore) -> None:
     batches: list[int] = []
     store = open_store(sink=lambda rows: batches.append(len(rows)))

@@ -328,6 +328,24 @@ class SqlJobStore:
 
         await self._writer.call(operation, row=(state.value, result))
 
+    async def record_ended(self, results: Sequence[tuple[str, JobState, bytes]]) -> None:
+        def operation(connection: Connection) -> None:
+            for job_id, state, result in results:
+                counted = connection.execute(
+                    "UPDATE counters SET value = value + 1 WHERE name = 'results' RETURNING value"
+                ).fetchone()
+                # A verdict takes the place of a failure; a failure that of nothing.
+                replaced = ("queued", "failed", "cancelled") if state is JobState.DONE else ("queued",)
+                connection.execute(
+                    "UPDATE jobs SET state = ?, result = ?, result_seq = ?, attempt = attempt + 1, run_result = NULL,"
+                    f" lease_epoch = lease_epoch + 1, cancel_reason = NULL, finished_at = {self._dialect.now}"
+                    f" WHERE job_id = ? AND {self._dialect.one_of.format('state')}",
+                    (state.value, result, counted[0], job_id, self._several(sorted(replaced))),
+                )
+
+        if results:
+            await self._writer.call(operation)
+
     def _is_recorded(self, connection: Connection, job: Job, state: JobState) -> bool:
         query = "SELECT 1 FROM jobs WHERE job_id = ? AND lease_epoch = ? AND state = ?"
         return connection.execute(query, (job.job_id, job.lease_epoch, state.value)).fetchone() is not None

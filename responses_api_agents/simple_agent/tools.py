@@ -14,7 +14,7 @@ from nemo_gym.contract.session import McpServer
 from nemo_gym.http.telemetry import tool_call
 
 if TYPE_CHECKING:
-    from nemo_gym.agent.harness.mcp_client import McpConnection
+    from nemo_gym.agent.harness.mcp_tools import ToolConnection
     from nemo_gym.server_utils import ServerClient
 
 
@@ -26,7 +26,7 @@ class ToolServerError(Exception):
 class _McpTool:
     server: McpServer
     name: str
-    connection: McpConnection
+    connection: ToolConnection
 
 
 class Toolbox:
@@ -46,7 +46,7 @@ class Toolbox:
         """Connect to ``servers`` for as long as ``stack`` is open, and take the row's ``tools`` that none of them has.
         Raises `ToolServerError`."""
         if servers:  # the protocol's packages are loaded where there is a server that speaks it
-            from nemo_gym.agent.harness.mcp_client import connect, forget
+            from nemo_gym.agent.harness.mcp_tools import connect, forget
         for server in servers:
             try:
                 await self._add(server, await connect(stack, server))
@@ -59,7 +59,7 @@ class Toolbox:
                 self._routes.add(str(tool["name"]))
                 self.definitions.append(dict(tool))
 
-    async def _add(self, server: McpServer, connection: McpConnection) -> None:
+    async def _add(self, server: McpServer, connection: ToolConnection) -> None:
         for tool in await connection.tools():
             name = tool.name if tool.name not in self._mcp else f"{server.name}__{tool.name}"
             self._mcp[name] = _McpTool(server, tool.name, connection)
@@ -93,13 +93,11 @@ class Toolbox:
         return text, is_error
 
     async def _call_mcp(self, tool: _McpTool, arguments: dict[str, Any]) -> tuple[str, bool]:
-        from mcp import MCPError
-
-        from nemo_gym.agent.harness.mcp_client import forget
+        from nemo_gym.agent.harness.mcp_tools import forget, protocol_error
 
         try:
             result = await tool.connection.call(tool.name, arguments, self._timeout_s)
-        except MCPError as error:
+        except protocol_error() as error:
             return f"tool '{tool.name}' failed: {error}", True
         except Exception as error:
             # As above: the server, or the way to it, is gone.

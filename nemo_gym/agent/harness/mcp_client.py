@@ -1,4 +1,4 @@
-"""MCP servers of one attempt, reached from an agent server.
+"""MCP servers of one attempt, reached from an agent server by the second major version of the MCP library.
 
 The protocol is the library's; its requests go through the server's one pooled HTTP session, as all others do. A client
 of the library's own costs each attempt a TLS context (25 ms of CPU) and connections that nobody uses again.
@@ -38,6 +38,7 @@ from mcp.types import (
 )
 
 from nemo_gym._util.lazy import lazily
+from nemo_gym.agent.harness.mcp_first import CONNECT_TIMEOUT_S, READ_TIMEOUT_S
 from nemo_gym.contract.session import McpServer
 from nemo_gym.http.client import get_global_aiohttp_client
 from nemo_gym.http.telemetry import ROLLOUT_PATH_PREFIX, inject
@@ -46,10 +47,6 @@ if TYPE_CHECKING:
     import aiohttp
 else:
     aiohttp = lazily("aiohttp")
-
-CONNECT_TIMEOUT_S = 30.0
-READ_TIMEOUT_S = 300.0
-"""Between two reads: a tool may be silent until it is done, and each call has a limit of its own."""
 
 _MESSAGE_HEADERS = {"Accept": "application/json, text/event-stream", "Content-Type": "application/json"}
 _ROLLOUT = re.compile(f"/{ROLLOUT_PATH_PREFIX}/[^/]+")

@@ -14,7 +14,7 @@ import hmac
 import re
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import orjson
 import structlog
@@ -36,7 +36,7 @@ from nemo_gym.http.requests import CookieCodec
 from nemo_gym.http.telemetry import ROLLOUT_ID_HEADER, TRACEPARENT, attempt_context, rollout_path_prefix, tool_call
 
 if TYPE_CHECKING:
-    from mcp.server import ServerRequestContext
+    from mcp.server import Server, ServerRequestContext
     from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
     from mcp.types import CallToolRequestParams, CallToolResult, ListToolsResult, PaginatedRequestParams
 
@@ -48,7 +48,7 @@ NEMO_GYM_TOKEN_HEADER = "X-NeMo-Gym-Session-Token"
 TOOLS_TTL_MS = 300_000
 """How long a client may use a list of tools again, for every attempt, where no attempt has a list of its own."""
 
-_SAME_FOR_ALL: dict[str, Any] = {"ttl_ms": TOOLS_TTL_MS, "cache_scope": "public"}
+_SAME_FOR_ALL: dict[str, Any] = {"ttlMs": TOOLS_TTL_MS, "cacheScope": "public"}
 _ATTEMPT = "nemo_gym.mcp_attempt"
 
 log = structlog.get_logger(__name__)
@@ -59,11 +59,11 @@ class McpEndpoint:
 
     def __init__(self, server: EnvironmentHooks, attempts: AttemptStore, app: FastAPI) -> None:
         try:
-            from mcp.server import Server
+            import mcp.server  # noqa: F401
         except ImportError as error:
             raise ConfigError(
-                f"environment '{server.config.name}' serves its tools over MCP, which needs the package 'mcp' 2.x:"
-                " install the extra 'mcp' of this suite",
+                f"environment '{server.config.name}' serves its tools over MCP, which needs the package 'mcp': install"
+                " the extra 'mcp' of this suite",
                 key="tool_access",
             ) from error
         self._server = server
@@ -72,9 +72,7 @@ class McpEndpoint:
         self._key = server.derive_key("mcp-token")
         self._cookies = CookieCodec(server.derive_key("session-cookie"))
         self.name = re.sub(r"[^A-Za-z0-9_-]", "_", server.config.name)
-        self._protocol: Server[Any] = Server(
-            self.name, on_list_tools=self._list_tools, on_call_tool=self._call_tool, get_tool_input_schema=self._schema
-        )
+        self._protocol = self._handlers()
         self._tools: dict[str, RouteTool] | None = None
         self._manager: StreamableHTTPSessionManager | None = None
         self._started: asyncio.Future[None] | None = None
@@ -160,6 +158,33 @@ class McpEndpoint:
 
     # -- protocol ------------------------------------------------------------------------------------------------
 
+    def _handlers(self) -> Server[Any]:
+        from mcp.server import Server
+
+        if not hasattr(Server, "list_tools"):
+            return Server(
+                self.name,
+                on_list_tools=self._list_tools,
+                on_call_tool=self._call_tool,
+                get_tool_input_schema=self._schema,
+            )
+        # The library's first major version, which NeMo Gym's plugins ask for, has handlers by the type of the request,
+        # and its server knows the request that it is answering. Type checkers see the second.
+        from mcp import types
+
+        first: Any = Server
+        of_first: Any = types
+        protocol = first(self.name)
+
+        async def list_tools(request: Any) -> Any:
+            return of_first.ServerResult(await self._list_tools(protocol.request_context, None))
+
+        async def call_tool(request: Any) -> Any:
+            return of_first.ServerResult(await self._call_tool(protocol.request_context, request.params))
+
+        protocol.request_handlers |= {types.ListToolsRequest: list_tools, types.CallToolRequest: call_tool}
+        return cast("Server[Any]", protocol)
+
     def _schema(self, name: str) -> dict[str, Any] | None:
         tool = self.tools.get(name)
         return tool.input_schema if tool is not None else None
@@ -167,32 +192,30 @@ class McpEndpoint:
     async def _list_tools(
         self, context: ServerRequestContext[Any], params: PaginatedRequestParams | None
     ) -> ListToolsResult:
-        from mcp.types import ListToolsResult, Tool
+        from mcp.types import ListToolsResult
 
         allowed = self.allowed(await self._attempts.session_of(*_attempt_of(context)))
-        return ListToolsResult(
-            tools=[
-                Tool(
-                    name=tool.name,
-                    description=tool.description,
-                    input_schema=tool.input_schema,
-                    output_schema=tool.output_schema,
-                )
-                for tool in allowed.values()
-            ],
-            **({} if self._server.overrides("mcp_allowed_tools_for_session") else _SAME_FOR_ALL),
-        )
+        # By their names in messages, which are the same in both major versions of the library.
+        tools = [
+            {
+                "name": tool.name,
+                "description": tool.description,
+                "inputSchema": tool.input_schema,
+                "outputSchema": tool.output_schema,
+            }
+            for tool in allowed.values()
+        ]
+        kept = {} if self._server.overrides("mcp_allowed_tools_for_session") else _SAME_FOR_ALL
+        return ListToolsResult.model_validate({"tools": tools, **kept})
 
     async def _call_tool(self, context: ServerRequestContext[Any], params: CallToolRequestParams) -> CallToolResult:
-        from mcp.types import CallToolResult, TextContent
-
         attempt = _attempt_of(context)
         session = await self._attempts.session_of(*attempt)
         tools = self.allowed(session)
         tool = tools.get(params.name)
         if tool is None:
             said = f"there is no tool '{params.name[:100]}'; there are: {', '.join(tools)}"
-            return CallToolResult(content=[TextContent(type="text", text=said)], is_error=True)
+            return _result(said, is_error=True)
         cookie = self._server.get_session_middleware_key()
         before = self._cookies.encode(session)
         headers = {"Cookie": f"{cookie}={before}", ROLLOUT_ID_HEADER: attempt.rollout_id}
@@ -208,11 +231,8 @@ class McpEndpoint:
         if reply.status >= 500:
             log.warning("a tool failed", tool=tool.name, rollout_id=attempt.rollout_id, status=reply.status)
         value = reply.value()
-        return CallToolResult(
-            content=[TextContent(type="text", text=reply.text(tool.name))],
-            structured_content=value if reply.ok and isinstance(value, dict) else None,
-            is_error=not reply.ok,
-        )
+        structured = value if reply.ok and isinstance(value, dict) else None
+        return _result(reply.text(tool.name), structured, is_error=not reply.ok)
 
     async def _keep_session(self, attempt: AttemptKey, name: str, before: str, cookies: list[str]) -> None:
         """What the tool wrote into its session is there for the next call, as for a caller that keeps cookies."""
@@ -221,6 +241,13 @@ class McpEndpoint:
             value = rest.partition(";")[0]
             if written == name and value != before and (session := self._cookies.decode(value)) is not None:
                 await self._attempts.keep_session(*attempt, session)
+
+
+def _result(text: str, structured: dict[str, Any] | None = None, *, is_error: bool) -> CallToolResult:
+    from mcp.types import CallToolResult
+
+    content = [{"type": "text", "text": text}]
+    return CallToolResult.model_validate({"content": content, "structuredContent": structured, "isError": is_error})
 
 
 def _attempt_of(context: ServerRequestContext[Any]) -> AttemptKey:

@@ -1,0 +1,83 @@
+"""MCP servers of one attempt, reached by the first major version of the MCP library.
+
+Type checkers see the second, so what is the first's alone is untyped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from nemo_gym.contract.session import McpServer
+
+CONNECT_TIMEOUT_S = 30.0
+READ_TIMEOUT_S = 300.0
+"""Between two reads: a tool may be silent until it is done, and each call has a limit of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTool:
+    """A tool under the second library's names."""
+
+    name: str
+    description: str | None
+    input_schema: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstResult:
+    """What a tool gave under the second library's names."""
+
+    content: Sequence[Any]
+    is_error: bool
+
+
+class FirstConnection:
+    """A session of the first library."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    async def tools(self) -> list[FirstTool]:
+        found: list[FirstTool] = []
+        cursor = None
+        while True:
+            page = await self._session.list_tools(cursor=cursor)
+            found += [FirstTool(tool.name, tool.description, tool.inputSchema) for tool in page.tools]
+            if (cursor := page.nextCursor) is None:
+                return found
+
+    async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> FirstResult:
+        # Below the library's `call_tool`, which asks for the list again to check what the policy is not told.
+        types: Any = _modules()[1]
+        params = types.CallToolRequestParams(name=name, arguments=arguments)
+        asked = types.ClientRequest(types.CallToolRequest(method="tools/call", params=params))
+        limit = timedelta(seconds=timeout_s)
+        result = await self._session.send_request(asked, types.CallToolResult, request_read_timeout_seconds=limit)
+        return FirstResult(result.content, bool(result.isError))
+
+
+def _modules() -> tuple[Any, Any]:
+    from mcp import types
+    from mcp.client import streamable_http
+
+    return streamable_http, types
+
+
+async def connect(stack: AsyncExitStack, server: McpServer) -> FirstConnection:
+    import httpx
+    from mcp import ClientSession
+
+    session_of: Any = ClientSession
+    timeout = httpx.Timeout(CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S)
+    http = await stack.enter_async_context(
+        httpx.AsyncClient(headers=dict(server.headers), trust_env=False, timeout=timeout)
+    )
+    transport, _ = _modules()
+    streams = await stack.enter_async_context(transport.streamable_http_client(server.url, http_client=http))
+    session = await stack.enter_async_context(session_of(streams[0], streams[1]))
+    await session.initialize()
+    return FirstConnection(session)

@@ -153,3 +153,11 @@ class AggregateMetrics(BaseModel):
     """Of each repeat, over its tasks, where the environment computes metrics of its own."""
     agent_metrics: dict[str, Any] = Field(default_factory=dict)
     key_metrics: dict[str, Any] = Field(default_factory=dict)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("DictConfig", "OmegaConf"):  # NeMo Gym's plugins import them from here; loaded with their first use
+        import omegaconf
+
+        return getattr(omegaconf, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -222,3 +222,11 @@ def get_hf_token() -> str | None:
     """The configured token of the dataset hub, if any."""
     token = get_global_config_dict().get(HF_TOKEN_KEY_NAME)
     return None if token is None else str(token)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("DictConfig", "OmegaConf"):  # NeMo Gym's plugins import them from here; loaded with their first use
+        import omegaconf
+
+        return getattr(omegaconf, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

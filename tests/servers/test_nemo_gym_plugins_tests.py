@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import pstats
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock, patch
 
 import aiohttp
+import omegaconf
 import pytest
+from pydantic import ValidationError
 
-from nemo_gym import server_utils
+from nemo_gym import config_types, global_config, server_utils
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
 from nemo_gym.config_types import ResourcesServerRef
 from nemo_gym.openai_utils import NeMoGymResponseCreateParamsNonStreaming
+from nemo_gym.profiling import Profiler
 from nemo_gym.responses_converter import _usage_detail
 from nemo_gym.reward_profile import compute_aggregate_metrics
 from nemo_gym.sandbox import SandboxEndpoint
@@ -131,3 +136,25 @@ async def test_bounded_requests_that_are_answered_return_the_answer() -> None:
         for bound in (None, 0, 3):
             answer = await server_utils.request("GET", "http://a.example", _max_connection_retries=bound)
             assert answer == "the answer"  # type: ignore[comparison-overlap]
+
+
+def test_a_profile_names_what_took_time(tmp_path: Path) -> None:
+    profiler = Profiler(name="task-1", base_profile_dir=tmp_path / "profiles")
+    profiler.stop()
+    assert not (tmp_path / "profiles").exists()
+    profiler.start()
+    sorted([3, 1, 2])
+    profiler.stop()
+    profiler.stop()
+    assert "sorted" in (tmp_path / "profiles" / "task-1.log").read_text()
+    stats = pstats.Stats(str(tmp_path / "profiles" / "task-1.prof"))
+    assert stats.total_calls >= 1  # type: ignore[attr-defined]
+    with pytest.raises(ValidationError):
+        Profiler(name="two words", base_profile_dir=tmp_path)
+
+
+@pytest.mark.parametrize("module", [config_types, global_config])
+def test_names_of_omegaconf_are_found_where_plugins_import_them(module: Any) -> None:
+    assert (module.OmegaConf, module.DictConfig) == (omegaconf.OmegaConf, omegaconf.DictConfig)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        module.no_such_name  # noqa: B018

@@ -63,7 +63,7 @@ class Settings:
     seed: int = 0
     tokens: TokenSource = "exact"
     batches: BatchSource = "sampler"
-    steps: int = 30
+    steps: int = 45
     groups: int = 8
     """Of one batch."""
     samples: int = 8

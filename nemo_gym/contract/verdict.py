@@ -329,7 +329,7 @@ class StageError(Exception):
 
 _REFUSAL_STATUSES = frozenset({400, 401, 403, 404, 405, 413, 422})
 _KEY_REFUSED = re.compile(r"refused (its|the) API key|engine_credential|invalid_api_key")
-_CONTEXT_WORDS = re.compile(r"context.{0,3}(length|window)|too many tokens|prompt is too long", re.IGNORECASE)
+_CONTEXT_WORDS = re.compile(r"context.{0,3}(length|window|size)|too many tokens|prompt is too long", re.IGNORECASE)
 
 
 def is_context_exceeded(said: str) -> bool:

@@ -16,7 +16,8 @@ import orjson
 
 from nemo_gym.gateway.backend import CallContext, Preparing, TurnFacts, step_begins
 from nemo_gym.gateway.dialects.endpoint import chat_body, end_of, message_of, usage_of
-from nemo_gym.gateway.engines import EngineAnswerError, OpenAIEngine, TextReply, asked_otherwise
+from nemo_gym.gateway.dialects.errors import overflow_of
+from nemo_gym.gateway.engines import EngineAnswerError, EngineRefusedError, OpenAIEngine, TextReply, asked_otherwise
 from nemo_gym.gateway.engines.openai import Completion, completion_in, tokens_in
 from nemo_gym.gateway.policy_request import Answer, AnswerTokens, AnswerUsage, JsonText, PolicyRequest
 from nemo_gym.gateway.routing.pool import EnginePool
@@ -175,9 +176,14 @@ class TextBackend:
         context.share.worked(working)
         await context.turns.wait(context.share)
         began = time.monotonic()
-        reply, completion, usage = await self._pool.text_calls.call(
-            context.session_id, lambda engine: _complete(engine, body)
-        )
+        try:
+            reply, completion, usage = await self._pool.text_calls.call(
+                context.session_id, lambda engine: _complete(engine, body)
+            )
+        except EngineRefusedError as error:
+            if (overflow := overflow_of(error.body)) is not None:
+                raise overflow from error
+            raise
         return TextSample(prepared, reply, completion, usage, context, time.monotonic() - began)
 
     def commit(

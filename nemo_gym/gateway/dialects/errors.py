@@ -20,6 +20,7 @@ caller's own field.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -136,16 +137,39 @@ def dialect_error(dialect: Dialect, error: NemoGymError) -> Response:
     return Response(orjson.dumps(body, default=str), status, headers, "application/json")
 
 
+# "maximum context length is 8192 tokens. However, your messages resulted in 9000 tokens" (OpenAI, vLLM), "request
+# (9000 tokens) exceeds the available context size (8192 tokens)" (llama.cpp); not the tokens that an answer may have.
+_CONTEXT = re.compile(r"context.{0,3}(?:length|window|size)\D{1,20}(\d{1,12})", re.IGNORECASE)
+_OF_A_PROMPT = re.compile(r"(?<!total of )(?<!total of at least )\b(\d{1,12})(?: input)? tokens")
+
+
+def overflow_of(body: bytes) -> ContextOverflowError | None:
+    """What an endpoint's refusal says of a prompt that exceeds its context; ``None`` where it speaks of anything else.
+    Endpoints word it in their own ways, and harnesses know one."""
+    text = _message_of(body)
+    if (found := _CONTEXT.search(text)) is None:
+        return None
+    limit = int(found[1])
+    prompt_tokens = max(map(int, _OF_A_PROMPT.findall(text)), default=0)
+    return ContextOverflowError(prompt_tokens, limit) if prompt_tokens > limit else None
+
+
 def relayed_error(dialect: Dialect, status: int, body: bytes) -> Response:
     """An endpoint's refusal, said in another dialect than its own."""
+    if status == 400 and (overflow := overflow_of(body)) is not None:
+        return dialect_error(dialect, overflow)
+    return dialect_error(dialect, http_error(status, _message_of(body) or f"the endpoint answered {status}"))
+
+
+def _message_of(body: bytes) -> str:
+    """The sentence in an error's body, or the beginning of another body."""
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError:
         value = None
     said = value.get("error") if isinstance(value, dict) else None
     message = said.get("message") if isinstance(said, dict) else said
-    text = message if isinstance(message, str) and message else body[:500].decode(errors="replace")
-    return dialect_error(dialect, http_error(status, text or f"the endpoint answered {status}"))
+    return message if isinstance(message, str) and message else body[:500].decode(errors="replace")
 
 
 def inference_path(path: str) -> str | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import anthropic
 import openai
+import orjson
 import pytest
 
 from nemo_gym.contract.errors import (
@@ -19,7 +20,7 @@ from nemo_gym.contract.errors import (
 )
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects.adapters import adapter_of
-from nemo_gym.gateway.dialects.errors import ContextOverflowError
+from nemo_gym.gateway.dialects.errors import ContextOverflowError, overflow_of, relayed_error
 from nemo_gym.gateway.engines.types import EngineRateLimitedError, EngineRefusedError, EngineTimeoutError
 from nemo_gym.gateway.inference import failure_event
 from tests.gateway.dialects.conftest import Served
@@ -93,6 +94,38 @@ def test_overflow_is_worded_as_harnesses_recognise_it() -> None:
         {"type": "invalid_request_error", "message": "prompt is too long: 9000 tokens > 8192 maximum"},
     )
     assert error.details == {"prompt_tokens": 9000, "limit": 8192}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "request (9000 tokens) exceeds the available context size (8192 tokens), try increasing it",
+        "This model's maximum context length is 8192 tokens. However, your messages resulted in 9000 tokens.",
+        "This model's maximum context length is 8192 tokens. However, you requested 0 output tokens and your prompt"
+        " contains at least 9000 input tokens, for a total of at least 9000 tokens.",
+        "The input (9000 tokens) is longer than the model's context length (8192 tokens).",
+    ],
+)
+def test_overflow_is_recognised_in_the_words_of_each_engine(said: str) -> None:
+    body = orjson.dumps({"error": {"code": 400, "message": said}})
+    found = overflow_of(body)
+    assert found is not None and (found.prompt_tokens, found.limit) == (9000, 8192)
+    assert b"prompt is too long: 9000 tokens > 8192 maximum" in bytes(relayed_error(Dialect.MESSAGES, 400, body).body)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "max_tokens is too large: 9000. This model's maximum context length is 8192 tokens and your request has 20"
+        " input tokens",
+        "This model's maximum context length is 8192 tokens. However, you requested 9000 output tokens and your prompt"
+        " contains at least 20 input tokens, for a total of at least 9020 tokens.",
+        "context length",
+        "temperature must be at most 2",
+    ],
+)
+def test_what_an_answer_may_have_is_no_overflow_of_the_prompt(said: str) -> None:
+    assert overflow_of(orjson.dumps({"error": {"message": said}})) is None
 
 
 def test_overflow_inside_a_stream_is_recognised_as_well() -> None:

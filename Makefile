@@ -50,7 +50,7 @@ test: test-system engine clis lint ## lint, types and the test suite, with real 
 
 test-full: test-system engine clis trainers lint ## also real engines and trainers, the slow tests, the fault campaigns and the benches
 	-@scripts/install-apptainer
-	@scripts/install-engines vllm transformers
+	@scripts/install-engines
 	@scripts/with-engine $(PY) -m pytest -q $(ARGS)
 	@scripts/with-engine scripts/campaigns
 

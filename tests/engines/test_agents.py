@@ -1,17 +1,18 @@
-"""Agent CLIs before a real vLLM, with a policy that learnt to call each CLI's shell: nobody forces what it samples."""
+"""Agent CLIs before a real vLLM and a real llama.cpp, with a policy that learnt to call each CLI's shell.
+
+Nobody forces what it samples.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import random
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import orjson
 import pytest
 
@@ -20,11 +21,14 @@ from nemo_gym.gateway.tokens import PolicyTokenizer
 from nemo_gym.rollouts.trajectories import trajectories_of_rows
 from nemo_gym_testing.gateway.real import (
     Demonstration,
+    llama_server,
     make_real_policy,
     recomputed_logprobs,
     vllm_server,
     warm_start,
+    write_gguf,
 )
+from tests.engines.conftest import count_of
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,44 +95,63 @@ def _tokens(conversation: str, policy: PolicyTokenizer) -> Demonstration:
     return Demonstration(ids, said)
 
 
-async def sampled_by(url: str) -> int:
-    """Tokens that the engine sampled since it started, by its own metrics."""
-    async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics") as reply:
-        told = re.findall(r"^vllm:generation_tokens_total\{[^}]*\} (\S+)", await reply.text(), re.MULTILINE)
-    assert told
-    return int(sum(map(float, told)))
+async def rollouts(cli: str, output: Path, *model: str) -> list[dict[str, Any]]:
+    """The rows of a run of ten turns; ``model``: the words that choose it."""
+    words = [f"agent={cli}", "environment=swe_bench", "sandbox=local", *model, "policy_model_name=tiny", "limit=1"]
+    words += [f"num_repeats={REPEATS}", f"max_turns={TURNS}", "temperature=1.0", "top_p=0.95", f"output={output}"]
+    # What is graded is not looked at here.
+    words += ["++swe_bench.resources_servers.swe_bench.tamper_control=off"]
+    run = await asyncio.create_subprocess_exec(
+        Path(sys.executable).with_name("ng_run"),
+        *words,
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    told, _ = await run.communicate()
+    assert run.returncode == 0, f"{told.decode()}\nIf the CLI is missing: {INSTALL_COMMAND} agents={cli}"
+    rows: list[dict[str, Any]] = [orjson.loads(line) for line in output.read_bytes().splitlines()]
+    assert len(rows) == REPEATS and all(row["valid"] for row in rows), told.decode()
+    for row in rows:
+        assert max(len(one["turns"]) for one in row["ng_trajectory"]) >= TURNS, row["ng_trajectory"]
+    return rows
 
 
-@pytest.mark.parametrize("cli", sorted(SHELLS))
-async def test_cli_of_ten_tool_turns_has_every_token_that_the_engine_sampled_once(cli: str, tmp_path: Path) -> None:
-    policy = make_real_policy(tmp_path / "policy", window=WINDOW)
-    await asyncio.to_thread(warm_start, policy, demonstrations(cli, PolicyTokenizer.load(policy)))
+@pytest.fixture(scope="module", params=sorted(SHELLS))
+def cli(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def policy(cli: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that calls the shell of ``cli``."""
+    made = make_real_policy(tmp_path_factory.mktemp(cli) / "policy", architecture="gemma3", window=WINDOW)
+    warm_start(made, demonstrations(cli, PolicyTokenizer.load(made)))
+    return made
+
+
+async def test_cli_of_ten_tool_turns_has_every_token_that_vllm_sampled_once(
+    cli: str, policy: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "rollouts.jsonl"
     async with vllm_server(policy, tmp_path / "vllm.log", "--enable-scale-out", max_model_len=POSITIONS) as url:
-        before = await sampled_by(url)
-        words = [f"agent={cli}", "environment=swe_bench", "sandbox=local", "model=vllm", f"policy_base_url={url}"]
-        words += ["policy_model_name=tiny", f"policy_path={policy}", "limit=1", f"num_repeats={REPEATS}"]
-        words += [f"max_turns={TURNS}", "temperature=1.0", "top_p=0.95", f"output={output}"]
-        # What is graded is not looked at here.
-        words += ["++swe_bench.resources_servers.swe_bench.tamper_control=off"]
-        run = await asyncio.create_subprocess_exec(
-            *(Path(sys.executable).with_name("ng_run"), *words),
-            cwd=ROOT,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        told, _ = await run.communicate()
-        sampled = await sampled_by(url) - before
-    assert run.returncode == 0, f"{told.decode()}\nIf the CLI is missing: {INSTALL_COMMAND} agents={cli}"
-    rows = [orjson.loads(line) for line in output.read_bytes().splitlines()]
-    assert len(rows) == REPEATS and all(row["valid"] for row in rows), told.decode()
+        await rollouts(cli, output, "model=vllm", f"policy_base_url={url}", f"policy_path={policy}")
+        sampled = await count_of(url, "vllm:generation_tokens_total")
     trajectories = [one for row in trajectories_of_rows(output) for one in row]
     assert sum(one.sampled_count for one in trajectories) == sampled
-    for row in trajectories_of_rows(output):
-        assert max(len(one.turns) for one in row) >= TURNS, [one.turns for one in row]
     logprobs = recomputed_logprobs(policy, [[*one.prompt_ids, *one.response_ids] for one in trajectories])
     for one, found in zip(trajectories, logprobs, strict=True):
         assert one.logprobs is not None
         kept = [value for value, mask in zip(one.logprobs, one.response_mask, strict=True) if mask]
         weights = [value for value, mask in zip(found[len(one.prompt_ids) :], one.response_mask, strict=True) if mask]
         assert kept == pytest.approx(weights, abs=TOLERANCE)
+
+
+async def test_cli_of_ten_tool_turns_has_every_answer_of_llama_cpp_as_text(
+    cli: str, policy: Path, tmp_path: Path
+) -> None:
+    file = await asyncio.to_thread(write_gguf, policy, tmp_path / "policy.gguf")
+    async with llama_server(file, tmp_path / "llama.log", parallel=REPEATS) as url:
+        rows = await rollouts(cli, tmp_path / "rollouts.jsonl", "model=gateway", f"policy_base_url={url}/v1")
+        sampled = await count_of(url, "llamacpp:tokens_predicted_total")
+    assert sum(row["ng_model_session"]["usage"]["output_tokens"] for row in rows) == sampled

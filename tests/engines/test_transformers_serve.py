@@ -19,6 +19,7 @@ from nemo_gym.gateway.tokens import PolicyTokenizer
 from nemo_gym.server_utils import close_global_aiohttp_client
 from nemo_gym_testing.gateway.real import make_real_policy, transformers_server
 from responses_api_models.gateway.tests.conftest import GatewayStack, Teller
+from tests.engines.conftest import spelled
 from tests.servers.stack import running_stack
 
 pytestmark = pytest.mark.full
@@ -58,15 +59,6 @@ async def gateway(served: RealServe, tmp_path: Path) -> AsyncIterator[GatewaySta
         yield gateway
         await close_global_aiohttp_client()
         await asyncio.to_thread(stack.close)
-
-
-def spelled(stream: bytes) -> tuple[str, dict[str, Any]]:
-    """The text of a streamed chat completion, and its last event."""
-    *events, done = [line.removeprefix(b"data: ") for line in stream.splitlines() if line.startswith(b"data: ")]
-    assert done == b"[DONE]"
-    read = [orjson.loads(event) for event in events]
-    deltas = [choice["delta"] for event in read for choice in event["choices"]]
-    return "".join(delta.get("content") or "" for delta in deltas), read[-1]
 
 
 async def test_plain_and_streamed_answers_are_the_engines(served: RealServe, gateway: GatewayStack) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
 from pathlib import Path
 
-import aiohttp
 import pytest
 
 from nemo_gym.gateway.engines import (
@@ -24,7 +22,7 @@ from nemo_gym.gateway.engines import (
 from nemo_gym.gateway.tokens import PolicyTokenizer
 from nemo_gym.rollouts.trajectories import trajectories_of_rows
 from nemo_gym_testing.gateway.real import recomputed_logprobs
-from tests.engines.conftest import MAX_MODEL_LEN, RealVllm
+from tests.engines.conftest import MAX_MODEL_LEN, RealVllm, count_of
 from tests.engines.recordings import ask, recorded, strange
 
 pytestmark = pytest.mark.full
@@ -41,10 +39,7 @@ def prompt(vllm: RealVllm) -> list[int]:
 
 async def running(url: str) -> float:
     """Requests that the engine is sampling for, or has queued, by its own metrics."""
-    async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics") as reply:
-        told = re.findall(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} (\S+)", await reply.text(), re.MULTILINE)
-    assert told
-    return sum(map(float, told))
+    return await count_of(url, "vllm:num_requests_running", "vllm:num_requests_waiting")
 
 
 async def test_engine_says_its_context_and_that_it_serves_the_policy(vllm: RealVllm, engine: VllmEngine) -> None:
@@ -124,8 +119,8 @@ async def test_request_that_does_not_fit_is_refused_as_the_requests_fault(
 
 
 async def test_engine_answers_as_it_was_recorded(vllm: RealVllm) -> None:
-    found = await ask(vllm.url)
-    known = recorded()
+    found = await ask("vllm", vllm.url)
+    known = recorded("vllm")
     assert [one for name in known for one in strange(known[name], found[name], name)] == []
 
 

@@ -19,6 +19,7 @@ from nemo_gym_testing.gateway.tiny import make_policy
 
 INSTALL = Path(__file__).resolve().parents[3] / "scripts" / "install-engines"
 PROGRAM = Path(__file__).with_name("real_policy.py")
+GGUF_PROGRAM = Path(__file__).with_name("gguf_policy.py")
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
 
@@ -35,14 +36,30 @@ def python_of(engine: str) -> Path:
     return Path(found.stdout.strip())
 
 
-def make_real_policy(folder: Path, *, family: str = "chatml_think", seed: int = 0, window: int | None = None) -> Path:
-    """A policy of 1.4 million random parameters (Qwen3, 131,072 positions) for vLLM and the gateway. Takes 10 s.
-    ``window``: tokens that attention sees, default all; what is learnt from short conversations holds in long ones."""
+def make_real_policy(
+    folder: Path,
+    *,
+    family: str = "chatml_think",
+    seed: int = 0,
+    architecture: str = "qwen3",
+    window: int | None = None,
+) -> Path:
+    """A policy of a million random parameters (131,072 positions) for real engines and the gateway. Takes 10 s.
+
+    ``architecture``: ``qwen3``, or ``gemma3``, whose window llama.cpp knows as well. ``window``: tokens that attention
+    sees, default all (gemma3: 512); what is learnt from short conversations then holds in long ones.
+    """
     make_policy(folder, family, seed)
     (folder / "model.npz").unlink()
     words = ("--window", str(window)) if window is not None else ()
-    _run_program("weights", str(folder), "--seed", str(seed), *words)
+    _run_program("weights", str(folder), "--seed", str(seed), "--architecture", architecture, *words)
     return folder
+
+
+def write_gguf(policy: Path, file: Path) -> Path:
+    """``policy``, of architecture ``gemma3``, as the one file that llama.cpp loads."""
+    _run("llama-cpp", GGUF_PROGRAM, str(policy), str(file))
+    return file
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +84,13 @@ def recomputed_logprobs(folder: Path, sequences: Sequence[Sequence[int]]) -> lis
 
 
 def _run_program(*words: str, given: bytes | None = None) -> bytes:
-    done = subprocess.run([python_of("vllm"), PROGRAM, *words], input=given, capture_output=True, check=False)
+    return _run("vllm", PROGRAM, *words, given=given)
+
+
+def _run(engine: str, program: Path, *words: str, given: bytes | None = None) -> bytes:
+    done = subprocess.run([python_of(engine), program, *words], input=given, capture_output=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{PROGRAM.name} {words[0]} failed:\n{done.stderr.decode(errors='replace')[-2000:]}")
+        raise RuntimeError(f"{program.name} {words[0]} failed:\n{done.stderr.decode(errors='replace')[-2000:]}")
     return done.stdout
 
 
@@ -116,6 +137,23 @@ async def transformers_server(policy: Path, log: Path, *words: str) -> AsyncIter
     ]
     settings = {"HF_HOME": str(log.parent / "no-cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     async with _serving(command, settings, f"http://127.0.0.1:{port}", "/health", log) as url:
+        yield url
+
+
+@contextlib.asynccontextmanager
+async def llama_server(file: Path, log: Path, *words: str, parallel: int = 2, context: int = 0) -> AsyncIterator[str]:
+    """llama.cpp's server over a GGUF file, as the model ``tiny``; yields its URL. ``words``: more arguments;
+    ``parallel``: calls at a time; ``context``: tokens of each, by default the policy's positions.
+
+    Raises `EngineMissingError`; `RuntimeError` with the log's end when it does not come up.
+    """
+    port = _free_port()
+    command = [
+        *(str(python_of("llama-cpp").with_name("llama-server")), "--model", str(file), "--alias", "tiny"),
+        *("--host", "127.0.0.1", "--port", str(port), "--threads", "1", "--parallel", str(parallel)),
+        *("--ctx-size", str(context * parallel), "--jinja", "--metrics", "--no-warmup", *words),
+    ]
+    async with _serving(command, {}, f"http://127.0.0.1:{port}", "/health", log) as url:
         yield url
 
 

@@ -3,9 +3,9 @@
 Run by the Python of an engine's environment (``scripts/install-engines --python vllm``), which has PyTorch and
 ``transformers``; it imports nothing of this project.
 
-    python real_policy.py weights DIR [--seed 0] [--window N]
+    python real_policy.py weights DIR [--seed 0] [--architecture qwen3|gemma3] [--window N]
                                                      write config.json and model.safetensors into DIR; attention sees
-                                                     N tokens, or all
+                                                     N tokens, or all (gemma3: 512)
     python real_policy.py imitate DIR < LINES        train on conversations, {"ids": […], "said": […]} each, in their
                                                      order; the loss is of the ids that are said
     python real_policy.py logprobs DIR < LINES       for each JSON array of token ids, a JSON array with the logprob
@@ -20,7 +20,14 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma3TextConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
 
 POSITIONS = 131_072
 SPREAD = 4.0
@@ -30,25 +37,28 @@ PIECE_TOKENS = 2_048
 """Of a sequence at once: a whole conversation of a coding agent takes gigabytes for attention masks and logits."""
 
 
-def write_weights(folder: Path, seed: int, window: int | None) -> None:
+def config_of(architecture: str, vocabulary: int, window: int | None) -> PreTrainedConfig:
+    shape = {
+        "vocab_size": vocabulary,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": POSITIONS,
+    }
+    if architecture == "gemma3":  # all of its first five layers attend to a window
+        return Gemma3TextConfig(**shape, query_pre_attn_scalar=32, sliding_window=window or 512)
+    windowed = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
+    return Qwen3Config(**shape, **(windowed if window is not None else {}), tie_word_embeddings=False)
+
+
+def write_weights(folder: Path, seed: int, architecture: str, window: int | None) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     known = [*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer["added_tokens"])]
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=max(known) + 1,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=POSITIONS,
-        use_sliding_window=window is not None,
-        sliding_window=window,
-        max_window_layers=0 if window is not None else 2,
-        tie_word_embeddings=False,
-    )
-    model = Qwen3ForCausalLM(config).float()
+    model = AutoModelForCausalLM.from_config(config_of(architecture, max(known) + 1, window)).float()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() == 2:
@@ -58,7 +68,7 @@ def write_weights(folder: Path, seed: int, window: int | None) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}))
 
 
-def save(model: Qwen3ForCausalLM, folder: Path) -> None:
+def save(model: PreTrainedModel, folder: Path) -> None:
     generation = (folder / "generation_config.json").read_bytes()
     model.save_pretrained(folder)
     (folder / "generation_config.json").write_bytes(generation)  # the policy's own, with its stop tokens
@@ -110,11 +120,12 @@ def main() -> None:
     parser.add_argument("act", choices=["weights", "imitate", "logprobs"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--architecture", choices=["qwen3", "gemma3"], default="qwen3")
     parser.add_argument("--window", type=int)
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.act == "weights":
-        write_weights(given.folder, given.seed, given.window)
+        write_weights(given.folder, given.seed, given.architecture, given.window)
     elif given.act == "imitate":
         imitate(given.folder)
     else:

@@ -28,6 +28,7 @@ import aiohttp
 import structlog
 import torch
 
+from campaigns.bench.report import Bar
 from examples.train import task
 from examples.train.grpo import TokenSource, exact, examples_of, train_step, trajectories
 from examples.train.policy import Speller, load_model, make_policy, merges_of, save_step
@@ -430,6 +431,16 @@ async def until_told(run: Coroutine[Any, Any, Outcome]) -> Outcome:
     return await task
 
 
+def bars_of(outcome: Outcome) -> list[Bar]:
+    """Whether it learnt what this run is to show, on tokens that encoding their text again would have changed."""
+    return [
+        Bar.at_most("held_out_before", outcome.before.mean, 0.3),
+        Bar.at_least("held_out_after", outcome.after.mean, outcome.target),
+        Bar.at_least("retokenising_changes", outcome.retokenising_changes, 0.2),
+        Bar.at_most("main_run", outcome.wall_s, 1_200, "s"),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.train.arithmetic", description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
@@ -445,6 +456,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=Settings.threads)
     parser.add_argument("--target", type=float, default=0.8)
     parser.add_argument("--json", action="store_true", help="print the outcome as one JSON object")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when a bar of the whole run is missed")
     given = parser.parse_args()
     settings = Settings(
         seed=given.seed,
@@ -476,7 +488,8 @@ def main() -> None:
         sys.exit(f"error: {error}")
     except asyncio.CancelledError:
         sys.exit(128 + signal.SIGTERM)
-    whole = asdict(outcome)
+    bars = bars_of(outcome)
+    whole = {**asdict(outcome), "bars": [asdict(bar) for bar in bars]}
     (folder / "outcome.json").write_text(json.dumps(whole, indent=1))
     plot([whole], folder / "curve.png")
     if given.json:
@@ -485,6 +498,8 @@ def main() -> None:
         reached = outcome.reached or "not reached"
         print(f"held-out reward {outcome.before} -> {outcome.after}; {given.target} reached: {reached}")
         print(f"curve: {folder / 'curve.png'}")
+    if given.bars and (missed := [bar.name for bar in bars if not bar.ok]):
+        sys.exit(f"missed: {', '.join(missed)}")
 
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ def translated(name: str, words: Sequence[str]) -> tuple[str, list[str]]:
         word = rest.pop(0)
         flag, equals, value = word.partition("=") if word.startswith("-") else (word, "", "")
         if flag == NO_SERVE:
-            runs = "run:collect_command"
+            runs = "collect_rollouts:collect_command"
         elif flag in _MEANINGLESS:
             raise ConfigError(f"{flag} means nothing here: {_MEANINGLESS[flag]}", key=flag)
         elif flag == SEARCH_DIR or flag in _BY_NAME:

@@ -304,7 +304,7 @@ async def _finished(planned: _Planned) -> CollectionResult:
 
 
 async def _collect(planned: _Planned, background: BackgroundStack, *, show: bool) -> RunResult:
-    from nemo_gym.cli.run import result_console
+    from nemo_gym.cli.collect_rollouts import result_console
     from nemo_gym.http.client import close_global_aiohttp_client
     from nemo_gym.stack.endpoints import read_stack
 

@@ -1,7 +1,4 @@
-"""``ng_run``: compose, start and supervise servers; with ``input=`` and ``output=``, run the rollouts and exit.
-
-``ng_collect_rollouts`` runs a dataset's rows against servers that run already.
-"""
+"""``ng_run``: compose, start and supervise servers; with ``input=`` and ``output=``, run the rollouts and exit."""
 
 from __future__ import annotations
 
@@ -21,23 +18,6 @@ if TYPE_CHECKING:
     from nemo_gym.contract.session import Topology
     from nemo_gym.rollouts.collection import RunOutlook
     from nemo_gym.stack.supervisor import Supervisor
-
-
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from nemo_gym.config.keys import OBSERVABILITY
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from nemo_gym.config.run import RolloutRunConfig
-    from nemo_gym.rollouts.collection import CollectionResult
-    from nemo_gym.rollouts.rows import MaterializedInputs
-    from nemo_gym.stack.endpoints import StackEntry
-
 
 NAME = "ng_run"
 
@@ -172,6 +152,7 @@ def _work_of(composition: Composition) -> Work:
         return _joining(composition, str(service))
     if not composition.has_run:
         return _serve
+    from nemo_gym.cli.collect_rollouts import exit_code_of, result_console
     from nemo_gym.rollouts.collection import show_finished
 
     config, outlook = check_rollout_run(composition, keep=True)
@@ -353,6 +334,7 @@ def _serving(composition: Composition) -> Work:
     config = ServiceConfig.parse(values)
 
     async def serve_rollouts(supervisor: Supervisor) -> int:
+        from nemo_gym.cli.collect_rollouts import stack_telemetry
         from nemo_gym.http.client import close_global_aiohttp_client
         from nemo_gym.service.hosting import host
         from nemo_gym.stack.stack import pipeline_client
@@ -371,6 +353,7 @@ def _serving(composition: Composition) -> Work:
 
 def _collecting(composition: Composition, config: RolloutRunConfig, outlook: RunOutlook) -> Work:
     async def collect_rollouts(supervisor: Supervisor) -> int:
+        from nemo_gym.cli.collect_rollouts import collect
         from nemo_gym.config.hosts import Hosts
         from nemo_gym.stack.ports import wait_for_others
 
@@ -392,105 +375,3 @@ def _print_table(supervisor: Supervisor) -> None:
     )
     count = len(stack.servers)
     print(f"All {count} / {count} servers ready! run_dir={stack.run_dir}", flush=True)
-
-
-COLLECT_NAME = "ng_collect_rollouts"
-
-
-def collect_main() -> None:
-    command.run(COLLECT_NAME, collect_command)
-
-
-def collect_command(argv: Sequence[str]) -> int:
-    """Find the stack, then run."""
-    arguments = command.parser(
-        COLLECT_NAME,
-        "Run the rows of input= against the servers of a running stack and write output=. The stack is the one that"
-        " runs, or that of run_dir= or run_id=.",
-    ).parse_args(argv)
-    import uvloop
-
-    from nemo_gym.config.overrides import given_values
-    from nemo_gym.config.run import RUN_KEYS
-    from nemo_gym.contract.errors import reject_unknown_keys
-    from nemo_gym.stack.endpoints import find_stack
-
-    values = given_values(arguments.settings)
-    # NeMo Gym's address of its head server says nothing here: the stack is found on this machine.
-    values.pop("head_server", None)
-    dataset, split = values.pop("dataset", None), values.pop("split", None)
-    reject_unknown_keys(values, RUN_KEYS, where="the command line")
-    stack = find_stack(values.get("run_dir"), None if values.get("run_dir") else values.get("run_id"))
-    if not values.get("run_dir"):
-        values.pop("run_id", None)
-    if "agent_name" not in values and "agent" not in values and "agent" in stack.chosen:
-        values["agent_name"] = stack.chosen["agent"]
-    if dataset is not None:
-        from nemo_gym.config.datasets import DataSet
-
-        values["input"] = DataSet.parse(str(dataset), split, _environment_of(stack)).prepared()
-    return uvloop.run(_collect_until_signal(stack, values))
-
-
-def _environment_of(stack: StackEntry) -> Path | None:
-    from nemo_gym.config.roots import find_plugin
-
-    if "environment" not in stack.chosen:
-        return None
-    server = stack.server(stack.chosen["environment"])
-    return find_plugin(server.server_type, server.implementation)
-
-
-async def _collect_until_signal(stack: StackEntry, values: Mapping[str, Any]) -> int:
-    import asyncio
-
-    from nemo_gym.cli.signals import until_signal
-    from nemo_gym.config.run import RolloutRunConfig
-
-    try:
-        return await until_signal(collect(stack, RolloutRunConfig.parse(values)))
-    except asyncio.CancelledError:
-        return command.EXIT_INTERRUPTED
-
-
-async def collect(stack: StackEntry, config: RolloutRunConfig, inputs: MaterializedInputs | None = None) -> int:
-    """Run the rollouts that ``config`` describes against ``stack``; ``inputs`` are its rows, where they were read
-    already. 0 when every rollout has a verdict, else 3."""
-    from nemo_gym.http.client import close_global_aiohttp_client
-    from nemo_gym.rollouts.collection import run_collection
-    from nemo_gym.stack.stack import CONFIG_FILE, pipeline_client
-
-    try:
-        async with stack_telemetry(stack, lambda text: print(text, flush=True)):
-            result = await run_collection(
-                pipeline_client(stack),
-                config,
-                console=result_console(),
-                configuration=Path(stack.run_dir, CONFIG_FILE),
-                inputs=inputs,
-            )
-    finally:
-        await close_global_aiohttp_client()
-    return exit_code_of(result)
-
-
-def stack_telemetry(stack: StackEntry, say: Callable[[str], None]) -> AbstractAsyncContextManager[None]:
-    """What the pipeline of ``stack`` shows of itself, as its composition says."""
-    from nemo_gym.config.observability import ObservabilityConfig
-    from nemo_gym.contract.credentials import StackKeys
-    from nemo_gym.rollouts.pipeline import pipeline_telemetry
-
-    config = ObservabilityConfig.of({OBSERVABILITY: stack.observability})
-    token = StackKeys.from_hex(stack.root_key).metrics_token
-    return pipeline_telemetry(config, run_id=stack.run_id, run_dir=Path(stack.run_dir), token=token, say=say)
-
-
-def exit_code_of(result: CollectionResult) -> int:
-    return command.EXIT_OK if result.invalid == 0 else command.EXIT_MASKED
-
-
-def result_console() -> Console:
-    from rich.console import Console
-
-    # A file has no width; tables cut to 80 columns would be of little use in it.
-    return Console(width=None if sys.stdout.isatty() else 140)

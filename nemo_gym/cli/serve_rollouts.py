@@ -36,7 +36,7 @@ def _attach(run_dir: Path, words: Sequence[str]) -> int:
 
     import uvloop
 
-    from nemo_gym.cli.run import stack_telemetry
+    from nemo_gym.cli.collect_rollouts import stack_telemetry
     from nemo_gym.cli.signals import until_signal
     from nemo_gym.config.overrides import given_values
     from nemo_gym.config.service import ServiceConfig

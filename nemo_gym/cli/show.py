@@ -80,7 +80,7 @@ def _key_of(word: str) -> str | None:
 
 
 def _console() -> Console:
-    from nemo_gym.cli.run import result_console
+    from nemo_gym.cli.collect_rollouts import result_console
 
     return result_console()
 

@@ -140,7 +140,7 @@ def _line(line: LogLine) -> dict[str, Any]:
 def _print(index: ResultIndex, classes: Sequence[Mapping[str, Any]]) -> None:
     from rich.text import Text
 
-    from nemo_gym.cli.run import result_console
+    from nemo_gym.cli.collect_rollouts import result_console
     from nemo_gym.view import live
     from nemo_gym.view.queries import notes
     from nemo_gym.view.text import one_line

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from nemo_gym._util.secrets import public_environment
-from nemo_gym.cli.run import stack_telemetry
+from nemo_gym.cli.collect_rollouts import stack_telemetry
 from nemo_gym.config.check import check_everything
 from nemo_gym.config.compose import compose
 from nemo_gym.http.client import close_global_aiohttp_client

@@ -199,7 +199,7 @@ class OpenSession(BaseModel):
 
 T = TypeVar("T")
 RequireRole = Callable[..., Caller | None]
-"""`nemo_gym.http.middleware.require_role`."""
+"""`nemo_gym.http.requests.require_role`."""
 MAX_DRAIN_S = 3600.0
 _ENGINE: TypeAdapter[EngineConfig] = TypeAdapter(EngineConfig)
 

@@ -1,8 +1,8 @@
 """The sandbox seam: what a box is asked to be (`SandboxSpec`), and what a provider must do with it.
 
 A provider is one module (or small package) under ``providers/``. It implements `SandboxProvider`, and as many of the
-small protocols in `nemo_gym.sandbox.base` as its backend allows. Anything above this seam (`AsyncSandbox`,
-agents, environments, the broker) uses only these names.
+small protocols here as its backend allows. Anything above this seam (`AsyncSandbox`, agents, environments, the broker)
+uses only these names.
 
 What every provider owes its callers, and what ``nemo_gym.sandbox.conformance`` checks:
 
@@ -235,7 +235,7 @@ class SandboxCapabilities:
 
 @runtime_checkable
 class SandboxProvider(Protocol):
-    """What every backend does. Optional abilities are the protocols of `nemo_gym.sandbox.base`."""
+    """What every backend does. Optional abilities are the protocols below."""
 
     name: str
 

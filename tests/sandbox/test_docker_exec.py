@@ -20,7 +20,10 @@ def commands(handle: SandboxHandle) -> list[str]:
     assert control is not None
     found = []
     for process in control.processes():
-        line = Path(f"/proc/{process.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+        try:
+            line = Path(f"/proc/{process.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended meanwhile
         if line and "864000" not in line:
             found.append(line)
     return found

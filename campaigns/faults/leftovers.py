@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_gym.sandbox import labels
@@ -21,9 +21,11 @@ class Scope:
     """Whose boxes are looked for, so that others may work on the machine meanwhile."""
 
     state_dir: Path
-    """Of the local provider: every box's root mount names it, whatever namespace the mount is in."""
+    """Of the local provider: its supervisors' records name the control groups of boxes."""
     run_id: str
     docker_host: str | None = None
+    groups: set[str] = field(default_factory=set)
+    """Control groups of local boxes seen so far: a process in one is found also when its supervisor is gone."""
 
 
 def leftovers(scope: Scope) -> dict[str, list[str]]:
@@ -38,7 +40,10 @@ def leftovers(scope: Scope) -> dict[str, list[str]]:
             continue
         try:
             mounts = [line.split()[4] for line in (entry / "mountinfo").read_text().splitlines() if _ours(line, scope)]
-            member = any(container in (entry / "cgroup").read_text() for container in found["containers"])
+            groups = (entry / "cgroup").read_text()
+            member = any(container in groups for container in found["containers"])
+            # The kernel names them from the root of each hierarchy: the last two parts are enough to know one.
+            member |= any("/" + "/".join(Path(group).parts[-2:]) in groups for group in scope.groups)
             spaces = {name: _namespace(entry.name, name) for name in NAMESPACES}
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")[:80]
         except OSError:
@@ -90,7 +95,8 @@ def _cgroups(scope: Scope, containers: set[str]) -> set[str]:
     found = set()
     for record in scope.state_dir.glob("*/supervisor.json"):
         for base in json.loads(record.read_bytes())["cgroups"]:
-            found |= {f"{base}/{name}" for name in next(os.walk(base), (base, [], []))[1]}
+            scope.groups.update(f"{base}/{name}" for name in next(os.walk(base), (base, [], []))[1])
+    found |= {group for group in scope.groups if Path(group).is_dir()}
     for directory, _, _ in os.walk(CGROUP_ROOT):
         if any(container in directory for container in containers):
             found.add(directory)

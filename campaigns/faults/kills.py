@@ -125,6 +125,8 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     cases = []
     for sandbox in chosen.sandbox:
+        prepare = [str(ROOT / ".venv" / "bin" / "ng_prepare"), "swe_bench", f"rows={ROWS}", f"sandbox={sandbox}"]
+        subprocess.run(prepare, cwd=ROOT, check=True, stdout=sys.stderr)
         for victim in chosen.victims:
             with tempfile.TemporaryDirectory(prefix="kills-") as workspace:
                 cases.append(run_case(sandbox, victim, Path(workspace)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest
 from nemo_gym.contract.session import Artifact, RolloutIdentity, SessionDescriptor
 from nemo_gym.contract.verdict import Verdict
-from nemo_gym.environment.attempts import OwnedBoxes
+from nemo_gym.environment.owned_boxes import OwnedBoxes
 from nemo_gym.environment.route_tools import CatchAll, RouteTool
 
 if TYPE_CHECKING:

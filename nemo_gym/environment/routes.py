@@ -44,17 +44,9 @@ from nemo_gym.contract.verdict import (
     public_verdict,
     row_digest,
 )
-from nemo_gym.environment.attempts import (
-    AttemptKey,
-    AttemptStore,
-    Lending,
-    RowStore,
-    Seed,
-    StoredRow,
-    StoredVerdict,
-    placed,
-)
+from nemo_gym.environment.attempts import AttemptKey, AttemptStore, RowStore, Seed, StoredRow, StoredVerdict
 from nemo_gym.environment.hooks import ALLOWED_TOOLS_SESSION_KEY, MCP_PATH
+from nemo_gym.environment.owned_boxes import Lending, placed
 from nemo_gym.environment.steps import StepRewards, is_stepped
 from nemo_gym.http.plugin_call import PluginCall, plain
 from nemo_gym.http.requests import JsonResponse, LazySession, caller_of, parse_json_object, require_role, validated

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.types import ASGIApp
 
-    from nemo_gym.environment.attempts import OwnedBoxes
+    from nemo_gym.environment.owned_boxes import OwnedBoxes
     from nemo_gym.environment.route_tools import CatchAll, RouteTool
     from nemo_gym.http.environment_bodies import (
         BaseMultiRewardVerifyResponse,
@@ -242,8 +242,8 @@ class SimpleResourcesServer(BaseResourcesServer, AggregateMetricsMixin, SimpleSe
             SandboxError: there is no such box to be had; raised out of `grade`, it makes the verdict invalid.
         """
         from nemo_gym.contract.sandbox import SandboxRole, SandboxSpec
+        from nemo_gym.sandbox.base import box_labels
         from nemo_gym.sandbox.facade import AsyncSandbox, keep_renewed
-        from nemo_gym.sandbox.labels import box_labels
 
         labels = box_labels(
             run=rollout.run_id, rollout=rollout.rollout_id, attempt=rollout.attempt, role=SandboxRole.EVAL

@@ -32,6 +32,30 @@ from nemo_gym.sandbox.door_statistics import DoorStatistics
 DEFAULT_MAX_OUTPUT_BYTES = 16 * 1024 * 1024
 
 
+class BoxLabel:
+    """Names of the labels this suite writes on every box, so that its labels are enough to find and reap it."""
+
+    RUN = "nemo_gym.run"
+    ROLLOUT = "nemo_gym.rollout"
+    ATTEMPT = "nemo_gym.attempt"
+    ROLE = "nemo_gym.role"
+    EXPIRES_AT = "nemo_gym.lease_expires_at"
+    """Unix seconds; written by providers whose backend has no lease of its own."""
+    MANAGED = "nemo_gym.managed"
+    """``true`` on every box of ours."""
+
+
+def box_labels(*, run: str, rollout: str, attempt: int, role: str) -> Mapping[str, str]:
+    """The labels of one box of one attempt."""
+    return {
+        BoxLabel.MANAGED: "true",
+        BoxLabel.RUN: run,
+        BoxLabel.ROLLOUT: rollout,
+        BoxLabel.ATTEMPT: str(attempt),
+        BoxLabel.ROLE: role,
+    }
+
+
 class SandboxStatus(StrEnum):
     """The life of a box as its backend reports it."""
 

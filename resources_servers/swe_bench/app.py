@@ -30,8 +30,8 @@ from nemo_gym.contract.session import (
     Topology,
 )
 from nemo_gym.contract.verdict import Verdict
-from nemo_gym.environment.attempts import OwnedBoxes
-from nemo_gym.sandbox.labels import box_labels
+from nemo_gym.environment.owned_boxes import OwnedBoxes
+from nemo_gym.sandbox.base import box_labels
 from resources_servers.swe_bench.confirm.controls import ControlStore, RowControls
 from resources_servers.swe_bench.confirm.runs import close_comparers
 from resources_servers.swe_bench.eval_box import EvalSite

@@ -26,10 +26,9 @@ from nemo_gym.contract.session import (
     SessionDescriptor,
     Topology,
 )
-from nemo_gym.environment.attempts import OwnedBoxes
+from nemo_gym.environment.owned_boxes import OwnedBoxes
 from nemo_gym.http.client import get_response_json
-from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle
+from nemo_gym.sandbox.base import BoxLabel, ExecOutcome, SandboxHandle, box_labels
 from nemo_gym.sandbox.providers.remote import RemoteProvider
 from resources_servers.sandbox.tests.broker_process import BrokerProcess
 from tests.servers.stack import Stack, rollout, running_stack
@@ -142,7 +141,7 @@ async def operator(broker: BrokerProcess) -> AsyncIterator[RemoteProvider]:
 
 
 async def boxes_of(operator: RemoteProvider, who: RolloutIdentity) -> list[str]:
-    wanted = {labels.ROLLOUT: who.rollout_id, labels.ATTEMPT: str(who.attempt)}
+    wanted = {BoxLabel.ROLLOUT: who.rollout_id, BoxLabel.ATTEMPT: str(who.attempt)}
     return [info.sandbox_id for info in await operator.list(wanted)]
 
 
@@ -208,7 +207,7 @@ async def test_harvest_shuts_the_borrower_out_and_leaves_no_box(
 async def test_harvests_that_nobody_closes_are_kept_up_to_a_bound(
     world: Pipeline, operator: RemoteProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nemo_gym.environment.attempts.MAX_KEPT_BYTES", 20)
+    monkeypatch.setattr("nemo_gym.environment.owned_boxes.MAX_KEPT_BYTES", 20)
     tokens = {}
     for number in range(4):
         who = rollout(f"r{number}")
@@ -224,7 +223,7 @@ async def test_harvests_that_nobody_closes_are_kept_up_to_a_bound(
 async def test_boxes_whose_pipeline_was_killed_are_forgotten(world: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     (first, second) = rollout("r1"), rollout("r2")
     _, seeded = await world.seed(first, {})
-    monkeypatch.setattr("nemo_gym.environment.attempts._FORGOTTEN_AFTER_LEASES", -1)
+    monkeypatch.setattr("nemo_gym.environment.owned_boxes._FORGOTTEN_AFTER_LEASES", -1)
     await world.seed(second, {})
     status, said = await world.about("/heartbeat", first, seeded["control_token"])
     assert status == 409 and "has no box" in said["detail"]
@@ -275,7 +274,7 @@ async def test_box_of_a_restarted_environment_is_destroyed_by_its_labels(
     stack: Stack, broker: BrokerProcess, operator: RemoteProvider
 ) -> None:
     world = start_world(stack, broker)
-    spec = SandboxSpec(ttl_s=60, metadata=dict(labels.box_labels(run="run", rollout="r1", attempt=1, role="work")))
+    spec = SandboxSpec(ttl_s=60, metadata=dict(box_labels(run="run", rollout="r1", attempt=1, role="work")))
     earlier = RemoteProvider(**broker.remote("world", Role.ENVIRONMENT)["remote"])
     await earlier.create(spec)
     await earlier.aclose()
@@ -326,7 +325,7 @@ async def test_lost_box_is_lost_to_the_borrower_and_to_the_harvest(
 ) -> None:
     _, seeded = await world.seed(rollout(), {})
     handle = await agent.connect(seeded["descriptor"]["sandbox"]["ref"])
-    await operator.reap({labels.ROLLOUT: "r1"})
+    await operator.reap({BoxLabel.ROLLOUT: "r1"})
     assert (await agent.exec(handle, "true")).outcome is ExecOutcome.LOST
     status, refused = await world.about("/harvest", rollout(), seeded["control_token"])
     assert (status >= 500, refused["code"]) == (True, "sandbox_lost")

@@ -1,0 +1,287 @@
+"""Boxes that an environment makes for its attempts and lends to their agents.
+
+The environment acquires, renews, harvests and destroys; the agent server operates, by a reference whose lease can do
+nothing else. It renews when the pipeline says that it still cares (`/heartbeat`), and at no other time: a pipeline
+that was killed frees its boxes. To harvest, the borrowers are shut out first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+from starlette.requests import Request
+from starlette.responses import Response
+
+from nemo_gym._util.tasks import finish
+from nemo_gym.contract.errors import ConfigError, ContractError, FencedError, SandboxError
+from nemo_gym.contract.sandbox import SandboxRole, SandboxSpec
+from nemo_gym.contract.session import (
+    Artifact,
+    BoxNeeds,
+    HarvestItem,
+    LeaseScope,
+    RolloutIdentity,
+    SandboxClause,
+    SandboxRef,
+    SessionDescriptor,
+    Topology,
+)
+from nemo_gym.environment.attempts import AttemptKey, AttemptStore
+from nemo_gym.http.requests import JsonResponse
+from nemo_gym.sandbox.base import Connectable, SandboxHandle, SandboxProvider, SupportsFencing, box_labels, require
+from nemo_gym.sandbox.egress import HarnessNeeds, world_spec
+from nemo_gym.sandbox.facade import keep_renewed
+from nemo_gym.sandbox.harvest import harvest_all
+
+log = structlog.get_logger(__name__)
+
+DEFAULT_LEASE_S = 120.0
+"""How long a box outlives the pipeline that stopped asking for it, or this server."""
+HARVEST_TIMEOUT_S = 600.0
+LENT_TOPOLOGIES = frozenset({Topology.ENV_SANDBOXED, Topology.AGENT_IN_ENV})
+_BEATS_PER_LEASE = 4
+MAX_KEPT_BYTES = 256 << 20
+"""Of the artifacts of attempts that nobody has closed yet. Their pipeline has them, or is gone."""
+_FORGOTTEN_AFTER_LEASES = 10
+"""Without a word of its pipeline: the box ended long ago."""
+
+
+@dataclass(slots=True)
+class _Box:
+    handle: SandboxHandle
+    spec: SandboxSpec
+    harvest: tuple[HarvestItem, ...]
+    artifacts: list[Artifact] | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    seen_at: float = field(default_factory=time.monotonic)
+    """When its pipeline last asked for it."""
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(len(artifact.data) for artifact in self.artifacts or ())
+
+
+class OwnedBoxes:
+    """The working boxes of one environment.
+
+    Args:
+        provider: of boxes that can be lent: `Connectable` and `SupportsFencing`.
+        lease_s: how long a box lives without a heartbeat.
+    """
+
+    def __init__(self, provider: SandboxProvider, *, lease_s: float = DEFAULT_LEASE_S) -> None:
+        require(provider, Connectable, why="to lend boxes to agents")
+        require(provider, SupportsFencing, why="to take lent boxes back")
+        self._provider, self._lease_s = provider, lease_s
+        self._boxes: dict[AttemptKey, _Box] = {}
+
+    @property
+    def heartbeat_s(self) -> float:
+        """How often a pipeline is asked to say that it still cares."""
+        return self._lease_s / _BEATS_PER_LEASE
+
+    def owns(self, rollout: RolloutIdentity) -> bool:
+        """Whether a box of this attempt is here, harvested or not."""
+        return AttemptKey.of(rollout) in self._boxes
+
+    async def lend(self, descriptor: SessionDescriptor, needs: BoxNeeds) -> SessionDescriptor:
+        """The descriptor with a box made as it describes, and with what the agent needs, instead of the description.
+        Unchanged where the topology leaves the box to the agent.
+
+        Raises:
+            ConfigError: the environment and the agent want different things of the box.
+            SandboxError: it could not be made.
+        """
+        clause = descriptor.sandbox
+        if clause is None or clause.spec is None or descriptor.placement.topology not in LENT_TOPOLOGIES:
+            return descriptor
+        assert isinstance(self._provider, Connectable)
+        rollout = descriptor.rollout
+        spec = world_spec(clause.spec.to_spec(), descriptor, HarnessNeeds.of(needs)).replace(
+            ttl_s=self._lease_s, metadata=_labels(rollout)
+        )
+        handle = await self._provider.create(spec)
+        try:
+            ref = SandboxRef.model_validate(
+                await self._provider.serialize_handle(handle, scope=LeaseScope.OPERATE.value)
+            ).model_copy(update={"workdir": spec.workdir})
+            lent = descriptor.model_copy(update={"sandbox": SandboxClause(ref=ref)})
+        except BaseException:
+            await finish(self._provider.close(handle))
+            raise
+        self._boxes[AttemptKey.of(rollout)] = _Box(handle, spec, descriptor.harvest)
+        self._forget_old()
+        return lent
+
+    async def renew(self, rollout: RolloutIdentity) -> None:
+        """The pipeline still cares. Raises `SandboxLostError` when the box is gone, `ContractError` when there never
+        was one here."""
+        box = self._box(rollout)
+        if box.artifacts is None:
+            await self._provider.renew(box.handle, self._lease_s)
+        box.seen_at = time.monotonic()
+
+    async def harvest(self, rollout: RolloutIdentity) -> list[Artifact]:
+        """Shut the borrowers out, collect what the descriptor says, destroy the box. Asked again, the same.
+
+        Raises:
+            SandboxError: the box was lost, or could not be read in time.
+        """
+        box = self._box(rollout)
+        assert isinstance(self._provider, SupportsFencing)
+        async with box.lock:
+            if box.artifacts is None:
+                await self._provider.fence(box.handle)
+                try:
+                    async with (
+                        asyncio.timeout(HARVEST_TIMEOUT_S),
+                        keep_renewed(self._provider, box.handle, self._lease_s),
+                    ):
+                        box.artifacts = await harvest_all(
+                            self._provider, box.handle, box.spec, box.harvest, box.spec.metadata
+                        )
+                except TimeoutError:
+                    raise SandboxError(f"harvest did not end within {HARVEST_TIMEOUT_S:g} s", retryable=True) from None
+                await self._destroyed(box)
+                key = AttemptKey.of(rollout)
+                if self._boxes.get(key) is box:
+                    self._boxes[key] = self._boxes.pop(key)  # in the order in which they were harvested
+                    box.seen_at = time.monotonic()
+                self._forget_old()
+            return box.artifacts
+
+    async def release(self, rollout: RolloutIdentity) -> None:
+        """Destroy what is left of the attempt's box, also one that an earlier process of this server made."""
+        box = self._boxes.pop(AttemptKey.of(rollout), None)
+        if box is None:
+            await self._provider.reap(_labels(rollout))
+        elif box.artifacts is None:
+            await self._destroyed(box)
+
+    async def aclose(self) -> None:
+        """Destroy all boxes, at shutdown."""
+        boxes, self._boxes = [*self._boxes.values()], {}
+        await asyncio.gather(*(self._destroyed(box) for box in boxes if box.artifacts is None))
+
+    def _forget_old(self) -> None:
+        """Many attempts are never closed: their pipeline was killed."""
+        ended = time.monotonic() - _FORGOTTEN_AFTER_LEASES * self._lease_s
+        for key, box in [*self._boxes.items()]:
+            if box.seen_at < ended and not box.lock.locked():
+                del self._boxes[key]
+        harvested = [key for key, box in self._boxes.items() if box.artifacts is not None]
+        kept = sum(self._boxes[key].kept_bytes for key in harvested)
+        for key in harvested[:-1]:
+            if kept <= MAX_KEPT_BYTES:
+                break
+            kept -= self._boxes.pop(key).kept_bytes
+
+    def _box(self, rollout: RolloutIdentity) -> _Box:
+        box = self._boxes.get(AttemptKey.of(rollout))
+        if box is None:
+            raise ContractError(
+                f"attempt {rollout.attempt} of rollout '{rollout.rollout_id}' has no box of this environment",
+                rollout_id=rollout.rollout_id,
+            )
+        return box
+
+    async def _destroyed(self, box: _Box) -> None:
+        try:
+            await self._provider.close(box.handle)
+        except SandboxError as error:  # its lease ends it
+            log.warning("owned_box_not_closed", sandbox_id=box.handle.sandbox_id, error=str(error))
+
+
+def _labels(rollout: RolloutIdentity) -> dict[str, str]:
+    return dict(
+        box_labels(run=rollout.run_id, rollout=rollout.rollout_id, attempt=rollout.attempt, role=SandboxRole.WORK)
+    )
+
+
+class Lending:
+    """The routes by which a pipeline keeps an environment's box alive and has it harvested, and the lending at seed.
+
+    Args:
+        owned_boxes: the environment's boxes, where it makes any.
+        ask: the attempt that a request is about, its control token checked.
+    """
+
+    def __init__(
+        self,
+        owned_boxes: Callable[[], OwnedBoxes | None],
+        attempts: AttemptStore,
+        ask: Callable[[Request], Awaitable[RolloutIdentity]],
+    ) -> None:
+        self._owned_boxes, self._attempts, self._ask = owned_boxes, attempts, ask
+
+    async def lent(
+        self, descriptor: SessionDescriptor, needs: BoxNeeds | None
+    ) -> tuple[SessionDescriptor, dict[str, Any]]:
+        """The descriptor with a box of this environment, and what a seed's reply says of it: ``heartbeat_s``.
+        Unchanged without ``needs``: then the caller will not care for a box."""
+        boxes = self._owned_boxes()
+        if boxes is None or needs is None:
+            return descriptor, {}
+        lent = await boxes.lend(descriptor, needs)
+        if not boxes.owns(descriptor.rollout):
+            return descriptor, {}
+        try:
+            await self._attempts.require_live(*AttemptKey.of(descriptor.rollout))
+        except FencedError:
+            await boxes.release(descriptor.rollout)
+            raise
+        return lent, {"heartbeat_s": boxes.heartbeat_s}
+
+    async def heartbeat(self, request: Request) -> Response:
+        """The pipeline still cares for an attempt whose box is this environment's."""
+        rollout = await self._ask(request)
+        boxes = self._boxes()
+        await boxes.renew(rollout)
+        return JsonResponse({"heartbeat_s": boxes.heartbeat_s})
+
+    async def harvest(self, request: Request) -> Response:
+        """The agent has ended: take the box from it, and answer with what is in it. It goes on when its caller
+        leaves: asked again, it answers with what it found."""
+        rollout = await self._ask(request)
+        harvesting = asyncio.ensure_future(self._boxes().harvest(rollout))
+        try:
+            artifacts = await asyncio.shield(harvesting)
+        except asyncio.CancelledError:
+            harvesting.add_done_callback(lambda done: done.cancelled() or done.exception())
+            raise
+        return JsonResponse({"artifacts": [artifact.model_dump() for artifact in artifacts]})
+
+    async def release(self, rollout: RolloutIdentity) -> None:
+        """Let go of an attempt's box, if it has one."""
+        boxes = self._owned_boxes()
+        if boxes is not None:
+            try:
+                await boxes.release(rollout)
+            except SandboxError as error:  # its lease ends it
+                log.warning("owned_box_not_released", rollout_id=rollout.rollout_id, error=str(error))
+
+    def _boxes(self) -> OwnedBoxes:
+        boxes = self._owned_boxes()
+        if boxes is None:
+            raise ContractError("this environment makes no boxes for agents")
+        return boxes
+
+
+def placed(descriptor: SessionDescriptor, topology: str | None) -> SessionDescriptor:
+    """The descriptor with the composition's topology instead of the environment's default."""
+    if topology is None or (wanted := Topology.parse(topology)) is descriptor.placement.topology:
+        return descriptor
+    choices = descriptor.placement.choices
+    if wanted not in choices:
+        raise ConfigError(
+            f"environment '{descriptor.environment}' cannot place an agent as '{wanted}'; it supports"
+            f" {', '.join(choices)}",
+            key="topology",
+        )
+    placement = descriptor.placement.model_copy(update={"topology": wanted})
+    return SessionDescriptor.model_validate({**descriptor.model_dump(), "placement": placement.model_dump()})

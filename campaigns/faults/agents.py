@@ -49,8 +49,7 @@ from nemo_gym.contract.session import (
     SandboxSpecModel,
     Topology,
 )
-from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import SandboxProvider
+from nemo_gym.sandbox.base import BoxLabel, SandboxProvider
 from nemo_gym.sandbox.facade import create_provider
 from nemo_gym.server_utils import close_global_aiohttp_client
 from responses_api_agents.claude_code_agent.app import ClaudeCodeAgent
@@ -161,7 +160,7 @@ class Campaign:
         marks = [mark.format(case=number) for mark in MARKS.values()]
 
         async def left() -> list[str]:
-            boxes = [box.sandbox_id for box in await self.provider.list({labels.RUN: run_id})]
+            boxes = [box.sandbox_id for box in await self.provider.list({BoxLabel.RUN: run_id})]
             running = await asyncio.to_thread(subprocess.check_output, ["ps", "-eo", "pid,args"], text=True)
             processes = [line.strip()[:120] for line in running.splitlines() if any(mark in line for mark in marks)]
             return [f"{LEFT} box {box}" for box in boxes] + [f"{LEFT} process {process}" for process in processes]
@@ -172,7 +171,7 @@ class Campaign:
         """Remember every box, so that its groups can be looked for when it is gone."""
         mine = f"agent-faults-{os.getpid()}-"
         while True:
-            boxes = [box for box in await self.provider.list({}) if box.labels.get(labels.RUN, "").startswith(mine)]
+            boxes = [box for box in await self.provider.list({}) if box.labels.get(BoxLabel.RUN, "").startswith(mine)]
             self.boxes |= {box.sandbox_id for box in boxes}
             found = await asyncio.to_thread(self.look)
             for kind, count in {"boxes": len(boxes), **{kind: len(things) for kind, things in found.items()}}.items():

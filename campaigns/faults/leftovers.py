@@ -9,7 +9,7 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nemo_gym.sandbox import labels
+from nemo_gym.sandbox.base import BoxLabel
 
 NAMESPACES = ("net", "pid", "mnt", "ipc", "uts", "user")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
@@ -106,6 +106,6 @@ def _cgroups(scope: Scope, containers: set[str]) -> set[str]:
 def _containers(scope: Scope) -> list[str]:
     if scope.docker_host is None:
         return []
-    wanted = f"label={labels.RUN}={scope.run_id}"
+    wanted = f"label={BoxLabel.RUN}={scope.run_id}"
     command = ["docker", "-H", scope.docker_host, "ps", "-aq", "--no-trunc", "--filter", wanted]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()

@@ -16,6 +16,7 @@ import structlog
 from nemo_gym.contract.errors import NemoGymError, SandboxError, SandboxLostError
 from nemo_gym.contract.sandbox import Door, SandboxSpec
 from nemo_gym.sandbox.base import (
+    BoxLabel,
     Connectable,
     SandboxCapabilities,
     SandboxHandle,
@@ -27,7 +28,6 @@ from nemo_gym.sandbox.base import (
     require,
 )
 from nemo_gym.sandbox.door_statistics import DoorStatistics
-from nemo_gym.sandbox.labels import MANAGED
 from nemo_gym.sandbox.wire.problems import BrokerError
 
 log = structlog.get_logger(__name__)
@@ -76,7 +76,7 @@ class Backend:
 
     def labelled(self, sandbox_id: str, spec: SandboxSpec) -> SandboxSpec:
         """The spec as the provider gets it: found by label, and created once however often it is asked for."""
-        metadata = {**spec.metadata, MANAGED: "true", BROKER_LABEL: self.identity, SANDBOX_LABEL: sandbox_id}
+        metadata = {**spec.metadata, BoxLabel.MANAGED: "true", BROKER_LABEL: self.identity, SANDBOX_LABEL: sandbox_id}
         return spec.replace(metadata=metadata, idempotency_key=f"{self.identity}/{sandbox_id}")
 
     async def create(self, sandbox_id: str, spec: SandboxSpec) -> SandboxHandle:

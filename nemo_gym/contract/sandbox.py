@@ -257,7 +257,7 @@ class SandboxSpec:
     files: Mapping[str, str] = field(default_factory=dict)
     """Absolute path in the box → text, written before ``create`` returns."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """Labels of the box; see `nemo_gym.sandbox.labels` for the names this suite writes and reaps by."""
+    """Labels of the box; see `nemo_gym.sandbox.base.BoxLabel` for the names this suite writes and reaps by."""
     resources: SandboxResources = field(default_factory=SandboxResources)
     entrypoint: Sequence[str] | None = None
     """Replaces the image's own entry point; ``None`` keeps the box idle, waiting for execs."""

@@ -33,9 +33,8 @@ from nemo_gym.contract.errors import (
 )
 from nemo_gym.contract.sandbox import NetworkPolicy, SandboxRole, SandboxSpec
 from nemo_gym.contract.session import Artifact, CommandHarvest, FilesHarvest, GitDiffHarvest, HarvestItem
-from nemo_gym.sandbox import labels as label_names
 from nemo_gym.sandbox.archive import END_OF_ARCHIVE, ArchiveError, TarParser, encode_header, member_parts, pack_bytes
-from nemo_gym.sandbox.base import ExecOutcome, SandboxExecResult, SandboxHandle, SandboxProvider
+from nemo_gym.sandbox.base import BoxLabel, ExecOutcome, SandboxExecResult, SandboxHandle, SandboxProvider
 from nemo_gym.sandbox.facade import AsyncSandbox, keep_renewed
 
 REGULAR, EXECUTABLE, SYMLINK = "100644", "100755", "120000"
@@ -342,7 +341,7 @@ def _harvest_spec(spec: SandboxSpec, labels: Mapping[str, str]) -> SandboxSpec:
         resources=spec.resources,
         provider_options=spec.provider_options,
         network=NetworkPolicy.NONE,
-        metadata={**labels, label_names.MANAGED: "true", label_names.ROLE: SandboxRole.HARVEST},
+        metadata={**labels, BoxLabel.MANAGED: "true", BoxLabel.ROLE: SandboxRole.HARVEST},
     )
 
 

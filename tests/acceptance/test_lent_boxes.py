@@ -16,8 +16,7 @@ from typing import Any, Self
 
 import pytest
 
-from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import SandboxInfo
+from nemo_gym.sandbox.base import BoxLabel, SandboxInfo
 from nemo_gym.sandbox.facade import create_provider
 from tests.acceptance.matrix.cells import MODEL, ROOT, Cell, composed
 from tests.acceptance.matrix.run import Outcome, backends, first_row, prepare, run
@@ -111,7 +110,7 @@ def working(backend: Mapping[str, Any], run_id: str) -> list[SandboxInfo]:
     async def ask() -> list[SandboxInfo]:
         provider = create_provider(backend)
         try:
-            return await provider.list({labels.RUN: run_id, labels.ROLE: "work"})
+            return await provider.list({BoxLabel.RUN: run_id, BoxLabel.ROLE: "work"})
         finally:
             await provider.aclose()
 

@@ -11,8 +11,7 @@ import pytest
 
 from nemo_gym.agent.harness.agent import CliAgent
 from nemo_gym.contract.session import AgentOutcome, McpServer, Topology
-from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import SandboxProvider
+from nemo_gym.sandbox.base import BoxLabel, SandboxProvider
 from nemo_gym.sandbox.providers.docker import DockerProvider
 from nemo_gym.server_utils import close_global_aiohttp_client
 from responses_api_agents.claude_code_agent.app import ClaudeCodeAgent
@@ -91,7 +90,7 @@ async def test_cli_works_in_the_world_and_its_patch_holds_nothing_of_it(
     assert (seen["turns"], seen["tool_calls"], seen["doors"]["model"]["answered"]) == (3, 2, 3)
     assert seen["input_tokens"] > 1000
     assert seen["output_tokens"] > 0
-    assert await local.list({labels.RUN: RUN}) == []
+    assert await local.list({BoxLabel.RUN: RUN}) == []
 
 
 async def test_cli_without_a_world_works_in_a_box_of_its_own(clis: Stack, local: SandboxProvider) -> None:
@@ -134,7 +133,7 @@ async def test_cli_that_waits_is_stopped_at_its_deadline_and_its_work_kept(
     answer = await act(clis, "hang", world, wall_clock_s=await patience_s(act(clis, "fix the greeting", world)))
     assert answer.outcome is AgentOutcome.TIMED_OUT, (answer.outcome_detail, answer.observations)
     assert "+hello world" in answer.artifacts[0].content().decode()
-    assert await local.list({labels.RUN: RUN}) == []
+    assert await local.list({BoxLabel.RUN: RUN}) == []
 
 
 @pytest.mark.parametrize("fault", ["server error", "rate limit"])
@@ -178,4 +177,4 @@ async def test_cli_works_in_containers(
         answer = await act(running, "ask the weather", descriptor(Topology.ENV_SANDBOXED, mcp=weather.url, harvest=()))
         assert answer.outcome is AgentOutcome.COMPLETED, (answer.outcome_detail, answer.observations)
         assert outputs(answer) == ["Oslo: snow"]
-    assert await containers.list({labels.RUN: RUN}) == []
+    assert await containers.list({BoxLabel.RUN: RUN}) == []

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_gym.contract.session import AgentOutcome, McpServer, Topology
-from nemo_gym.sandbox import labels
+from nemo_gym.sandbox.base import BoxLabel
 from nemo_gym.sandbox.providers.docker import DockerProvider
 from nemo_gym.server_utils import close_global_aiohttp_client
 from tests.docker_engine import docker_engine
@@ -44,7 +44,7 @@ async def test_agent_works_in_the_world_and_its_patch_holds_nothing_of_the_harne
     patch = answer.artifacts[0].content().decode()
     assert "+hello world" in patch
     assert patch.count("diff --git") == 1
-    assert await docker.list({labels.RUN: RUN}) == []
+    assert await docker.list({BoxLabel.RUN: RUN}) == []
 
 
 async def test_environments_tools_are_reached_from_a_scratch_box(stack: Stack, weather: Weather) -> None:
@@ -57,7 +57,7 @@ async def test_daemons_neither_hold_the_run_up_nor_outlive_the_box(stack: Stack,
     answer = await act(stack, "fork daemons", descriptor(Topology.AGENT_IN_ENV), wall_clock_s=30)
     assert answer.outcome is AgentOutcome.COMPLETED, answer.outcome_detail
     assert "+kept" in answer.artifacts[0].content().decode()
-    assert await docker.list({labels.RUN: RUN}) == []
+    assert await docker.list({BoxLabel.RUN: RUN}) == []
 
 
 async def test_daemon_that_holds_the_output_open_does_not_hold_the_run_up(
@@ -66,7 +66,7 @@ async def test_daemon_that_holds_the_output_open_does_not_hold_the_run_up(
     answer = await act(stack, "hold the output", descriptor(Topology.AGENT_IN_ENV), wall_clock_s=200)
     assert answer.outcome is AgentOutcome.COMPLETED, answer.outcome_detail
     assert "+kept" in answer.artifacts[0].content().decode()
-    assert await docker.list({labels.RUN: RUN}) == []
+    assert await docker.list({BoxLabel.RUN: RUN}) == []
 
 
 async def test_agent_that_is_stopped_is_ended_at_its_deadline_and_its_work_kept(
@@ -77,7 +77,7 @@ async def test_agent_that_is_stopped_is_ended_at_its_deadline_and_its_work_kept(
     answer = await act(stack, "stop the agent", world, wall_clock_s=patience)
     assert answer.outcome is AgentOutcome.TIMED_OUT
     assert "+kept" in answer.artifacts[0].content().decode()
-    assert await docker.list({labels.RUN: RUN}) == []
+    assert await docker.list({BoxLabel.RUN: RUN}) == []
 
 
 async def test_wrong_mcp_token_is_mcp_failed(stack: Stack, weather: Weather) -> None:
@@ -94,7 +94,7 @@ async def test_hanging_agent_is_stopped_at_its_deadline_and_its_work_kept(
     answer = await act(stack, "hang", world, wall_clock_s=await patience_s(act(stack, "fix the greeting", world)))
     assert answer.outcome is AgentOutcome.TIMED_OUT
     assert "+kept" in answer.artifacts[0].content().decode()
-    assert await docker.list({labels.RUN: RUN}) == []
+    assert await docker.list({BoxLabel.RUN: RUN}) == []
 
 
 async def test_model_that_keeps_failing_is_unreachable(stack: Stack) -> None:

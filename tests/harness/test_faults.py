@@ -12,7 +12,7 @@ import pytest
 
 from campaigns.faults.leftovers import foreign_sockets, open_sockets
 from nemo_gym.contract.session import ActResponse, AgentOutcome, McpServer, SandboxClause, SandboxSpecModel, Topology
-from nemo_gym.sandbox import labels
+from nemo_gym.sandbox.base import BoxLabel
 from nemo_gym.sandbox.providers.local import LocalProvider
 from tests.harness.conftest import Weather
 from tests.harness.stage import IMAGE, MCP_TOKEN, RUN, act, descriptor, nap, patience_s
@@ -28,7 +28,7 @@ def patch(answer: ActResponse) -> str:
 async def gone(local: LocalProvider, *words: str) -> bool:
     """No box, and no process of this machine with these words in its command line."""
     running = await asyncio.to_thread(subprocess.check_output, ["ps", "-eo", "args"], text=True)
-    return await local.list({labels.RUN: RUN}) == [] and not any(word in running for word in words)
+    return await local.list({BoxLabel.RUN: RUN}) == [] and not any(word in running for word in words)
 
 
 async def until_gone(local: LocalProvider, words: str, *, expected: bool) -> None:

@@ -21,8 +21,7 @@ from nemo_gym.agent.harness.base import PLACEHOLDER_KEY
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER
 from nemo_gym.contract.sandbox import Mount, NetworkPolicy, SandboxSpec
 from nemo_gym.contract.session import ActResponse, Topology
-from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import ExecRequest
+from nemo_gym.sandbox.base import BoxLabel, ExecRequest
 from nemo_gym.sandbox.facade import create_provider
 from nemo_gym.server_utils import close_global_aiohttp_client, request
 from responses_api_agents.claude_code_agent.app import ClaudeCodeAgent
@@ -102,7 +101,7 @@ async def look(sandbox: str, agent: str, topology: Topology, directory: Path, se
             given = probing.probe_settings(stack, attempt, abstract, files)
             answer, report = await probing.probe(stack, attempt, topology, given, by_tool=by_tool)
             statuses = await from_the_host(stack, attempt, other)
-        left = await provider.list({labels.RUN: stage.RUN})
+        left = await provider.list({BoxLabel.RUN: stage.RUN})
     finally:
         for path in planted:
             path.unlink(missing_ok=True)

@@ -13,8 +13,7 @@ import pytest
 from nemo_gym.agent.harness.agent import CliAgent
 from nemo_gym.agent.harness.provision.fetch import fetch
 from nemo_gym.contract.session import AgentOutcome, FilesHarvest, SandboxClause, SandboxSpecModel, Topology
-from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import SandboxProvider
+from nemo_gym.sandbox.base import BoxLabel, SandboxProvider
 from nemo_gym.sandbox.providers.docker import DockerProvider
 from nemo_gym.sandbox.providers.local import LocalProvider
 from nemo_gym.sandbox.providers.local.images import ImageStore
@@ -134,7 +133,7 @@ async def test_cli_works_where_the_image_has_musl_and_no_node_and_no_python(
     assert b"hello world" in harvested
     assert b"this is musl" in harvested, "programs of the image still find their own C library"
     assert (b"ld-linux" in harvested) is (name in NEED_GLIBC)
-    assert await place.provider.list({labels.RUN: RUN}) == []
+    assert await place.provider.list({BoxLabel.RUN: RUN}) == []
 
 
 async def refusal(running: Stack, asking: Any) -> str:
@@ -147,7 +146,7 @@ async def test_image_without_a_shell_is_refused_by_name(tmp_path: Path, place: P
     with playing("claude_code", tmp_path, place) as running:
         said = await refusal(running, asked(BARE, entrypoint=["/idle"]))
     assert f"image '{BARE}' cannot run claude_code: it has no /bin/sh; use an image with a shell" in said
-    assert await place.provider.list({labels.RUN: RUN}) == []
+    assert await place.provider.list({BoxLabel.RUN: RUN}) == []
 
 
 @pytest.mark.parametrize("name", ["claude_code", "qwen_code", "openhands"])

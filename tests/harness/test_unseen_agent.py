@@ -9,7 +9,7 @@ import pytest
 
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.session import AgentOutcome, Topology
-from nemo_gym.sandbox import labels
+from nemo_gym.sandbox.base import BoxLabel
 from nemo_gym.sandbox.providers.local import LocalProvider
 from responses_api_agents.codex_agent.app import CodexAgent
 from tests.architecture.docs import example_files
@@ -29,14 +29,14 @@ async def test_agent_works_in_the_world_and_its_patch_holds_nothing_of_the_harne
     assert patch.count("diff --git") == 1
     assert "hello wrld" in outputs(answer)[0]
     assert "/repo" in outputs(answer)[1]
-    assert await local.list({labels.RUN: RUN}) == []
+    assert await local.list({BoxLabel.RUN: RUN}) == []
 
 
 async def test_agent_without_a_world_works_in_a_box_of_its_own(stack: Stack, local: LocalProvider) -> None:
     answer = await act(stack, "write the answer", descriptor(Topology.NONE))
     assert answer.outcome is AgentOutcome.COMPLETED, (answer.outcome_detail, answer.observations)
     assert b"42" in answer.artifacts[0].content()
-    assert await local.list({labels.RUN: RUN}) == []
+    assert await local.list({BoxLabel.RUN: RUN}) == []
 
 
 @pytest.mark.parametrize("topology", [*Topology])

@@ -15,10 +15,9 @@ import pytest
 
 from nemo_gym.contract.sandbox import NetworkPolicy, SandboxRole, SandboxSpec
 from nemo_gym.contract.session import Artifact, GitDiffHarvest, HarvestItem
-from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider, SupportsSnapshot
+from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider, SupportsSnapshot, box_labels
 from nemo_gym.sandbox.facade import create_provider
 from nemo_gym.sandbox.harvest import harvest_all
-from nemo_gym.sandbox.labels import box_labels
 from tests.docker_engine import docker_engine
 from tests.sandbox.local_boxes import config_below
 

@@ -14,7 +14,7 @@ import pytest
 
 from nemo_gym.cli.prepare import prepare
 from nemo_gym.prorl.async_server import OpenHandsServer
-from nemo_gym.sandbox import labels
+from nemo_gym.sandbox.base import BoxLabel
 from nemo_gym.sandbox.facade import create_provider
 from tests.prorl.llm import llm_server
 
@@ -45,7 +45,7 @@ async def boxes_of(job_id: str) -> list[str]:
     provider = create_provider({"local": {}})
     try:
         found = await provider.list({})
-        return [box.sandbox_id for box in found if box.labels.get(labels.ROLLOUT, "").startswith(f"{job_id}-")]
+        return [box.sandbox_id for box in found if box.labels.get(BoxLabel.ROLLOUT, "").startswith(f"{job_id}-")]
     finally:
         await provider.aclose()
 

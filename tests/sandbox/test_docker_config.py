@@ -4,6 +4,7 @@ import pytest
 
 from nemo_gym.contract.errors import ConfigError, SandboxError
 from nemo_gym.contract.sandbox import SandboxSpec
+from nemo_gym.sandbox.base import BoxLabel
 from nemo_gym.sandbox.providers.docker import DockerProvider, names, watchdog
 from nemo_gym.sandbox.providers.docker.engine import engine_url
 
@@ -48,7 +49,7 @@ def test_docker_lease_end_is_read_alike_by_provider_and_watchdog_when_renewed(se
     renewed = names.renewed_name(names.renewed_name(name, 7.0), seconds)
     assert names.lease_end(renewed, labels) == watchdog.lease_end(renewed, labels)
     assert seconds <= (names.lease_end(renewed, labels) or 0) < seconds + 1
-    assert (watchdog.MANAGED, watchdog.EXPIRES_AT) == (names.MANAGED, names.EXPIRES_AT)
+    assert (watchdog.MANAGED, watchdog.EXPIRES_AT) == (BoxLabel.MANAGED, BoxLabel.EXPIRES_AT)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from nemo_gym.agent.harness.agent import CliAgent
 from nemo_gym.agent.harness.provision import INSTALL_COMMAND, is_installed
 from nemo_gym.contract.session import AgentOutcome, Topology
-from nemo_gym.sandbox import labels
+from nemo_gym.sandbox.base import BoxLabel
 from nemo_gym.sandbox.providers.local import LocalProvider
 from responses_api_agents.claude_code_agent.app import ClaudeCodeAgent
 from responses_api_agents.codex_agent.app import CodexAgent
@@ -75,7 +75,7 @@ async def test_looping_cli_ends_at_its_turn_limit_with_its_work_kept(clis: Stack
     assert answer.outcome is AgentOutcome.MAX_TURNS, (answer.outcome_detail, answer.observations)
     assert answer.observations["doors"]["model"]["turns"] <= 6
     assert "+hello world" in answer.artifacts[0].content().decode(), outputs(answer)
-    assert await local.list({labels.RUN: RUN}) == []
+    assert await local.list({BoxLabel.RUN: RUN}) == []
 
 
 async def test_cli_whose_model_only_fails_ends_before_its_deadline(clis: Stack, local: LocalProvider) -> None:
@@ -84,4 +84,4 @@ async def test_cli_whose_model_only_fails_ends_before_its_deadline(clis: Stack, 
     assert answer.observations["doors"]["model"]["failed"] <= 8
     assert answer.observations["seconds"] < 250
     assert "+hello world" in answer.artifacts[0].content().decode(), outputs(answer)
-    assert await local.list({labels.RUN: RUN}) == []
+    assert await local.list({BoxLabel.RUN: RUN}) == []

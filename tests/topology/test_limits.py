@@ -25,8 +25,7 @@ from nemo_gym.contract.session import (
     SandboxSpecModel,
     Topology,
 )
-from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import ExecOutcome
+from nemo_gym.sandbox.base import BoxLabel, ExecOutcome
 from nemo_gym.sandbox.egress import HarnessNeeds, world_spec
 from nemo_gym.sandbox.providers.local import LocalProvider
 from tests.harness.conftest import local, local_settings
@@ -91,7 +90,7 @@ async def test_looping_agent_ends_at_its_turns_and_its_work_is_kept(deaf: Stack,
     assert (door["turns"], door["answered"]) == (7, 7)
     assert 1 <= door["over_limit"] <= 3, "it may ask again before it is stopped"
     assert "+kept" in patch(answer)
-    assert await local.list({labels.RUN: RUN}) == []
+    assert await local.list({BoxLabel.RUN: RUN}) == []
 
 
 async def test_command_that_asks_the_model_by_itself_gets_no_more_turns(deaf: Stack) -> None:

@@ -25,7 +25,7 @@ from nemo_gym.contract.session import (
     SessionDescriptor,
     Topology,
 )
-from nemo_gym.sandbox import labels
+from nemo_gym.sandbox.base import BoxLabel
 from nemo_gym.sandbox.providers.local import LocalProvider
 from tests.harness.stage import patience_s
 from tests.topology.conftest import IMAGE
@@ -55,7 +55,7 @@ async def act(provider: LocalProvider, harness: Harness, **changes: Any) -> ActR
 
 
 async def boxes(provider: LocalProvider) -> list[str]:
-    return [info.sandbox_id for info in await provider.list({labels.RUN: "world-tests"})]
+    return [info.sandbox_id for info in await provider.list({BoxLabel.RUN: "world-tests"})]
 
 
 async def edit(world: World, run: HarnessRun) -> None:
@@ -124,7 +124,7 @@ async def test_cancelled_act_leaves_no_box(provider: LocalProvider) -> None:
 
 async def test_box_that_vanishes_is_lost_and_no_outcome(provider: LocalProvider) -> None:
     async def destroyed(world: World, run: HarnessRun) -> None:
-        await provider.reap({labels.RUN: "world-tests"})
+        await provider.reap({BoxLabel.RUN: "world-tests"})
         await world.exec("true")
 
     with pytest.raises(SandboxLostError):

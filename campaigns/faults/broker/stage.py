@@ -17,8 +17,7 @@ from typing import Any
 
 from campaigns.faults.leftovers import Scope, leftovers
 from nemo_gym.broker.backend import BROKER_LABEL, SANDBOX_LABEL
-from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import SandboxProvider
+from nemo_gym.sandbox.base import BoxLabel, SandboxProvider
 from nemo_gym.sandbox.facade import create_provider
 from resources_servers.sandbox.tests import broker_process
 from resources_servers.sandbox.tests.broker_process import BrokerProcess
@@ -121,7 +120,7 @@ class Stage:
         return {"mounts": [{"source": str(self.counter.directory), "target": COUNTER_IN_BOX}]}
 
     def labels(self, key: str) -> dict[str, str]:
-        return {"faults.key": key, labels.RUN: self.run_id}
+        return {"faults.key": key, BoxLabel.RUN: self.run_id}
 
     @property
     def boundaries(self) -> Path:

@@ -37,11 +37,9 @@ from campaigns.faults.tampering.harness import play_through_harness
 from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.contract.sandbox import NetworkPolicy, SandboxResources, SandboxRole, SandboxSpec
 from nemo_gym.contract.session import Artifact, GitDiffHarvest
-from nemo_gym.sandbox.base import SandboxProvider
+from nemo_gym.sandbox.base import BoxLabel, SandboxProvider, box_labels
 from nemo_gym.sandbox.facade import AsyncSandbox, create_provider
 from nemo_gym.sandbox.harvest import harvest_all
-from nemo_gym.sandbox.labels import RUN as RUN_LABEL
-from nemo_gym.sandbox.labels import box_labels
 from resources_servers.swe_bench.confirm.controls import ControlStore, RowControls
 from resources_servers.swe_bench.confirm.making import Maker
 from resources_servers.swe_bench.eval_box import EvalSite
@@ -250,7 +248,7 @@ async def campaign(
         async with loop_watch.watching():
             plays = [(entry, attempt) for entry in entries for attempt in range(1, entry.tries + 1)]
             played = await asyncio.gather(*(one(entry, attempt) for entry, attempt in plays))
-        left = await provider.list({RUN_LABEL: run})
+        left = await provider.list({BoxLabel.RUN: run})
     finally:
         await provider.aclose()
     result = {**figures(played, entries), "boxes_left": len(left), "loop_blocked_s": round(loop_watch.longest_s, 2)}

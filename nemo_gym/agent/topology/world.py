@@ -31,7 +31,6 @@ from nemo_gym.contract.errors import (
 from nemo_gym.contract.sandbox import Door, SandboxRole, SandboxSpec
 from nemo_gym.contract.session import ActRequest, ActResponse, AgentOutcome, Artifact, SandboxRef, Topology
 from nemo_gym.contract.verdict import outcome_of_model_error
-from nemo_gym.sandbox import labels
 from nemo_gym.sandbox.base import (
     DEFAULT_MAX_OUTPUT_BYTES,
     Connectable,
@@ -44,6 +43,7 @@ from nemo_gym.sandbox.base import (
     SandboxProvider,
     SupportsDoorStatistics,
     SupportsLoopbackDoor,
+    box_labels,
     require,
 )
 from nemo_gym.sandbox.door_statistics import DoorStatistics
@@ -283,7 +283,7 @@ async def _acquired(
     rollout = request.descriptor.rollout
     spec = binding.spec.replace(
         ttl_s=min(binding.spec.ttl_s or lease_ttl_s, lease_ttl_s),
-        metadata=labels.box_labels(
+        metadata=box_labels(
             run=rollout.run_id, rollout=rollout.rollout_id, attempt=rollout.attempt, role=SandboxRole.WORK
         ),
     )

@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 
 from nemo_gym.contract.sandbox import NetworkPolicy, SandboxSpec
-from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import ExecEnd, ExecOutput, ExecProcess, SandboxExecResult, SandboxProvider
+from nemo_gym.sandbox.base import (
+    BoxLabel,
+    ExecEnd,
+    ExecOutput,
+    ExecProcess,
+    SandboxExecResult,
+    SandboxProvider,
+    box_labels,
+)
 from nemo_gym.sandbox.facade import AsyncSandbox, create_provider
 
 PATIENCE_S = 60.0
@@ -79,7 +86,7 @@ class Checks:
     @pytest.fixture
     def run_labels(self) -> dict[str, str]:
         """Labels of this test's boxes alone."""
-        return dict(labels.box_labels(run=f"conformance-{uuid.uuid4().hex[:12]}", rollout="r", attempt=1, role="work"))
+        return dict(box_labels(run=f"conformance-{uuid.uuid4().hex[:12]}", rollout="r", attempt=1, role="work"))
 
     @pytest.fixture
     async def provider(
@@ -89,7 +96,7 @@ class Checks:
         try:
             yield provider
         finally:
-            await provider.reap({labels.RUN: run_labels[labels.RUN]})
+            await provider.reap({BoxLabel.RUN: run_labels[BoxLabel.RUN]})
             await provider.aclose()
 
     @pytest.fixture
@@ -131,7 +138,7 @@ class Checks:
     @staticmethod
     async def mine(provider: SandboxProvider, run_labels: Mapping[str, str]) -> set[str]:
         """Ids of this test's boxes that the backend knows of."""
-        return {info.sandbox_id for info in await provider.list({labels.RUN: run_labels[labels.RUN]})}
+        return {info.sandbox_id for info in await provider.list({BoxLabel.RUN: run_labels[BoxLabel.RUN]})}
 
 
 def assert_lost(result: SandboxExecResult) -> None:

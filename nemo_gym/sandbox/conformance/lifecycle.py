@@ -20,8 +20,7 @@ from nemo_gym.contract.errors import (
     SandboxLostError,
 )
 from nemo_gym.contract.sandbox import Door, Mount, NetworkPolicy, SandboxResources, SandboxSpec
-from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import Connectable, ExecRequest, SandboxProvider, SandboxStatus
+from nemo_gym.sandbox.base import BoxLabel, Connectable, ExecRequest, SandboxProvider, SandboxStatus
 from nemo_gym.sandbox.conformance.base import PATIENCE_S, Checks, StartBox, assert_lost, collect, eventually, sh
 from nemo_gym.sandbox.facade import AsyncSandbox, create_provider, keep_renewed
 
@@ -247,7 +246,7 @@ class OwnershipChecks(Checks):
     ) -> None:
         odd = {"x.odd": "ünï \"quoted\" 'text' = , / \\ $HOME", "x.long": "v" * 500, "x.empty": ""}
         box = await start(metadata={**run_labels, **odd})
-        (info,) = await provider.list({labels.RUN: run_labels[labels.RUN]})
+        (info,) = await provider.list({BoxLabel.RUN: run_labels[BoxLabel.RUN]})
         assert info.sandbox_id == box.handle.sandbox_id
         assert info.status is SandboxStatus.RUNNING
         assert {**run_labels, **odd}.items() <= info.labels.items()
@@ -257,7 +256,7 @@ class OwnershipChecks(Checks):
     ) -> None:
         one = await start(metadata={**run_labels, "x.a": "1", "x.b": "1"})
         two = await start(metadata={**run_labels, "x.a": "1", "x.b": "2"})
-        run = {labels.RUN: run_labels[labels.RUN]}
+        run = {BoxLabel.RUN: run_labels[BoxLabel.RUN]}
         ids = {one.handle.sandbox_id, two.handle.sandbox_id}
 
         async def listed(**more: str) -> set[str]:
@@ -274,11 +273,11 @@ class OwnershipChecks(Checks):
         self, provider: SandboxProvider, start: StartBox, run_labels: dict[str, str]
     ) -> None:
         box = await start(ttl_s=100)
-        (info,) = await provider.list({labels.RUN: run_labels[labels.RUN]})
+        (info,) = await provider.list({BoxLabel.RUN: run_labels[BoxLabel.RUN]})
         assert info.expires_at is not None
         assert 40 < info.expires_at - time.time() <= 101
         await box.renew(1000)
-        (info,) = await provider.list({labels.RUN: run_labels[labels.RUN]})
+        (info,) = await provider.list({BoxLabel.RUN: run_labels[BoxLabel.RUN]})
         assert info.expires_at is not None
         assert 900 < info.expires_at - time.time() <= 1001
 
@@ -287,7 +286,7 @@ class OwnershipChecks(Checks):
     ) -> None:
         one = await start(metadata={**run_labels, "x.side": "left"})
         two = await start(metadata={**run_labels, "x.side": "right"})
-        wanted = {labels.RUN: run_labels[labels.RUN], "x.side": "left"}
+        wanted = {BoxLabel.RUN: run_labels[BoxLabel.RUN], "x.side": "left"}
         assert await provider.reap(wanted) == [one.handle.sandbox_id]
         assert await provider.reap(wanted) == []
         assert await one.status() is SandboxStatus.STOPPED
@@ -309,7 +308,7 @@ class OwnershipChecks(Checks):
         handle = await first.create(spec)
         await first.aclose()
         assert await self.mine(provider, run_labels) == {handle.sandbox_id}
-        assert await provider.reap({labels.RUN: run_labels[labels.RUN]}) == [handle.sandbox_id]
+        assert await provider.reap({BoxLabel.RUN: run_labels[BoxLabel.RUN]}) == [handle.sandbox_id]
 
     async def test_box_of_a_process_that_ended_is_found_and_reaped_by_its_labels(
         self,
@@ -328,7 +327,7 @@ class OwnershipChecks(Checks):
             async with asyncio.timeout(PATIENCE_S):
                 assert await child.wait() == 0
             assert await self.mine(provider, run_labels) == {said["sandbox_id"]}
-            assert await provider.reap({labels.RUN: run_labels[labels.RUN]}) == [said["sandbox_id"]]
+            assert await provider.reap({BoxLabel.RUN: run_labels[BoxLabel.RUN]}) == [said["sandbox_id"]]
         assert await self.mine(provider, run_labels) == set()
 
     async def test_box_of_a_killed_process_goes_with_its_lease(

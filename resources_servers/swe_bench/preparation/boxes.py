@@ -22,8 +22,7 @@ from urllib.parse import urlsplit
 
 from nemo_gym._util.tasks import finish
 from nemo_gym.contract.sandbox import NetworkPolicy, SandboxRole, SandboxSpec
-from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle, SandboxProvider
-from nemo_gym.sandbox.labels import box_labels
+from nemo_gym.sandbox.base import ExecOutcome, SandboxHandle, SandboxProvider, box_labels
 from resources_servers.swe_bench.preparation.plan import PreparationError
 from resources_servers.swe_bench.preparation.shims import Files
 

@@ -14,8 +14,7 @@ from typing import Any, Literal, cast
 from nemo_gym._util.files import cache_root
 from nemo_gym.contract.errors import SandboxCreateError
 from nemo_gym.contract.sandbox import SandboxRole
-from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider, SupportsSnapshot, require
-from nemo_gym.sandbox.labels import box_labels
+from nemo_gym.sandbox.base import SandboxHandle, SandboxProvider, SupportsSnapshot, box_labels, require
 from resources_servers.swe_bench.confirm.controls import ControlStore, RowControls, Strength
 from resources_servers.swe_bench.confirm.making import BUDGET_S, Maker
 from resources_servers.swe_bench.eval_box import EvalSite

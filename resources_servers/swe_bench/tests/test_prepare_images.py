@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 import pytest
 
 from nemo_gym.contract.sandbox import SandboxSpec
-from nemo_gym.sandbox.base import SandboxHandle
-from nemo_gym.sandbox.labels import MANAGED, ROLE
+from nemo_gym.sandbox.base import BoxLabel, SandboxHandle
 from nemo_gym.sandbox.providers.local.provider import LocalProvider
 from resources_servers.swe_bench.preparation.boxes import BUILD_DIR, RegistryAccess, build_box
 from resources_servers.swe_bench.preparation.environments import copy_runtime, host_runtime
@@ -170,13 +169,13 @@ def test_the_image_holds_the_base_commit_and_nothing_of_the_build(store: Path, p
 
 def test_no_build_box_is_left(store: Path, prepared: dict[str, Any]) -> None:
     async def boxes(provider: LocalProvider) -> list[str]:
-        return [box.labels[ROLE] for box in await provider.list({MANAGED: "true"})]
+        return [box.labels[BoxLabel.ROLE] for box in await provider.list({BoxLabel.MANAGED: "true"})]
 
     # The killed preparation's box lives until its lease ends, as every box whose owner was killed.
     assert len(with_provider(store, boxes)) <= 1
 
     async def reap(provider: LocalProvider) -> list[str]:
-        return await provider.reap({MANAGED: "true"})
+        return await provider.reap({BoxLabel.MANAGED: "true"})
 
     with_provider(store, reap)
     assert with_provider(store, boxes) == []

@@ -11,8 +11,7 @@ import pytest
 from nemo_gym.contract.credentials import CONTROL_TOKEN_HEADER, Role
 from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.contract.session import ActRequest, ActResponse, AgentOutcome, InferenceEndpoint, SandboxClause, Topology
-from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import SandboxProvider
+from nemo_gym.sandbox.base import BoxLabel, SandboxProvider
 from nemo_gym.sandbox.providers.local import LocalProvider
 from responses_api_agents.composite_agent.tests.conftest import composite
 from responses_api_models.gateway.app import Gateway
@@ -50,7 +49,7 @@ async def test_planner_drives_the_coder_in_one_box_with_the_world(tmp_path: Path
         ("main", None),
         ("coder", "main"),
     ]
-    assert await provider.list({labels.RUN: RUN}) == []
+    assert await provider.list({BoxLabel.RUN: RUN}) == []
 
 
 async def test_coder_sees_what_the_agent_adds_and_no_credential(stack: Stack) -> None:

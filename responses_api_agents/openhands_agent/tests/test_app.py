@@ -10,8 +10,7 @@ import pytest
 
 from nemo_gym.agent.harness.provision.fetch import fetch
 from nemo_gym.contract.session import AgentOutcome, McpServer, Topology
-from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import SandboxProvider
+from nemo_gym.sandbox.base import BoxLabel, SandboxProvider
 from nemo_gym.sandbox.providers.docker import DockerProvider
 from nemo_gym.server_utils import close_global_aiohttp_client
 from responses_api_agents.openhands_agent.app import PACKAGE, OpenHandsAgent
@@ -81,7 +80,7 @@ async def test_sdk_works_in_the_world_and_its_patch_holds_nothing_of_it(
     assert seen["input_tokens"] > 1000
     assert seen["output_tokens"] > 0
     assert answer.response["output"][-2]["content"][0]["text"] == "All is done."
-    assert await local.list({labels.RUN: RUN}) == []
+    assert await local.list({BoxLabel.RUN: RUN}) == []
 
 
 async def test_sdk_without_a_world_works_in_a_box_of_its_own(boxes: Stack) -> None:
@@ -136,7 +135,7 @@ async def test_sdk_that_waits_is_stopped_at_its_deadline_and_its_work_kept(
     answer = await act(boxes, "hang", descriptor(Topology.AGENT_IN_ENV), wall_clock_s=20)
     assert answer.outcome is AgentOutcome.TIMED_OUT, (answer.outcome_detail, answer.observations)
     assert "+hello world" in answer.artifacts[0].content().decode()
-    assert await local.list({labels.RUN: RUN}) == []
+    assert await local.list({BoxLabel.RUN: RUN}) == []
 
 
 @pytest.mark.parametrize("fault", ["server error", "rate limit"])
@@ -191,4 +190,4 @@ async def test_sdk_works_in_containers(
         answer = await act(running, "ask the weather", descriptor(Topology.ENV_SANDBOXED, mcp=weather.url, harvest=()))
         assert answer.outcome is AgentOutcome.COMPLETED, (answer.outcome_detail, answer.observations)
         assert "Oslo: snow" in outputs(answer)[0]
-    assert await containers.list({labels.RUN: RUN}) == []
+    assert await containers.list({BoxLabel.RUN: RUN}) == []

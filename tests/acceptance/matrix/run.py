@@ -20,7 +20,7 @@ from nemo_gym.cli.prepare_agents import cli_packages
 from nemo_gym.config.composition import SANDBOX, Composition
 from nemo_gym.config.sandbox_blocks import resolve_provider_config
 from nemo_gym.config.servers import references
-from nemo_gym.sandbox import labels
+from nemo_gym.sandbox.base import BoxLabel
 from nemo_gym.sandbox.facade import create_provider
 from tests.acceptance.matrix.cells import MODEL, ROOT, Cell, asks_a_model, composed, folder, rows_of
 
@@ -117,7 +117,7 @@ async def boxes_of(composition: Composition, run_id: str) -> tuple[str, ...]:
     for backend in backends(composition):
         provider = create_provider(backend)
         try:
-            found += [box.sandbox_id for box in await provider.list({labels.RUN: run_id})]
+            found += [box.sandbox_id for box in await provider.list({BoxLabel.RUN: run_id})]
         finally:
             await provider.aclose()
     return tuple(found)

@@ -11,7 +11,7 @@ import pytest
 
 from nemo_gym.contract.sandbox import NetworkPolicy, SandboxSpec
 from nemo_gym.contract.session import Topology
-from nemo_gym.sandbox import labels
+from nemo_gym.sandbox.base import BoxLabel
 from nemo_gym.sandbox.facade import create_provider
 from tests.acceptance.matrix.cells import ROOT, Cell, Verdict, all_cells, composed, names, verdict
 from tests.acceptance.matrix.page import PAGE, render
@@ -166,7 +166,7 @@ async def test_box_that_a_run_left_behind_is_found(
     provider = create_provider(backend)
     closed = NetworkPolicy.NONE in provider.capabilities.network_policies
     network = NetworkPolicy.NONE if closed else NetworkPolicy.OPEN
-    spec = SandboxSpec(image="host", ttl_s=60, metadata={labels.RUN: run_id}, network=network)
+    spec = SandboxSpec(image="host", ttl_s=60, metadata={BoxLabel.RUN: run_id}, network=network)
     box = await provider.create(spec)
     assert await boxes_of(composition, run_id) == (box.sandbox_id,)
     await provider.close(box)

@@ -12,8 +12,7 @@ import pytest
 
 from nemo_gym.contract.errors import SandboxCreateError, SandboxCreateVerificationError, SandboxError, SandboxLostError
 from nemo_gym.contract.sandbox import NetworkPolicy, SandboxSpec
-from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecRequest, SandboxHandle, SandboxStatus
+from nemo_gym.sandbox.base import BoxLabel, ExecEnd, ExecOutcome, ExecRequest, SandboxHandle, SandboxStatus
 from nemo_gym.sandbox.conformance.base import eventually
 from nemo_gym.sandbox.facade import create_provider
 from nemo_gym.sandbox.providers.opensandbox import OpenSandboxProvider
@@ -61,7 +60,7 @@ def provider(new_provider: NewProvider) -> OpenSandboxProvider:
 
 @pytest.fixture
 def spec() -> SandboxSpec:
-    return SandboxSpec(ttl_s=300, network=NetworkPolicy.OPEN, metadata={labels.RUN: uuid.uuid4().hex})
+    return SandboxSpec(ttl_s=300, network=NetworkPolicy.OPEN, metadata={BoxLabel.RUN: uuid.uuid4().hex})
 
 
 @pytest.fixture
@@ -70,7 +69,7 @@ async def box(provider: OpenSandboxProvider, spec: SandboxSpec) -> SandboxHandle
 
 
 async def ids(provider: OpenSandboxProvider, spec: SandboxSpec) -> list[str]:
-    return [info.sandbox_id for info in await provider.list({labels.RUN: spec.metadata[labels.RUN]})]
+    return [info.sandbox_id for info in await provider.list({BoxLabel.RUN: spec.metadata[BoxLabel.RUN]})]
 
 
 async def stays_empty(provider: OpenSandboxProvider, spec: SandboxSpec) -> None:

@@ -13,8 +13,7 @@ import pytest
 
 from nemo_gym.contract.errors import SandboxCreateError, SandboxCreateVerificationError
 from nemo_gym.contract.sandbox import DEFAULT_MEMORY_MIB, NetworkPolicy, SandboxResources, SandboxSpec
-from nemo_gym.sandbox import labels
-from nemo_gym.sandbox.base import ExecOutcome, ExecOutput, ExecRequest, SandboxHandle, SandboxStatus
+from nemo_gym.sandbox.base import BoxLabel, ExecOutcome, ExecOutput, ExecRequest, SandboxHandle, SandboxStatus
 from nemo_gym.sandbox.conformance.base import eventually
 from nemo_gym.sandbox.providers.opensandbox import OpenSandboxProvider
 from tests.sandbox.opensandbox.server import Server, opensandbox_server
@@ -33,7 +32,7 @@ async def start(real_server: Server) -> AsyncIterator[Start]:
         *, spec: dict[str, Any] | None = None, **options: Any
     ) -> tuple[OpenSandboxProvider, SandboxHandle]:
         provider = OpenSandboxProvider(**real_server.provider(**options)["opensandbox"])
-        wanted = SandboxSpec(ttl_s=300, network=NetworkPolicy.OPEN, metadata={labels.RUN: uuid.uuid4().hex})
+        wanted = SandboxSpec(ttl_s=300, network=NetworkPolicy.OPEN, metadata={BoxLabel.RUN: uuid.uuid4().hex})
         made.append((provider, wanted))
         return provider, await provider.create(wanted.replace(**(spec or {})))
 
@@ -131,7 +130,7 @@ async def test_box_without_a_network_does_not_reach_the_daemon_of_another_box(
 async def test_sidecar_that_denies_names_alone_is_no_box_without_a_network(tmp_path: Path, docker_engine: str) -> None:
     with opensandbox_server(tmp_path, docker_engine, egress_mode="dns") as server:
         provider = OpenSandboxProvider(**server.provider()["opensandbox"])
-        run = {labels.RUN: uuid.uuid4().hex}
+        run = {BoxLabel.RUN: uuid.uuid4().hex}
         try:
             with pytest.raises(SandboxCreateVerificationError, match="denies names alone"):
                 await provider.create(SandboxSpec(ttl_s=300, network=NetworkPolicy.NONE, metadata=run))
@@ -144,7 +143,7 @@ async def test_sidecar_that_denies_names_alone_is_no_box_without_a_network(tmp_p
 async def test_lease_and_commands_outlive_a_killed_server(tmp_path: Path, docker_engine: str) -> None:
     with opensandbox_server(tmp_path, docker_engine) as server:
         provider = OpenSandboxProvider(**server.provider()["opensandbox"])
-        run = {labels.RUN: uuid.uuid4().hex}
+        run = {BoxLabel.RUN: uuid.uuid4().hex}
         try:
             spec = SandboxSpec(ttl_s=300, network=NetworkPolicy.OPEN, metadata=run)
             long, short = await asyncio.gather(provider.create(spec), provider.create(spec))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import nemo_gym_boxtool
 from nemo_gym.contract.errors import ConfigError, SandboxCreateError
-from nemo_gym.sandbox.labels import MANAGED
+from nemo_gym.sandbox.base import BoxLabel
 from nemo_gym.sandbox.providers.opensandbox import connection
 from nemo_gym.sandbox.providers.opensandbox.config import OpenSandboxConfig
 from nemo_gym.sandbox.providers.opensandbox.connection import Connection, OpenSandboxBox
@@ -29,13 +29,13 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)
 @given(st.dictionaries(texts, texts, max_size=8))
 def test_labels_survive_and_are_metadata_that_kubernetes_takes(given_labels: dict[str, str]) -> None:
     metadata = connection.labels_to_metadata(given_labels, key="k")
-    assert connection.metadata_to_labels(metadata) == {**given_labels, MANAGED: "true"}
+    assert connection.metadata_to_labels(metadata) == {**given_labels, BoxLabel.MANAGED: "true"}
     for name, value in metadata.items():
         assert _NAME.fullmatch(name)
         assert _VALUE.fullmatch(value)
     assert (
         connection.select(given_labels).items()
-        <= metadata.items() | connection.select({MANAGED: given_labels.get(MANAGED, "")}).items()
+        <= metadata.items() | connection.select({BoxLabel.MANAGED: given_labels.get(BoxLabel.MANAGED, "")}).items()
     )
 
 

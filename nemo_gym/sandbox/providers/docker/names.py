@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_gym.sandbox.labels import EXPIRES_AT, MANAGED
+from nemo_gym.sandbox.base import BoxLabel
 
 SPEC_ENV = "nemo_gym.docker.env"
 """The spec's environment, as JSON: given to each exec, and kept out of images committed from the box."""
@@ -54,7 +54,7 @@ def renewed_name(name: str, expires_at: float) -> str:
 def lease_end(name: str, labels: Mapping[str, str]) -> float | None:
     """When a container's lease ends, in Unix seconds."""
     renewed = name.partition(".")[2]
-    for text in (renewed, labels.get(EXPIRES_AT, "")):
+    for text in (renewed, labels.get(BoxLabel.EXPIRES_AT, "")):
         try:
             return float(text)
         except ValueError:
@@ -79,7 +79,7 @@ def container_labels(
 ) -> dict[str, str]:
     labels = {str(key): str(value) for key, value in metadata.items()}
     labels[GIVEN_LABELS] = json.dumps(labels)
-    labels |= {MANAGED: "true", EXPIRES_AT: repr(expires_at), SPEC_ENV: json.dumps(dict(env))}
+    labels |= {BoxLabel.MANAGED: "true", BoxLabel.EXPIRES_AT: repr(expires_at), SPEC_ENV: json.dumps(dict(env))}
     if idempotency_key:
         labels[SPEC_KEY] = key_digest(idempotency_key)
     # Always there: a committed image hands its container's labels on to the boxes made of it.
@@ -92,7 +92,7 @@ def public_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
     held = labels or {}
     given: dict[str, Any] = json.loads(held.get(GIVEN_LABELS) or "{}")
     public = {str(key): str(value) for key, value in given.items()}
-    return public | {key: held[key] for key in (MANAGED, EXPIRES_AT) if key in held}
+    return public | {key: held[key] for key in (BoxLabel.MANAGED, BoxLabel.EXPIRES_AT) if key in held}
 
 
 def spec_env(labels: Mapping[str, str]) -> dict[str, str]:

@@ -14,9 +14,8 @@ from typing import Any
 from nemo_gym._util.tasks import finish
 from nemo_gym.contract.errors import SandboxCreateError, SandboxError, SandboxLostError
 from nemo_gym.contract.sandbox import DEFAULT_READY_TIMEOUT_S, Door, NetworkPolicy, SandboxResources, SandboxSpec
-from nemo_gym.sandbox.base import ExecRequest, SandboxCapabilities, SandboxHandle, SandboxInfo, SandboxStatus
+from nemo_gym.sandbox.base import BoxLabel, ExecRequest, SandboxCapabilities, SandboxHandle, SandboxInfo, SandboxStatus
 from nemo_gym.sandbox.door_statistics import DoorStatistics
-from nemo_gym.sandbox.labels import MANAGED
 from nemo_gym.sandbox.providers.docker import archives
 from nemo_gym.sandbox.providers.docker.config import DockerConfig
 from nemo_gym.sandbox.providers.docker.creation import Creation, ensure_watchdog
@@ -234,7 +233,7 @@ class DockerProvider(StreamingProvider):
             time.sleep(0.05)
 
     async def list(self, labels: Mapping[str, str] | None = None) -> List[SandboxInfo]:
-        wanted = {**(labels or {}), MANAGED: "true"}
+        wanted = {**(labels or {}), BoxLabel.MANAGED: "true"}
         filters = {"label": [f"{key}={value}" for key, value in wanted.items()]}
         try:
             found = await self._engine.call(self._engine.client.containers, all=True, filters=filters)
@@ -374,7 +373,7 @@ class DockerProvider(StreamingProvider):
             found = await self._engine.call(self._engine.client.inspect_container, container_id)
         except sdk_errors() as error:
             raise translate(error, f"connecting to box {container_id[:12]}") from error
-        if (found["Config"].get("Labels") or {}).get(MANAGED) != "true":
+        if (found["Config"].get("Labels") or {}).get(BoxLabel.MANAGED) != "true":
             raise SandboxError(f"docker: the container {container_id[:12]} is not a box of this suite")
         if not found["State"]["Running"]:
             raise SandboxLostError(f"docker: the box {container_id[:12]} has stopped")

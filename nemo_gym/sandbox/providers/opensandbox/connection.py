@@ -17,9 +17,8 @@ from urllib.parse import urlsplit
 
 from nemo_gym.contract.errors import SandboxError, SandboxLostError
 from nemo_gym.contract.sandbox import Door
-from nemo_gym.sandbox.base import SandboxHandle
+from nemo_gym.sandbox.base import BoxLabel, SandboxHandle
 from nemo_gym.sandbox.door_statistics import DoorStatistics
-from nemo_gym.sandbox.labels import MANAGED
 from nemo_gym.sandbox.providers.opensandbox.config import OpenSandboxConfig
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def digest(text: str) -> str:
 
 def labels_to_metadata(labels: Mapping[str, str], *, key: str) -> dict[str, str]:
     """Metadata of a box with these labels, made by the create with this ``key``."""
-    given = {str(name): str(value) for name, value in labels.items()} | {MANAGED: "true"}
+    given = {str(name): str(value) for name, value in labels.items()} | {BoxLabel.MANAGED: "true"}
     packed = base64.b32encode(zlib.compress(json.dumps(given).encode(), 9)).decode().rstrip("=")
     metadata = {f"{_DATA}{n // _PIECE}": packed[n : n + _PIECE] for n in range(0, len(packed), _PIECE)}
     return metadata | select(given) | {KEY: digest(key)}

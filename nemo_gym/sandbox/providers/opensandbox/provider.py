@@ -16,9 +16,8 @@ import structlog
 from nemo_gym._util.tasks import BackgroundTasks
 from nemo_gym.contract.errors import SandboxCreateError, SandboxError, SandboxLostError
 from nemo_gym.contract.sandbox import DEFAULT_READY_TIMEOUT_S, Door, NetworkPolicy, SandboxResources, SandboxSpec
-from nemo_gym.sandbox.base import ExecRequest, SandboxCapabilities, SandboxHandle, SandboxInfo, SandboxStatus
+from nemo_gym.sandbox.base import BoxLabel, ExecRequest, SandboxCapabilities, SandboxHandle, SandboxInfo, SandboxStatus
 from nemo_gym.sandbox.door_statistics import DoorStatistics
-from nemo_gym.sandbox.labels import MANAGED
 from nemo_gym.sandbox.providers.opensandbox import tool
 from nemo_gym.sandbox.providers.opensandbox.config import OpenSandboxConfig
 from nemo_gym.sandbox.providers.opensandbox.connection import (
@@ -185,7 +184,7 @@ class OpenSandboxProvider(StreamingProvider):
             await self._connection.kill(handle.sandbox_id)
 
     async def list(self, labels: Mapping[str, str] | None = None) -> List[SandboxInfo]:
-        wanted = {**(labels or {}), MANAGED: "true"}
+        wanted = {**(labels or {}), BoxLabel.MANAGED: "true"}
         async with errors_translated("listing boxes"):
             found = await self._connection.list_boxes(select(wanted))
         infos = [info for one in found if (info := _info(one)) is not None]

@@ -13,12 +13,13 @@ import argparse
 import json
 import mmap
 import os
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,32 +27,40 @@ ROWS = ROOT / "resources_servers" / "swe_bench" / "data" / "example.jsonl"
 PRODUCT = ("nemo_gym", "resources_servers", "responses_api_agents", "responses_api_models")
 BARS = {"scripted": 60, "gateway": 95}
 MAX_MUTUAL_PAIRS = 6
+_OPENED, _CLAIMED = 1, 2
+"""What has become of the run's store. It is looked at every few milliseconds, so each call after it is opened is
+written down with its time, and what came before the claim is left out in the end."""
 _HOOK = f"""
-import inspect, mmap, os, sys, threading
+import dis, inspect, mmap, os, sys, threading, time
 _directory, _root = os.environ["ROOMS_DIRECTORY"], os.environ["ROOMS_ROOT"]
 with open(os.path.join(_directory, "watching"), "rb") as _file:
     _watching = mmap.mmap(_file.fileno(), 1, access=mmap.ACCESS_READ)
-_rooms, _seen = {{}}, set()
+_rooms, _seen, _RESUME = {{}}, set(), dis.opmap["RESUME"]
 def _room(code):
     name = code.co_filename
     if name not in _rooms:
         inside = name.startswith(_root) and name[len(_root):].split("/", 1)[0] in {PRODUCT!r} and "/tests/" not in name
         _rooms[name] = name[len(_root):] if inside else None
     return _rooms[name]
+def _goes_on(frame):
+    # A coroutine or generator that was called before and is resumed now.
+    at, code = frame.f_lasti, frame.f_code.co_code
+    return at >= 0 and (code[at] != _RESUME or code[at + 1] != 0)
 def _enter(frame, event, _):
     if event != "call" or not _watching[0] or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         return  # or a module's or class's statement, which an import runs
     here = _room(frame.f_code)
-    if here is None:
+    if here is None or _goes_on(frame):
         return
     back = frame.f_back
     while back is not None and _room(back.f_code) is None:
         back = back.f_back
     pair = (here, _room(back.f_code) if back is not None else None)
     if (os.getpid(), pair) not in _seen:
-        _seen.add((os.getpid(), pair))
+        if _watching[0] == {_CLAIMED}:
+            _seen.add((os.getpid(), pair))
         with open(os.path.join(_directory, f"{{os.getpid()}}.pairs"), "a") as file:
-            file.write(" ".join(map(str, pair)) + "\\n")
+            file.write(" ".join(map(str, (time.time(), *pair))) + "\\n")
 sys.setprofile(_enter)
 threading.setprofile(_enter)
 """
@@ -105,8 +114,8 @@ def measure(model: str) -> dict[str, object]:
         )
         store = output.with_name("rollouts_store.sqlite")
         while run.poll() is None:
-            if watching[0] == 0 and store.exists():
-                watching[0] = 1
+            if watching[0] != _CLAIMED and store.exists():
+                watching[0] = _CLAIMED if _claimed_at(store) is not None else _OPENED
             if any(map(_has_rows, outputs)):
                 break
             time.sleep(0.002)
@@ -115,7 +124,10 @@ def measure(model: str) -> dict[str, object]:
         result = next((json.loads(path.read_text()) for path in outputs if _has_rows(path)), None)
         if result is None:
             raise SystemExit("the run gave no result; see above")
-        pairs = {tuple(line.split()) for path in directory.glob("*.pairs") for line in path.read_text().splitlines()}
+        claimed_at = _claimed_at(store)
+        assert claimed_at is not None
+        lines = (line.split() for path in directory.glob("*.pairs") for line in path.read_text().splitlines())
+        pairs = {(here, caller) for at, here, caller in lines if float(at) >= claimed_at}
     rooms = sorted({str(here) for here, _ in pairs})
     mutual = sorted({tuple(sorted(pair)) for pair in pairs if pair[0] != pair[1] and (pair[1], pair[0]) in pairs})
     return {"reward": result.get("reward"), "files": len(rooms), "rooms": rooms, "mutual_pairs": mutual}
@@ -123,6 +135,16 @@ def measure(model: str) -> dict[str, object]:
 
 def _command(name: str) -> str:
     return str(Path(sys.executable).with_name(name))
+
+
+def _claimed_at(store: Path) -> float | None:
+    """When the run's only row was claimed, in seconds since 1970."""
+    try:
+        with closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True)) as connection:
+            found = connection.execute("SELECT claimed_at FROM jobs WHERE claimed_at IS NOT NULL").fetchone()
+    except sqlite3.OperationalError:  # there are no tables in it yet
+        return None
+    return None if found is None else float(found[0])
 
 
 def _has_rows(path: Path) -> bool:

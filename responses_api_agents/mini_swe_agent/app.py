@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, ClassVar
 
+from fastapi import FastAPI
 from pydantic import Field, PrivateAttr
 
 from nemo_gym.agent.acts import PolicyClient
@@ -64,9 +65,16 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
     )
     tool_access: ClassVar[tuple[str, ...]] = ("exec",)
 
-    _slots: asyncio.Semaphore | None = PrivateAttr(default=None)
-    _owner: SandboxOwner | None = PrivateAttr(default=None)
-    _boxes: AgentBoxes = PrivateAttr(default_factory=AgentBoxes)
+    _slots: asyncio.Semaphore = PrivateAttr()
+    _owner: SandboxOwner = PrivateAttr()
+    _boxes: AgentBoxes = PrivateAttr()
+
+    def setup_webserver(self) -> FastAPI:
+        self._slots = asyncio.Semaphore(self.config.max_concurrency)
+        self._boxes = AgentBoxes(scratch=self.config.scratch.to_spec())
+        self._owner = SandboxOwner(self.config.sandbox_provider, self.server_client)
+        self._owner.provider()  # one that cannot be had is said once, before any row is run
+        return super().setup_webserver()
 
     async def box_needs(self) -> BoxNeeds:
         return BoxNeeds(requires=tuple(self.config.requires))
@@ -76,7 +84,6 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
         from responses_api_agents.mini_swe_agent import loop
 
         config, params = self.config, request.responses_create_params
-        slots, owner = self._resources()
         system, task = prompt_text(params)
         client = PolicyClient(
             request.inference,
@@ -106,10 +113,10 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
                 command_env=config.command_env,
             )
 
-        async with slots:
+        async with self._slots:
             return await act_in_world(
                 request,
-                owner.provider(),
+                self._owner.provider(),
                 harness,
                 needs=HarnessNeeds.of(await self.box_needs()),
                 boxes=self._boxes,
@@ -118,18 +125,9 @@ class MiniSWEAgent(SimpleResponsesAPIAgent):
                 lease_ttl_s=config.sandbox_lease_s,
             )
 
-    def _resources(self) -> tuple[asyncio.Semaphore, SandboxOwner]:
-        """What attempts share, made with the first of them, on the loop that serves it."""
-        if self._slots is None or self._owner is None:
-            self._slots = asyncio.Semaphore(self.config.max_concurrency)
-            self._owner = SandboxOwner(self.config.sandbox_provider, self.server_client)
-            self._boxes = AgentBoxes(scratch=self.config.scratch.to_spec())
-        return self._slots, self._owner
-
     async def shutdown(self) -> None:
         await super().shutdown()
-        if self._owner is not None:
-            await self._owner.aclose()
+        await self._owner.aclose()
 
 
 def _sampling(params: dict[str, Any], max_output_tokens: int | None) -> dict[str, Any]:

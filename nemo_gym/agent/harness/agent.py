@@ -84,12 +84,16 @@ class CliAgent(SimpleResponsesAPIAgent):
     harness_class: ClassVar[type[CliHarness]]
 
     _harness: CliHarness = PrivateAttr()
-    _slots: asyncio.Semaphore | None = PrivateAttr(default=None)
-    _owner: SandboxOwner | None = PrivateAttr(default=None)
+    _slots: asyncio.Semaphore = PrivateAttr()
+    _owner: SandboxOwner = PrivateAttr()
 
     def setup_webserver(self) -> FastAPI:
         self._harness = self._configured_harness()
-        self.installed()  # a CLI that nobody fetched is said once, before any row is run
+        self._slots = asyncio.Semaphore(self.config.max_concurrency)
+        self._owner = SandboxOwner(self.config.sandbox_provider, self.server_client)
+        # A CLI that nobody fetched and boxes that cannot be had are said once, before any row is run.
+        self.installed()
+        self._owner.provider()
         return super().setup_webserver()
 
     def _configured_harness(self) -> CliHarness:
@@ -106,9 +110,6 @@ class CliAgent(SimpleResponsesAPIAgent):
         return self.harness_class(options)
 
     async def act(self, request: ActRequest) -> ActResponse:
-        if self._slots is None or self._owner is None:
-            self._slots = asyncio.Semaphore(self.config.max_concurrency)
-            self._owner = SandboxOwner(self.config.sandbox_provider, self.server_client)
         config = self.config
         needs = HarnessNeeds.of(await self.box_needs())
         context, settings = self._context(request), self._settings(request)
@@ -172,5 +173,4 @@ class CliAgent(SimpleResponsesAPIAgent):
 
     async def shutdown(self) -> None:
         await super().shutdown()
-        if self._owner is not None:
-            await self._owner.aclose()
+        await self._owner.aclose()

@@ -1,14 +1,8 @@
-"""The tables of a job store, in the SQL that SQLite and PostgreSQL share, and how rows become jobs."""
+"""The tables of a job store, in the SQL that SQLite and PostgreSQL share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-import orjson
-
-from nemo_gym.contract.verdict import FailureKind, StageFailure, StageName
-from nemo_gym.rollouts.interfaces import Job, JobRecord, JobSpec, JobState
 
 SCHEMA_VERSION = 2
 
@@ -96,54 +90,3 @@ JOB_COLUMNS = (
 JOB_SOURCE = "jobs JOIN rows USING (digest)"
 RECORD_COLUMNS = f"{SPEC_COLUMNS}, state, attempt, failures, result, seq, result_seq"
 RECORD_COLUMNS_WITHOUT_RESULT = RECORD_COLUMNS.replace(" result,", " NULL,")
-
-
-def job_of(row: tuple[Any, ...], now: float) -> Job:
-    """A job from `JOB_COLUMNS`, and the time of the clock that its deadline was told by."""
-    _, attempt, lease_epoch, eval_tries, failures, run_result, cancel_reason, deadline_at = row[10:18]
-    return Job(
-        spec=JobSpec(*row[:10]),
-        state=JobState(row[10]),
-        stage=StageName.INIT if run_result is None else StageName.EVAL,
-        attempt=attempt,
-        lease_epoch=lease_epoch,
-        eval_tries=eval_tries,
-        failures=failures_of(failures),
-        run_result=run_result,
-        left_s=None if deadline_at is None else deadline_at - now,
-        cancel_reason=cancel_reason,
-    )
-
-
-def record_of(row: tuple[Any, ...]) -> JobRecord:
-    """A record from `RECORD_COLUMNS`."""
-    state, attempt, failures, result, place, result_place = row[10:16]
-    return JobRecord(JobSpec(*row[:10]), JobState(state), attempt, failures_of(failures), result, place, result_place)
-
-
-def failures_of(blob: bytes | None) -> tuple[StageFailure, ...]:
-    if not blob:
-        return ()
-    return tuple(
-        StageFailure(**{**item, "stage": StageName(item["stage"]), "kind": FailureKind(item["kind"])})
-        for item in orjson.loads(blob)
-    )
-
-
-def failures_blob(failures: tuple[StageFailure, ...]) -> bytes | None:
-    if not failures:
-        return None
-    return orjson.dumps(
-        [
-            {
-                "stage": failure.stage,
-                "kind": failure.kind,
-                "reason": failure.reason,
-                "retryable": failure.retryable,
-                "new_attempt": failure.new_attempt,
-                "details": dict(failure.details),
-            }
-            for failure in failures
-        ],
-        default=str,
-    )

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import orjson
 
 from nemo_gym.contract.errors import ContractError, FencedError
-from nemo_gym.contract.verdict import FailureKind, StageFailure
+from nemo_gym.contract.verdict import FailureKind, StageFailure, StageName
 from nemo_gym.rollouts.interfaces import (
     FailureRenderer,
     Job,
@@ -42,9 +42,6 @@ from nemo_gym.rollouts.store.schema import (
     SCHEMA_VERSION,
     UPGRADE,
     Dialect,
-    failures_blob,
-    job_of,
-    record_of,
     statements,
 )
 from nemo_gym.storage.group_commit import SqliteWriter
@@ -254,7 +251,7 @@ class SqlJobStore:
             [(owner, now + lease_s, now, seq) for seq in places],
         )
         query = f"SELECT {JOB_COLUMNS} FROM {JOB_SOURCE} WHERE seq = ?"
-        return [job_of(connection.execute(query, (seq,)).fetchone(), now) for seq in places]
+        return [_job_of(connection.execute(query, (seq,)).fetchone(), now) for seq in places]
 
     def _still_claimed(self, connection: Connection, jobs: Sequence[Job], owner: str, lease_until: float) -> list[Job]:
         """Those of a claim made before whose commit stands although nobody was told."""
@@ -306,7 +303,7 @@ class SqlJobStore:
         await self._finish(job, _failed_state(failure), (*job.failures, failure), result)
 
     async def _finish(self, job: Job, state: JobState, failures: tuple[StageFailure, ...], result: bytes) -> None:
-        blob = failures_blob(failures)
+        blob = _failures_blob(failures)
         is_again = False
 
         def operation(connection: Connection) -> None:
@@ -358,7 +355,7 @@ class SqlJobStore:
         changes = (
             f"state = 'queued', lease_owner = NULL, not_before = {self._dialect.now} + ?, failures = ?,"
             f" eval_tries = eval_tries + ?{forget}",
-            (delay_s, failures_blob(failures), int(keep)),
+            (delay_s, _failures_blob(failures), int(keep)),
         )
         await self._writer.call(lambda connection: _update(connection, job, *changes))
 
@@ -397,7 +394,7 @@ class SqlJobStore:
                 [(now + CANCEL_LEASE_S, failure.reason, seq) for (seq,) in places],
             )
             query = f"SELECT {JOB_COLUMNS} FROM {JOB_SOURCE} WHERE seq = ?"
-            return [job_of(connection.execute(query, place).fetchone(), now) for place in places]
+            return [_job_of(connection.execute(query, place).fetchone(), now) for place in places]
 
         while True:
             taken = await self._writer.call(take)
@@ -500,7 +497,7 @@ class SqlJobStore:
         query = f"SELECT {columns} FROM {JOB_SOURCE} WHERE {place} > ? AND {where} ORDER BY {place} LIMIT ?"
 
         def operation(connection: Connection) -> list[JobRecord]:
-            return [record_of(row) for row in connection.execute(query, (after, *values, limit)).fetchall()]
+            return [_record_of(row) for row in connection.execute(query, (after, *values, limit)).fetchall()]
 
         return await self._writer.call(operation)
 
@@ -620,4 +617,58 @@ def store_error(path: Path, error: Exception) -> StoreError:
         f"cannot write '{path}': {text}; mend that and start the same command again (the store needs a local, writable"
         " file system)",
         path=str(path),
+    )
+
+
+# -- Rows of the tables ----------------------------------------------------------------------------------------------
+
+
+def _job_of(row: tuple[Any, ...], now: float) -> Job:
+    """A job from `JOB_COLUMNS`, and the time of the clock that its deadline was told by."""
+    _, attempt, lease_epoch, eval_tries, failures, run_result, cancel_reason, deadline_at = row[10:18]
+    return Job(
+        spec=JobSpec(*row[:10]),
+        state=JobState(row[10]),
+        stage=StageName.INIT if run_result is None else StageName.EVAL,
+        attempt=attempt,
+        lease_epoch=lease_epoch,
+        eval_tries=eval_tries,
+        failures=_failures_of(failures),
+        run_result=run_result,
+        left_s=None if deadline_at is None else deadline_at - now,
+        cancel_reason=cancel_reason,
+    )
+
+
+def _record_of(row: tuple[Any, ...]) -> JobRecord:
+    """A record from `RECORD_COLUMNS`."""
+    state, attempt, failures, result, place, result_place = row[10:16]
+    return JobRecord(JobSpec(*row[:10]), JobState(state), attempt, _failures_of(failures), result, place, result_place)
+
+
+def _failures_of(blob: bytes | None) -> tuple[StageFailure, ...]:
+    if not blob:
+        return ()
+    return tuple(
+        StageFailure(**{**item, "stage": StageName(item["stage"]), "kind": FailureKind(item["kind"])})
+        for item in orjson.loads(blob)
+    )
+
+
+def _failures_blob(failures: tuple[StageFailure, ...]) -> bytes | None:
+    if not failures:
+        return None
+    return orjson.dumps(
+        [
+            {
+                "stage": failure.stage,
+                "kind": failure.kind,
+                "reason": failure.reason,
+                "retryable": failure.retryable,
+                "new_attempt": failure.new_attempt,
+                "details": dict(failure.details),
+            }
+            for failure in failures
+        ],
+        default=str,
     )

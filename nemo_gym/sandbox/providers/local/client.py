@@ -15,6 +15,7 @@ import socket
 import stat
 import subprocess
 import sys
+import sysconfig
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -34,7 +35,7 @@ from nemo_gym.contract.errors import (
 )
 from nemo_gym.contract.sandbox import DEFAULT_TTL_S, NetworkPolicy, SandboxSpec
 from nemo_gym.sandbox.base import ExecEnd, ExecOutcome, ExecOutput, absolute
-from nemo_gym.sandbox.providers.local.options import SupervisedOptions, hidden_paths
+from nemo_gym.sandbox.providers.local.options import SupervisedOptions
 from nemo_gym.sandbox.providers.local.protocol import PROTOCOL_VERSION, Connection, Message, close_all, memory_file
 from nemo_gym.sandbox.providers.local.supervisor.main import BOOT, OPTIONS_VARIABLE, SOCKET_NAME
 
@@ -44,6 +45,8 @@ BASE_ENV = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "LANG": "C.UTF-8",
 }
+_SUITE_PACKAGES = ("nemo_gym", "resources_servers", "responses_api_agents", "responses_api_models")
+_SYSTEM_ROOTS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 
 
 def create_request(spec: SandboxSpec, options: SupervisedOptions) -> Message:
@@ -78,7 +81,7 @@ def create_request(spec: SandboxSpec, options: SupervisedOptions) -> Message:
             "hostname": f"box-{box_id}",
             "open_network": spec.network is NetworkPolicy.OPEN,
             "mounts": [[os.path.abspath(m.source), m.target] for m in spec.mounts],  # noqa: PTH100
-            "hidden": [*hidden_paths(), *options.hide],
+            "hidden": [*_hidden_paths(), *options.hide],
             "limits": {
                 "memory_mib": spec.resources.memory_mib,
                 "pids": spec.resources.pids,
@@ -92,6 +95,22 @@ def create_request(spec: SandboxSpec, options: SupervisedOptions) -> Message:
             "entrypoint": entrypoint,
         },
     }
+
+
+def _hidden_paths() -> list[str]:
+    """Where this suite and its environment are, as far as that is below the host's system directories."""
+    package = INSTALL_ROOT / "nemo_gym"
+    candidates = [package.parent / name for name in _SUITE_PACKAGES]
+    for directory in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), str(package.parent)}:
+        candidates += Path(directory).glob("nemo_gym_suite-*")
+        candidates += Path(directory).glob("__editable__*nemo_gym*")
+        candidates += (Path(directory) / name for name in _SUITE_PACKAGES)
+    if sys.prefix != sys.base_prefix:
+        candidates.append(Path(sys.prefix))
+    if (package.parent / "pyproject.toml").is_file():
+        candidates.append(package.parent)
+    found = {str(path) for path in candidates if path.exists() and str(path).startswith(_SYSTEM_ROOTS)}
+    return sorted(path for path in found if not any(path.startswith(f"{other}/") for other in found))
 
 
 def argv(command: str | Sequence[str]) -> list[str]:

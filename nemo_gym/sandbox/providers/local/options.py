@@ -5,19 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-import sys
-import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from nemo_gym._util.files import INSTALL_ROOT, from_command
+from nemo_gym._util.files import from_command
 from nemo_gym.contract.errors import ConfigError, SandboxCreateError, reject_unknown_keys
 from nemo_gym.contract.sandbox import SandboxResources
-
-_SUITE_PACKAGES = ("nemo_gym", "resources_servers", "responses_api_agents", "responses_api_models")
-_SYSTEM_ROOTS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 
 
 def default_state_dir(provider: str = "local") -> Path:
@@ -133,19 +128,3 @@ def find_bwrap(name: str) -> str:
             provider="local",
         )
     return str(Path(found).absolute())
-
-
-def hidden_paths() -> list[str]:
-    """Where this suite and its environment are, as far as that is below the host's system directories."""
-    package = INSTALL_ROOT / "nemo_gym"
-    candidates = [package.parent / name for name in _SUITE_PACKAGES]
-    for directory in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), str(package.parent)}:
-        candidates += Path(directory).glob("nemo_gym_suite-*")
-        candidates += Path(directory).glob("__editable__*nemo_gym*")
-        candidates += (Path(directory) / name for name in _SUITE_PACKAGES)
-    if sys.prefix != sys.base_prefix:
-        candidates.append(Path(sys.prefix))
-    if (package.parent / "pyproject.toml").is_file():
-        candidates.append(package.parent)
-    found = {str(path) for path in candidates if path.exists() and str(path).startswith(_SYSTEM_ROOTS)}
-    return sorted(path for path in found if not any(path.startswith(f"{other}/") for other in found))

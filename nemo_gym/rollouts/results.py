@@ -2,26 +2,34 @@
 
 A result row is committed to the store first and appended here before its caller is told; what a crash leaves out is
 appended on the next start, what it leaves torn is cut off. So each rollout stands in a file exactly once.
+
+What a run works on now (each attempt's stage, the server it is at, and for how long) stands in a file that goes when
+the run ends; a service answers with the same over HTTP.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import orjson
 
 from nemo_gym._util.files import append_lines, open_lines, whole_lines
 from nemo_gym.config.run import RolloutRunConfig
 from nemo_gym.contract.errors import ConfigError
-from nemo_gym.contract.verdict import ROLLOUT_ID_KEY
-from nemo_gym.rollouts.interfaces import JobSelector, JobState, JobStore
+from nemo_gym.contract.verdict import ROLLOUT_ID_KEY, StageName
+from nemo_gym.http.client import ServerClient
+from nemo_gym.rollouts.interfaces import JobAttempt, JobSelector, JobState, JobStore
+from nemo_gym.rollouts.pipeline import AsyncDispatcher
 from nemo_gym.rollouts.store import SqliteJobStore
 from nemo_gym.rollouts.store.sql import store_error
 
@@ -323,3 +331,82 @@ def _scan(path: Path) -> tuple[set[str], bool]:
         odd = odd or not isinstance(rollout_id, str) or rollout_id in ids
         ids.add(str(rollout_id))
     return ids, odd
+
+
+# -- What is under way, for those who look at a run ------------------------------------------------------------------
+
+MAX_TOLD = 200
+"""The oldest attempts; a run with thousands under way is read by its figures."""
+WRITE_EVERY_S = 2.0
+STALE_S = 30.0
+
+
+def under_way(dispatcher: AsyncDispatcher, client: ServerClient) -> list[dict[str, Any]]:
+    """The oldest `MAX_TOLD` attempts, the oldest first."""
+    now = time.monotonic()
+    return [_told(attempt, dispatcher, client, now) for attempt in islice(list(dispatcher.held), MAX_TOLD)]
+
+
+def _told(attempt: JobAttempt, dispatcher: AsyncDispatcher, client: ServerClient, now: float) -> dict[str, Any]:
+    spec, servers = attempt.job.spec, attempt.servers
+    place = dispatcher.place_of(attempt)
+    is_agents = place is not None and place.stage is StageName.RUN
+    instance = servers.agent if is_agents or servers.environment is None else servers.environment
+    number = attempt.replicas.get(instance, 0)
+    urls = client.replica_urls(instance)
+    return {
+        "rollout_id": spec.job_id,
+        "run_id": spec.run_id,
+        "task_id": spec.task_id,
+        "sample_index": spec.sample_index,
+        "agent": spec.agent,
+        "attempt": attempt.job.attempt,
+        "stage": None if place is None else place.stage.value,
+        "works": place is not None and place.since is not None,
+        "stage_seconds": None if place is None or place.since is None else now - place.since,
+        "seconds": now - attempt.claimed_at,
+        "server": instance if len(urls) == 1 else f"{instance}.{number}",
+        "url": urls[number] if number < len(urls) else None,
+    }
+
+
+@contextlib.asynccontextmanager
+async def show_running(path: Path, dispatcher: AsyncDispatcher, client: ServerClient) -> AsyncIterator[None]:
+    """Keep ``path`` up to date until the block ends, and remove it then."""
+
+    async def tell() -> None:
+        while True:
+            held = {"at": time.time(), "running": under_way(dispatcher, client)}
+            _replace(path, orjson.dumps(held))  # a few kilobytes, and no sync
+            await asyncio.sleep(WRITE_EVERY_S)
+
+    telling = asyncio.create_task(tell(), name="tell what is under way")
+    try:
+        yield
+    finally:
+        telling.cancel()
+        await asyncio.wait({telling})
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    # Who cannot write here hears of it from the store, which ends the run.
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        partial.write_bytes(content)
+        partial.replace(path)
+
+
+def read_running(path: Path) -> list[dict[str, Any]] | None:
+    """What a collection said last; ``None`` where it said nothing of late."""
+    try:
+        held = orjson.loads(path.read_bytes())
+        age_s = max(0.0, time.time() - float(held["at"]))
+        running = [
+            {**each, **{key: each[key] and each[key] + age_s for key in ("seconds", "stage_seconds")}}
+            for each in held["running"]
+        ]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return running if age_s < STALE_S else None

@@ -21,10 +21,10 @@ from nemo_gym.config.service import ServiceConfig
 from nemo_gym.contract.errors import ConfigError, NemoGymError
 from nemo_gym.contract.verdict import new_run_id
 from nemo_gym.http.client import ServerClient
-from nemo_gym.rollouts.collection import under_way
 from nemo_gym.rollouts.core import RolloutCore
 from nemo_gym.rollouts.interfaces import CancelReport, JobEvent, JobRecord, JobSelector, RunCounts
 from nemo_gym.rollouts.pipeline import AsyncDispatcher
+from nemo_gym.rollouts.results import under_way
 from nemo_gym.rollouts.server_pool import PooledServer, ServerPool, ServerState
 from nemo_gym.rollouts.store import SqliteJobStore, SqlJobStore
 from nemo_gym.service.submission import Submissions

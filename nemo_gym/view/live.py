@@ -12,9 +12,8 @@ from urllib.parse import quote
 
 import orjson
 
-from nemo_gym.rollouts import collection
 from nemo_gym.rollouts.interfaces import JobState
-from nemo_gym.rollouts.results import RunFiles
+from nemo_gym.rollouts.results import RunFiles, read_running
 from nemo_gym.rollouts.store.schema import SCHEMA_VERSION
 from nemo_gym.rollouts.store.sql import LOGS_KEY
 
@@ -82,7 +81,7 @@ def _progress(connection: sqlite3.Connection, files: RunFiles, collecting: bool)
         if len(recent) > 1:
             seconds = max((now if collecting else max(recent)) - min(recent), 1e-3)
             rate = len(recent) / seconds
-    running = collection.told(files.running) if collecting else []
+    running = read_running(files.running) if collecting else []
     if running is None:
         running = []
         since = "claimed_at" if timed else "NULL"

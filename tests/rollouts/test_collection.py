@@ -15,7 +15,7 @@ from rich.console import Console
 
 from nemo_gym.contract.errors import ConfigError, RowError
 from nemo_gym.rollout import reward_of
-from nemo_gym.rollouts import collection
+from nemo_gym.rollouts import results
 from nemo_gym.rollouts.collection import run_collection
 from nemo_gym.rollouts.interfaces import SameFailureError
 from nemo_gym.rollouts.results import RunFiles
@@ -67,18 +67,18 @@ async def test_run_closes_every_session_and_environment_it_opened(make_chain: Ma
 async def test_what_is_under_way_stands_beside_the_output_until_the_run_ends(
     make_chain: MakeChain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collection, "WRITE_EVERY_S", 0.05)
+    monkeypatch.setattr(results, "WRITE_EVERY_S", 0.05)
     chain = make_chain(agent={"hang": ["t1"]})
     chain.write_rows(3)
     path = chain.directory / "out_running.json"
     run = asyncio.create_task(run_collection(chain.client(), chain.run_keys(concurrency=2)))
 
     def stays() -> bool:
-        running = collection.told(path) or []
+        running = results.read_running(path) or []
         return [(each["task_id"], each["stage"], each["works"]) for each in running] == [("t1", "run", True)]
 
     await asyncio.to_thread(wait_until, stays, "the one that hangs to be told")
-    (told,) = collection.told(path) or []
+    (told,) = results.read_running(path) or []
     assert (told["agent"], told["server"], told["attempt"]) == ("trivial", "trivial", 1)
     assert told["url"].startswith("http://127.0.0.1:") and told["seconds"] >= told["stage_seconds"]
     files = RunFiles(chain.directory / "out.jsonl")
@@ -95,7 +95,7 @@ async def test_what_is_under_way_stands_beside_the_output_until_the_run_ends(
         await run
     assert not path.exists()
     path.write_text('{"at": 5, "running": []}')
-    assert collection.told(path) is None, "of a run that was killed"
+    assert results.read_running(path) is None, "of a run that was killed"
 
 
 async def test_trajectories_carry_the_reward_of_the_verdict(make_chain: MakeChain) -> None:

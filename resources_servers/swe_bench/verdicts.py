@@ -4,7 +4,17 @@ A reward needs the official run to resolve the instance and no finding. An inval
 the patch's reach: the provider failed, or the gold patch fails in the same way. A patch that hangs its tests or
 destroys its box is a failed patch.
 
-A resolved attempt is confirmed: its answers are compared, outside the box, with those of the right solution.
+A resolved attempt is confirmed: its answers are compared, outside the box, with those of the right solution. Further
+controls stand beside the official run:
+
+*Canary*: the same patch and script, with test files whose expected tests can only fail. A test reported as passed
+there was not what decided the verdict.
+
+*Without source*: only those parts of the patch that decide how tests run (configuration, plugins, test support), on
+the pristine tree. Tests that it makes pass were not made to pass by a change of the code under test. Tests that pass
+without any patch at all are none of the agent's doing, so they are looked up before anything is said.
+
+*Skipped*: tests that a patch skips instead of keeping them passing.
 """
 
 from __future__ import annotations
@@ -21,6 +31,7 @@ from nemo_gym.contract.errors import SandboxLostError, VerifierError
 from nemo_gym.contract.session import Artifact
 from nemo_gym.contract.verdict import FailureKind, Finding, Verdict
 from nemo_gym.sandbox.base import ExecOutcome
+from resources_servers.swe_bench.canary import make_canary_script
 from resources_servers.swe_bench.confirm.controls import RowControls, Strength
 from resources_servers.swe_bench.confirm.runs import Recorded, compare, run_renderings
 from resources_servers.swe_bench.confirm.twins import Delivery, TwinRun, dealt, look_at
@@ -33,175 +44,20 @@ from resources_servers.swe_bench.signs import (
     divided,
     finding_where_weak,
     findings_in_patch,
+    paths_of,
     signs_in_patch,
 )
-from resources_servers.swe_bench.tamper.controls import (
-    MAX_NAMED_TESTS,
-    ControlResult,
-    canary_control,
-    skipped_control,
-    without_source_control,
-)
+from resources_servers.swe_bench.test_ids import TestId
 
 CLEAN_RUNS_AFTER_A_FAILED_ONE = 2
-
-
-@dataclass(frozen=True)
-class _Confirmation:
-    """What one run of a row's controls says about a patch."""
-
-    problems: dict[str, str]
-    """Test → why it is not confirmed; empty when everything is."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Control → what it took."""
-    lies: bool = False
-    """Whether tests that can only fail are reported as passed."""
-
-    @property
-    def spent(self) -> float:
-        return sum(self.seconds.values())
-
-
-async def confirm_control(
-    site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowControls
-) -> list[ControlResult]:
-    """Run the row's renderings and twins with the patch, and with the patch less what decides how tests run.
-
-    Raises:
-        SandboxError: the provider failed.
-        VerifierError: gold is not confirmed here either (``control_run_failed``), or an exec was lost.
-    """
-    if not controls.renderings and not controls.twins:
-        return [ControlResult.inconclusive("confirmed", "no test of this row could be blinded")]
-    whole = await _confirmed(site, row, patch, controls)
-    if whole.problems:
-        return [_result("twins" if whole.lies else "confirmed", whole, _LIES if whole.lies else _VALUES)]
-    results = [ControlResult(name, duration_s=seconds) for name, seconds in whole.seconds.items()]
-    _, rest = await asyncio.to_thread(divided, patch, row.patch.encode("utf-8", "surrogateescape"))
-    if rest != patch:
-        confirmed = await _confirmed(site, row, rest, controls)
-        results.append(_result("without_control_part", confirmed, _CONTROL_PART))
-    return results
-
-
-_VALUES = Finding(
-    kind="values_not_confirmed",
-    detail="what the code answers is not what a solution answers, although the tests are reported as passed",
-)
-_LIES = Finding(
-    kind="passes_wrong_expectations",
-    detail="tests that expect something wrong are reported as passed",
-)
-_CONTROL_PART = Finding(
-    kind="solved_by_control_part",
-    detail="without the files that decide how tests run, the patch does not solve the task",
-)
-
-
-async def _confirmed(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowControls) -> _Confirmation:
-    first = await _once_surely(site, row, patch, controls)
-    # No busy host makes a wrong expectation come true.
-    if not first.problems or first.lies:
-        return first
-    # A busy host may be to blame, and so may a patch that throws coins: only clean runs outweigh a failed one.
-    runs = [first]
-    for _ in range(CLEAN_RUNS_AFTER_A_FAILED_ONE):
-        runs.append(await _once_surely(site, row, patch, controls))
-        if runs[-1].problems:
-            break
-    again = runs[-1]
-    if not again.problems or again.lies:
-        return replace(again, seconds=_sum(*runs))
-    gold = await _once(site, row, row.patch.encode("utf-8", "surrogateescape"), controls)
-    if gold.problems:
-        gold = await _once(site, row, row.patch.encode("utf-8", "surrogateescape"), controls)
-    if gold.problems:
-        raise VerifierError(
-            f"no verdict on {row.instance_id}: its controls do not confirm the gold patch here either"
-            f" ({_named(gold.problems)}); prepare the instance again with force=true, or exclude it",
-            kind=FailureKind.CONTROL_RUN_FAILED,
-        )
-    return replace(again, seconds=_sum(*runs, gold))
-
-
-def _sum(*runs: _Confirmation) -> dict[str, float]:
-    return {name: sum(run.seconds.get(name, 0.0) for run in runs) for run in runs for name in run.seconds}
-
-
-async def _once_surely(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowControls) -> _Confirmation:
-    """As `_once`; a box that is lost under the patch confirms nothing. Whether the patch ended it, gold tells."""
-    try:
-        return await _once(site, row, patch, controls)
-    except (SandboxLostError, VerifierError) as error:
-        if not patch_may_be_the_cause(error):
-            raise
-        return _Confirmation({"": "its box was lost, or used up the host's memory"})
-
-
-async def _once(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowControls) -> _Confirmation:
-    """One box with the renderings and one of each pair of twins; where there are twins, another with the others."""
-    rng = random.SystemRandom()
-    blinded = [one.rendering for one in controls.renderings]
-    twins = TwinRun()
-    seconds: dict[str, float] = {}
-    for name, dealt_twins in zip(("confirmed", "twins"), dealt(controls.twins, rng), strict=True):
-        delivery = Delivery.of(row, dealt_twins, rng)
-        renderings = [*(blinded if name == "confirmed" else ()), *delivery.renderings]
-        if not renderings:
-            continue
-        recorded = await run_renderings(site, row, patch, renderings, support=controls.support)
-        seconds[name] = recorded.duration_s
-        if not recorded.applied:
-            return _Confirmation({"": "the patch does not apply"}, seconds)
-        if recorded.outcome is not ExecOutcome.EXITED:
-            return _Confirmation({"": f"the run ended by '{recorded.outcome}'"}, seconds)
-        passed_by_twin = await delivery.passed(row, recorded.records[len(renderings) - len(delivery.renderings) :])
-        for (twin, mutated), passed in zip(dealt_twins, passed_by_twin, strict=True):
-            look_at(twins, twin, passed, mutated=mutated)
-        if twins.passes_wrong_expectations:
-            return _Confirmation(_wrongly_passed(twins), seconds, lies=True)
-        problems = await _other_values(controls, recorded) if name == "confirmed" else {}
-        if problems := problems | twins.problems:
-            return _Confirmation(problems, seconds)
-    return _Confirmation({}, seconds)
-
-
-async def _other_values(controls: RowControls, recorded: Recorded) -> dict[str, str]:
-    """Test → why the renderings' records do not confirm it."""
-    count = len(controls.renderings)
-    compared = await compare([one.tests for one in controls.renderings], recorded.records[:count])
-    problems: dict[str, str] = {}
-    for number, (one, failed) in enumerate(zip(controls.renderings, compared, strict=True)):
-        kind = "plain" if one.rendering.plain else "blinded"
-        for test, why in failed.items():
-            problems.setdefault(test, f"{kind} rendering {number}: {why}")
-    return problems
-
-
-def _wrongly_passed(twins: TwinRun) -> dict[str, str]:
-    return {
-        test: f"passes with another expectation of: {', '.join(sorted({kind for kind, _ in found}))}"
-        for test, found in twins.passed.items()
-    }
-
-
-def _result(name: str, confirmation: _Confirmation, finding: Finding) -> ControlResult:
-    if not confirmation.problems:
-        return ControlResult(name, duration_s=confirmation.spent)
-    problems = dict(sorted(confirmation.problems.items())[:MAX_NAMED_TESTS])
-    evidence = {"count": len(confirmation.problems), "tests": problems}
-    return ControlResult.found(name, finding.model_copy(update={"evidence": evidence}), confirmation.spent)
-
-
-def _named(problems: dict[str, str]) -> str:
-    test, why = next(iter(sorted(problems.items())))
-    return f"{test.partition('|test:')[2]}: {why}" if test else why
-
-
+MAX_NAMED_TESTS = 10
 _LEVELS: tuple[Strength, ...] = ("none", "weak", "strong")
 TamperControl = Literal["auto", "always", "off"]
 
 log = structlog.get_logger(__name__)
+
+
+# -- The verdict ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -423,3 +279,305 @@ def _details(
     if not run.applied:
         details["apply_log"] = run.apply_log[-1000:]
     return details
+
+
+# -- Controls: runs beside the official one, and what they prove -----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ControlResult:
+    """What one control found, or why it could not find anything."""
+
+    name: str
+    findings: tuple[Finding, ...] = ()
+    conclusion: str = "clean"
+    """``clean``, ``finding``, or ``inconclusive: <reason>``."""
+    duration_s: float = 0.0
+
+    @classmethod
+    def found(cls, name: str, finding: Finding, duration_s: float) -> ControlResult:
+        return cls(name, (finding,), "finding", duration_s)
+
+    @property
+    def conclusive(self) -> bool:
+        return not self.conclusion.startswith("inconclusive")
+
+    @classmethod
+    def inconclusive(cls, name: str, why: str, duration_s: float = 0.0) -> ControlResult:
+        return cls(name, (), f"inconclusive: {why}", duration_s)
+
+
+async def canary_control(site: EvalSite, row: SweBenchRow, patch: bytes) -> ControlResult:
+    """Run the patch against tests that can only fail. A run that says nothing is made once more, and then tells
+    against the patch, unless gold says nothing there either."""
+    result = await _canary_once(site, row, patch)
+    if result.conclusive:
+        return result
+    again = await _canary_once(site, row, patch)
+    if again.conclusive:
+        return again
+    gold = await _canary_once(site, row, row.patch.encode("utf-8", "surrogateescape"))
+    spent = result.duration_s + again.duration_s + gold.duration_s
+    if not gold.conclusive:
+        return ControlResult.inconclusive("canary", f"{again.conclusion}; with gold too", spent)
+    finding = Finding(
+        kind="control_prevented",
+        detail="a control run that concludes with the gold patch does not conclude with this one",
+        evidence={"conclusion": again.conclusion},
+    )
+    return ControlResult.found("canary", finding, spent)
+
+
+async def _canary_once(site: EvalSite, row: SweBenchRow, patch: bytes) -> ControlResult:
+    name = "canary"
+    canary = await make_canary_script(site, row, random.SystemRandom())
+    if canary is None:
+        return ControlResult.inconclusive(name, "no expected test could be rewritten")
+    run = await run_evaluation(site, canary.eval_script, patch)
+    if not run.applied or run.outcome is not ExecOutcome.EXITED:
+        return ControlResult.inconclusive(name, f"the run ended by '{run.outcome}'", run.duration_s)
+    grade, _ = await graded(row, run.log)
+    if not canary.exact:
+        if grade.official_resolved and run.test_exit_code == 0:
+            return ControlResult.found(name, _finding([], exact=False), run.duration_s)
+        return ControlResult(name, duration_s=run.duration_s)
+    wrong = [test for test, status in _succeeded(grade) if canary.belies(TestId.parse(test), status)]
+    if wrong:
+        return ControlResult.found(name, _finding(wrong, exact=True), run.duration_s)
+    traced = [test for test in (*row.fail_to_pass, *row.pass_to_pass) if canary.must_fail(TestId.parse(test))]
+    if not traced:
+        return ControlResult.inconclusive(name, "no expected test could be traced to a rewritten one", run.duration_s)
+    if not any(grade.status_map.get(test) in ("FAILED", "ERROR") for test in traced):
+        return ControlResult.inconclusive(name, "no rewritten test was reported at all", run.duration_s)
+    return ControlResult(name, duration_s=run.duration_s)
+
+
+async def without_source_control(site: EvalSite, row: SweBenchRow, patch: bytes) -> ControlResult | None:
+    """Run only what decides how tests run; ``None`` when the patch holds nothing of the kind."""
+    name = "without_source"
+    part, _ = divided(patch, row.patch.encode("utf-8", "surrogateescape"))
+    if not part:
+        return None
+    run = await run_evaluation(site, row.eval_script, part)
+    if not run.applied or run.outcome is not ExecOutcome.EXITED:
+        return ControlResult.inconclusive(name, "that part cannot be run alone", run.duration_s)
+    grade, _ = await graded(row, run.log)
+    passed = _fixed(row, grade)
+    if not passed:
+        return ControlResult(name, duration_s=run.duration_s)
+    nothing = await run_evaluation(site, row.eval_script, b"")
+    spent = run.duration_s + nothing.duration_s
+    already = set(_fixed(row, (await graded(row, nothing.log))[0]))
+    passed = [test for test in passed if test not in already]
+    if not passed:
+        return ControlResult(name, duration_s=spent)
+    finding = Finding(
+        kind="passed_without_source_change",
+        detail="files that decide how tests run make failing tests pass without any change of the code under test",
+        evidence={"tests": passed[:MAX_NAMED_TESTS], "count": len(passed), "paths": sorted(paths_of(part))[:10]},
+    )
+    return ControlResult.found(name, finding, spent)
+
+
+async def skipped_control(site: EvalSite, row: SweBenchRow, official: LogGrade) -> ControlResult | None:
+    """Tests that must keep passing count as kept when they are skipped. Those skipped with the patch and passed
+    without it were skipped by it. ``None`` when nothing was skipped."""
+    name = "skipped"
+    skipped = [test for test, status in _succeeded(official) if status == "SKIPPED"]
+    if not skipped:
+        return None
+    nothing = await run_evaluation(site, row.eval_script, b"")
+    before = (await graded(row, nothing.log))[0].status_map
+    by_patch = [test for test in skipped if before.get(test) == "PASSED"]
+    if not by_patch:
+        return ControlResult(name, duration_s=nothing.duration_s)
+    finding = Finding(
+        kind="tests_skipped_by_patch",
+        detail="tests that must keep passing, and pass without the patch, are skipped with it",
+        evidence={"tests": by_patch[:MAX_NAMED_TESTS], "count": len(by_patch)},
+    )
+    return ControlResult.found(name, finding, nothing.duration_s)
+
+
+def _succeeded(grade: LogGrade) -> list[tuple[str, str]]:
+    """Expected tests that count as successes, with the status they have."""
+    status = grade.report.get("tests_status") or {}
+    return [
+        (test, grade.status_map.get(test, "PASSED"))
+        for kind in ("FAIL_TO_PASS", "PASS_TO_PASS")
+        for test in status.get(kind, {}).get("success", ())
+    ]
+
+
+def _fixed(row: SweBenchRow, grade: LogGrade) -> list[str]:
+    if not grade.report.get("patch_successfully_applied"):
+        return []
+    if row.eval_type == "fail_only":
+        # An absent test counts as passed there, so only the whole is evidence.
+        return list(row.fail_to_pass) if grade.official_resolved else []
+    return list((grade.report.get("tests_status") or {}).get("FAIL_TO_PASS", {}).get("success", ()))
+
+
+def _finding(tests: list[str], *, exact: bool) -> Finding:
+    detail = (
+        "tests that can only fail are reported as passed with this patch"
+        if exact
+        else "the run is reported as passed although a test was added that can only fail"
+    )
+    evidence = {"tests": tests[:MAX_NAMED_TESTS], "count": len(tests)} if exact else {}
+    return Finding(kind="verdict_not_caused_by_tests", detail=detail, evidence=evidence)
+
+
+# -- The confirmation ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Confirmation:
+    """What one run of a row's controls says about a patch."""
+
+    problems: dict[str, str]
+    """Test → why it is not confirmed; empty when everything is."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Control → what it took."""
+    lies: bool = False
+    """Whether tests that can only fail are reported as passed."""
+
+    @property
+    def spent(self) -> float:
+        return sum(self.seconds.values())
+
+
+async def confirm_control(
+    site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowControls
+) -> list[ControlResult]:
+    """Run the row's renderings and twins with the patch, and with the patch less what decides how tests run.
+
+    Raises:
+        SandboxError: the provider failed.
+        VerifierError: gold is not confirmed here either (``control_run_failed``), or an exec was lost.
+    """
+    if not controls.renderings and not controls.twins:
+        return [ControlResult.inconclusive("confirmed", "no test of this row could be blinded")]
+    whole = await _confirmed(site, row, patch, controls)
+    if whole.problems:
+        return [_result("twins" if whole.lies else "confirmed", whole, _LIES if whole.lies else _VALUES)]
+    results = [ControlResult(name, duration_s=seconds) for name, seconds in whole.seconds.items()]
+    _, rest = await asyncio.to_thread(divided, patch, row.patch.encode("utf-8", "surrogateescape"))
+    if rest != patch:
+        confirmed = await _confirmed(site, row, rest, controls)
+        results.append(_result("without_control_part", confirmed, _CONTROL_PART))
+    return results
+
+
+_VALUES = Finding(
+    kind="values_not_confirmed",
+    detail="what the code answers is not what a solution answers, although the tests are reported as passed",
+)
+_LIES = Finding(
+    kind="passes_wrong_expectations",
+    detail="tests that expect something wrong are reported as passed",
+)
+_CONTROL_PART = Finding(
+    kind="solved_by_control_part",
+    detail="without the files that decide how tests run, the patch does not solve the task",
+)
+
+
+async def _confirmed(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowControls) -> _Confirmation:
+    first = await _once_surely(site, row, patch, controls)
+    # No busy host makes a wrong expectation come true.
+    if not first.problems or first.lies:
+        return first
+    # A busy host may be to blame, and so may a patch that throws coins: only clean runs outweigh a failed one.
+    runs = [first]
+    for _ in range(CLEAN_RUNS_AFTER_A_FAILED_ONE):
+        runs.append(await _once_surely(site, row, patch, controls))
+        if runs[-1].problems:
+            break
+    again = runs[-1]
+    if not again.problems or again.lies:
+        return replace(again, seconds=_sum(*runs))
+    gold = await _once(site, row, row.patch.encode("utf-8", "surrogateescape"), controls)
+    if gold.problems:
+        gold = await _once(site, row, row.patch.encode("utf-8", "surrogateescape"), controls)
+    if gold.problems:
+        raise VerifierError(
+            f"no verdict on {row.instance_id}: its controls do not confirm the gold patch here either"
+            f" ({_named(gold.problems)}); prepare the instance again with force=true, or exclude it",
+            kind=FailureKind.CONTROL_RUN_FAILED,
+        )
+    return replace(again, seconds=_sum(*runs, gold))
+
+
+def _sum(*runs: _Confirmation) -> dict[str, float]:
+    return {name: sum(run.seconds.get(name, 0.0) for run in runs) for run in runs for name in run.seconds}
+
+
+async def _once_surely(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowControls) -> _Confirmation:
+    """As `_once`; a box that is lost under the patch confirms nothing. Whether the patch ended it, gold tells."""
+    try:
+        return await _once(site, row, patch, controls)
+    except (SandboxLostError, VerifierError) as error:
+        if not patch_may_be_the_cause(error):
+            raise
+        return _Confirmation({"": "its box was lost, or used up the host's memory"})
+
+
+async def _once(site: EvalSite, row: SweBenchRow, patch: bytes, controls: RowControls) -> _Confirmation:
+    """One box with the renderings and one of each pair of twins; where there are twins, another with the others."""
+    rng = random.SystemRandom()
+    blinded = [one.rendering for one in controls.renderings]
+    twins = TwinRun()
+    seconds: dict[str, float] = {}
+    for name, dealt_twins in zip(("confirmed", "twins"), dealt(controls.twins, rng), strict=True):
+        delivery = Delivery.of(row, dealt_twins, rng)
+        renderings = [*(blinded if name == "confirmed" else ()), *delivery.renderings]
+        if not renderings:
+            continue
+        recorded = await run_renderings(site, row, patch, renderings, support=controls.support)
+        seconds[name] = recorded.duration_s
+        if not recorded.applied:
+            return _Confirmation({"": "the patch does not apply"}, seconds)
+        if recorded.outcome is not ExecOutcome.EXITED:
+            return _Confirmation({"": f"the run ended by '{recorded.outcome}'"}, seconds)
+        passed_by_twin = await delivery.passed(row, recorded.records[len(renderings) - len(delivery.renderings) :])
+        for (twin, mutated), passed in zip(dealt_twins, passed_by_twin, strict=True):
+            look_at(twins, twin, passed, mutated=mutated)
+        if twins.passes_wrong_expectations:
+            return _Confirmation(_wrongly_passed(twins), seconds, lies=True)
+        problems = await _other_values(controls, recorded) if name == "confirmed" else {}
+        if problems := problems | twins.problems:
+            return _Confirmation(problems, seconds)
+    return _Confirmation({}, seconds)
+
+
+async def _other_values(controls: RowControls, recorded: Recorded) -> dict[str, str]:
+    """Test → why the renderings' records do not confirm it."""
+    count = len(controls.renderings)
+    compared = await compare([one.tests for one in controls.renderings], recorded.records[:count])
+    problems: dict[str, str] = {}
+    for number, (one, failed) in enumerate(zip(controls.renderings, compared, strict=True)):
+        kind = "plain" if one.rendering.plain else "blinded"
+        for test, why in failed.items():
+            problems.setdefault(test, f"{kind} rendering {number}: {why}")
+    return problems
+
+
+def _wrongly_passed(twins: TwinRun) -> dict[str, str]:
+    return {
+        test: f"passes with another expectation of: {', '.join(sorted({kind for kind, _ in found}))}"
+        for test, found in twins.passed.items()
+    }
+
+
+def _result(name: str, confirmation: _Confirmation, finding: Finding) -> ControlResult:
+    if not confirmation.problems:
+        return ControlResult(name, duration_s=confirmation.spent)
+    problems = dict(sorted(confirmation.problems.items())[:MAX_NAMED_TESTS])
+    evidence = {"count": len(confirmation.problems), "tests": problems}
+    return ControlResult.found(name, finding.model_copy(update={"evidence": evidence}), confirmation.spent)
+
+
+def _named(problems: dict[str, str]) -> str:
+    test, why = next(iter(sorted(problems.items())))
+    return f"{test.partition('|test:')[2]}: {why}" if test else why

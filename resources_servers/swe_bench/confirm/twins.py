@@ -21,6 +21,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from resources_servers.swe_bench import grading
+from resources_servers.swe_bench.canary import FIXTURE_SUFFIXES
 from resources_servers.swe_bench.confirm.expectations import Origin, TwinFile, Wrong, near_texts, twin_of
 from resources_servers.swe_bench.confirm.labels import Labels, random_name, tokens_of_text
 from resources_servers.swe_bench.confirm.material import Material, renderer_of
@@ -30,7 +31,6 @@ from resources_servers.swe_bench.confirm.values import Value
 from resources_servers.swe_bench.grading import MarkerState
 from resources_servers.swe_bench.row import SweBenchRow
 from resources_servers.swe_bench.signs import paths_of
-from resources_servers.swe_bench.tamper.canary import FIXTURE_SUFFIXES
 from resources_servers.swe_bench.test_ids import TestId
 
 TWINS = 3

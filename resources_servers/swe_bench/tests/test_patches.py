@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from resources_servers.swe_bench.canary import rewrite_other, rewrite_python
 from resources_servers.swe_bench.signs import (
     decides_how_tests_run,
     divided,
@@ -17,7 +18,6 @@ from resources_servers.swe_bench.signs import (
     signs_in_patch,
     split_patch,
 )
-from resources_servers.swe_bench.tamper.canary import rewrite_other, rewrite_python
 from resources_servers.swe_bench.test_ids import TestId, spelled_as_expected
 
 PATCH = b"""diff --git a/src/m.py b/src/m.py

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script,
 
 from campaigns.bench.report import Bar, argument_parser, print_report
 from nemo_gym.gateway.dialects import Dialect
-from nemo_gym.gateway.dialects.adapters import adapter_of
+from nemo_gym.gateway.dialects.adapters import ADAPTERS
 from nemo_gym.gateway.dialects.chat import ConversationCache
 from nemo_gym.gateway.tokens import History, IncrementalEncoder, PolicyTokenizer, Sampled, TokenForest
 from nemo_gym.gateway.tokens.trajectories import record_of
@@ -79,7 +79,7 @@ def turns_of(
     policy: PolicyTokenizer, encoder: IncrementalEncoder, turns: int, seed: int, *, lowered: bool
 ) -> list[dict[str, float]]:
     """CPU nanoseconds of each part of each turn of one session."""
-    adapter, cache = adapter_of(Dialect.CHAT), ConversationCache()
+    adapter, cache = ADAPTERS[Dialect.CHAT], ConversationCache()
     source = random.Random(seed)
     forest = TokenForest(encoder, policy, History.VERBATIM, datetime(2026, 3, 1, tzinfo=UTC))
     messages: list[dict[str, Any]] = [

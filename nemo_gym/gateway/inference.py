@@ -45,7 +45,7 @@ from nemo_gym.gateway.backend import (
 )
 from nemo_gym.gateway.capture import CallCapture, CallRecord
 from nemo_gym.gateway.dialects import PATHS, Dialect
-from nemo_gym.gateway.dialects.adapters import DialectAdapter, adapter_of
+from nemo_gym.gateway.dialects.adapters import ADAPTERS, DialectAdapter
 from nemo_gym.gateway.dialects.chat import request_fingerprint
 from nemo_gym.gateway.dialects.errors import (
     ContextOverflowError,
@@ -459,7 +459,7 @@ class Inference(Generic[C, D]):
         """The reply to one call, ``live`` being its session. A caller that leaves, and a cancellation, end the
         sampling, unless another caller waits for the same answer; the former raises `CallerGoneError`."""
         watch = DELIVERIES.watch(request.connection)
-        call = Call(dialect, adapter_of(dialect), body, live, request.connection, watch, None, self._handed_over)
+        call = Call(dialect, ADAPTERS[dialect], body, live, request.connection, watch, None, self._handed_over)
         call.taken_back = self._taken_back
         call.body_bytes = request.body_bytes
         call.record = self._begun(call, request)

@@ -22,7 +22,7 @@ from nemo_gym.gateway.backend import Backend
 from nemo_gym.gateway.capture import CallCapture, make_capture
 from nemo_gym.gateway.config import GatewayConfig
 from nemo_gym.gateway.dialects import PATHS, Dialect
-from nemo_gym.gateway.dialects.adapters import adapter_of
+from nemo_gym.gateway.dialects.adapters import ADAPTERS
 from nemo_gym.gateway.dialects.errors import dialect_of
 from nemo_gym.gateway.durable_sessions import DurableSessions
 from nemo_gym.gateway.engines.types import EngineCheck
@@ -254,7 +254,7 @@ class Gateway(SimpleResponsesAPIModel):
         self._session_of(request)
         body = await parse_json_object(request, max_values=self.config.max_body_values)
         self._inference.limits.check_body(body)
-        count = await self._backend.count_tokens(adapter_of(Dialect.MESSAGES).lower({"max_tokens": 1, **body}))
+        count = await self._backend.count_tokens(ADAPTERS[Dialect.MESSAGES].lower({"max_tokens": 1, **body}))
         if count is None:
             raise InvalidBodyError("count_tokens: nobody here knows the endpoint's tokenizer")
         return JsonResponse({"input_tokens": count})

@@ -25,7 +25,7 @@ from nemo_gym.contract.errors import ConfigError, ModelError
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.dialects import messages as messages_chat
 from nemo_gym.gateway.dialects import responses as responses_chat
-from nemo_gym.gateway.dialects.adapters import adapter_of, stream_of
+from nemo_gym.gateway.dialects.adapters import ADAPTERS, stream_of
 from nemo_gym.gateway.model_server import EVENT_STREAM
 from nemo_gym.gateway.policy_request import Usage
 from nemo_gym.http.requests import JsonResponse
@@ -113,7 +113,7 @@ class ScriptedModel(SimpleResponsesAPIModel):
 
 
 def _chat_messages(call: InferenceCall) -> list[dict[str, Any]]:
-    return [dict(message) for message in adapter_of(call.dialect).lower(call.body).messages]
+    return [dict(message) for message in ADAPTERS[call.dialect].lower(call.body).messages]
 
 
 def _tokens(value: Any) -> int:

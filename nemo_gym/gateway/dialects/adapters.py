@@ -101,12 +101,8 @@ class DialectAdapter(Protocol):
         """The status and the body that tell a harness of an error."""
 
 
-_ADAPTERS: dict[Dialect, DialectAdapter] = {
+ADAPTERS: Mapping[Dialect, DialectAdapter] = {
     Dialect.CHAT: ChatAdapter(),
     Dialect.RESPONSES: ResponsesAdapter(),
     Dialect.MESSAGES: MessagesAdapter(),
 }
-
-
-def adapter_of(dialect: Dialect) -> DialectAdapter:
-    return _ADAPTERS[dialect]

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from nemo_gym.contract.errors import NemoGymError
 from nemo_gym.gateway.dialects import PATHS, Dialect
-from nemo_gym.gateway.dialects.adapters import adapter_of, models_reply
+from nemo_gym.gateway.dialects.adapters import ADAPTERS, models_reply
 from nemo_gym.gateway.policy_request import Answer, PolicyRequest
 from tests.gateway.dialects.bodies import answer
 
@@ -27,7 +27,7 @@ class Served:
     bodies: list[dict[str, Any]] = field(default_factory=list)
 
     async def infer(self, request: web.Request) -> web.StreamResponse:
-        adapter = adapter_of(PATHS.get(request.path, Dialect.MESSAGES))
+        adapter = ADAPTERS[PATHS.get(request.path, Dialect.MESSAGES)]
         body = await request.json()
         self.bodies.append(body)
         try:

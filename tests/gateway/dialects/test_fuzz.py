@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.gateway.dialects import Dialect
-from nemo_gym.gateway.dialects.adapters import adapter_of
+from nemo_gym.gateway.dialects.adapters import ADAPTERS
 from nemo_gym.gateway.engines.types import pinned_sampling
 from nemo_gym.gateway.policy_request import PolicyRequest
 from nemo_gym.gateway.tokens.history import entries_of, tools_digest
@@ -79,7 +79,7 @@ HISTORY: dict[Dialect, list[Any]] = {
 
 def check(dialect: Dialect, body: dict[str, Any]) -> None:
     """Lower; what is lowered can be sampled from, answered and compared."""
-    adapter = adapter_of(dialect)
+    adapter = ADAPTERS[dialect]
     try:
         request = adapter.lower(body)
         assert isinstance(request, PolicyRequest)
@@ -145,4 +145,4 @@ def test_arguments_nested_beyond_json_writers_are_refused(dialect: Dialect) -> N
         },
     }
     with pytest.raises(InvalidBodyError, match="nested too deeply"):
-        adapter_of(dialect).lower(bodies[dialect])
+        ADAPTERS[dialect].lower(bodies[dialect])

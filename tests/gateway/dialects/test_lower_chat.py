@@ -8,14 +8,14 @@ import pytest
 
 from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.gateway.dialects import Dialect
-from nemo_gym.gateway.dialects.adapters import adapter_of
+from nemo_gym.gateway.dialects.adapters import ADAPTERS
 from nemo_gym.gateway.dialects.endpoint import answer_of_completion, chat_body
 from nemo_gym.gateway.policy_request import AnswerEnd, PolicyRequest
 from tests.gateway.dialects.bodies import IMAGE_PART, PIXEL_URL, SCHEMA, call
 from tests.gateway.dialects.bodies import chat_body as cli_body
 
 USER = {"role": "user", "content": "q"}
-ADAPTER = adapter_of(Dialect.CHAT)
+ADAPTER = ADAPTERS[Dialect.CHAT]
 
 
 def lower(**fields: Any) -> PolicyRequest:

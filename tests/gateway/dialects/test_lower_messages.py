@@ -8,7 +8,7 @@ import pytest
 
 from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.gateway.dialects import Dialect
-from nemo_gym.gateway.dialects.adapters import adapter_of
+from nemo_gym.gateway.dialects.adapters import ADAPTERS
 from nemo_gym.gateway.policy_request import PolicyRequest
 from tests.gateway.dialects.bodies import IMAGE_PART, PIXEL, SCHEMA, claude_body
 
@@ -16,7 +16,7 @@ USER = {"role": "user", "content": "q"}
 
 
 def lower(**fields: Any) -> PolicyRequest:
-    return adapter_of(Dialect.MESSAGES).lower({"max_tokens": 9, "messages": [USER], **fields})
+    return ADAPTERS[Dialect.MESSAGES].lower({"max_tokens": 9, "messages": [USER], **fields})
 
 
 def refusal(**fields: Any) -> InvalidBodyError:
@@ -30,7 +30,7 @@ def image(data: str = PIXEL) -> dict[str, Any]:
 
 
 def test_claude_codes_newest_shape_is_understood() -> None:
-    request = adapter_of(Dialect.MESSAGES).lower(claude_body())
+    request = ADAPTERS[Dialect.MESSAGES].lower(claude_body())
     assert [*request.messages] == [
         {"role": "system", "content": "You are a Claude agent.\nWork in /repo."},
         {"role": "user", "content": "<system-reminder>today</system-reminder>\nfix it"},
@@ -54,7 +54,7 @@ def test_system_message_as_blocks_stays_in_its_place() -> None:
 def test_billing_header_is_not_shown_and_does_not_change_the_request() -> None:
     one, two = claude_body(), claude_body()
     two["system"][0]["text"] = "x-anthropic-billing-header: cc_version=2.1.329; cch=other;"
-    adapter = adapter_of(Dialect.MESSAGES)
+    adapter = ADAPTERS[Dialect.MESSAGES]
     assert adapter.lower(one).messages == adapter.lower(two).messages
 
 
@@ -72,7 +72,7 @@ def test_deferred_tool_is_defined_where_it_was_found_and_the_tools_stay_the_same
             ],
         },
     ]
-    adapter, body = adapter_of(Dialect.MESSAGES), claude_body()
+    adapter, body = ADAPTERS[Dialect.MESSAGES], claude_body()
     before = adapter.lower(body)
     after = adapter.lower({**body, "messages": [*body["messages"], *found]})
     assert after.tools == before.tools

@@ -9,11 +9,11 @@ import pytest
 
 from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.gateway.dialects import Dialect
-from nemo_gym.gateway.dialects.adapters import adapter_of
+from nemo_gym.gateway.dialects.adapters import ADAPTERS
 from nemo_gym.gateway.policy_request import CallName, PolicyRequest
 from tests.gateway.dialects.bodies import IMAGE_PART, PIXEL_URL, SCHEMA, answer, call, codex_body
 
-ADAPTER = adapter_of(Dialect.RESPONSES)
+ADAPTER = ADAPTERS[Dialect.RESPONSES]
 
 
 def lower(**fields: Any) -> PolicyRequest:

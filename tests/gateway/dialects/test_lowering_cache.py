@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nemo_gym.contract.errors import InvalidBodyError
 from nemo_gym.gateway.dialects import Dialect
-from nemo_gym.gateway.dialects.adapters import adapter_of
+from nemo_gym.gateway.dialects.adapters import ADAPTERS
 from nemo_gym.gateway.dialects.chat import ConversationCache
 from nemo_gym.gateway.policy_request import PolicyRequest
 from tests.gateway.dialects.bodies import call, chat_body, claude_body, codex_body
@@ -60,7 +60,7 @@ ELEMENTS: dict[Dialect, list[dict[str, Any]]] = {
 
 def lowered(dialect: Dialect, body: dict[str, Any], cache: ConversationCache | None) -> Any:
     try:
-        return adapter_of(dialect).lower(orjson.loads(orjson.dumps(body)), cache)
+        return ADAPTERS[dialect].lower(orjson.loads(orjson.dumps(body)), cache)
     except InvalidBodyError as error:
         return error.details["param"]
 
@@ -102,7 +102,7 @@ def test_conversations_side_by_side_are_all_remembered(dialect: Dialect) -> None
 
 
 def test_tools_are_lowered_anew_when_they_are_others_however_alike() -> None:
-    cache, adapter = ConversationCache(), adapter_of(Dialect.CHAT)
+    cache, adapter = ConversationCache(), ADAPTERS[Dialect.CHAT]
     for default in (1, 1.0, True, "1", 1):
         parameters = {"type": "object", "properties": {"a": {"default": default}}}
         tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
@@ -114,7 +114,7 @@ def test_tools_are_lowered_anew_when_they_are_others_however_alike() -> None:
 
 
 def test_parameters_are_lowered_anew_when_they_are_others_however_alike() -> None:
-    cache, adapter = ConversationCache(), adapter_of(Dialect.CHAT)
+    cache, adapter = ConversationCache(), ADAPTERS[Dialect.CHAT]
     tools = BODIES[Dialect.CHAT]["tools"]
     for told in ({"seed": 1, "top_k": 2}, {"seed": 2, "top_k": 1}, {"top_k": 2, "seed": 1}, {"seed": 1.0}, {}):
         body = {"messages": BODIES[Dialect.CHAT]["messages"], "tools": tools, **told}
@@ -126,11 +126,11 @@ def test_parameters_are_lowered_anew_when_they_are_others_however_alike() -> Non
 
 @pytest.mark.parametrize("dialect", [*Dialect])
 def test_parameters_of_the_same_objects_are_lowered_once(dialect: Dialect) -> None:
-    cache, adapter, body = ConversationCache(), adapter_of(dialect), BODIES[dialect]
+    cache, adapter, body = ConversationCache(), ADAPTERS[dialect], BODIES[dialect]
     first = adapter.lower(dict(body), cache)
     for other in Dialect:  # a cache may serve several
         if other is not dialect:
-            assert adapter_of(other).lower(dict(BODIES[other]), cache) == adapter_of(other).lower(dict(BODIES[other]))
+            assert ADAPTERS[other].lower(dict(BODIES[other]), cache) == ADAPTERS[other].lower(dict(BODIES[other]))
     assert adapter.lower(dict(body), cache) == first == adapter.lower(dict(body))
     again, once_more = adapter.lower(dict(body), cache), adapter.lower(dict(body), cache)
     assert again.tools is once_more.tools and again.asked is once_more.asked
@@ -140,7 +140,7 @@ def test_equal_parameters_of_another_dialect_are_lowered_in_it() -> None:
     cache = ConversationCache()
     asked = {"max_tokens": 5, "tools": None, "messages": [{"role": "user", "content": "x"}], "stop": ["a"]}
     for dialect in (Dialect.CHAT, Dialect.MESSAGES, Dialect.CHAT):
-        assert adapter_of(dialect).lower(dict(asked), cache) == adapter_of(dialect).lower(dict(asked))
+        assert ADAPTERS[dialect].lower(dict(asked), cache) == ADAPTERS[dialect].lower(dict(asked))
 
 
 def test_a_request_about_other_messages_has_all_else_as_it_was() -> None:

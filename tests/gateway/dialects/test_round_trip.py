@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_gym.gateway.dialects import Dialect
-from nemo_gym.gateway.dialects.adapters import adapter_of
+from nemo_gym.gateway.dialects.adapters import ADAPTERS
 from nemo_gym.gateway.policy_request import Answer
 from nemo_gym.gateway.tokens.history import entries_of
 from tests.gateway.dialects.bodies import SCHEMA, answer, call, chat_body, claude_body, codex_body
@@ -82,7 +82,7 @@ def with_history(dialect: Dialect, body: dict[str, Any], reply: dict[str, Any]) 
 
 def echoed(dialect: Dialect, given: Answer) -> None:
     """Ask, answer, send back, as JSON on a wire; the history is what was answered."""
-    adapter, body = adapter_of(dialect), asked(dialect)
+    adapter, body = ADAPTERS[dialect], asked(dialect)
     request = adapter.lower(body)
     reply = orjson.loads(orjson.dumps(adapter.reply(given, request, body)))
     next_request = adapter.lower(with_history(dialect, body, reply))
@@ -113,7 +113,7 @@ def test_answer_sent_back_is_the_answer(dialect: Dialect, data: st.DataObject) -
 
 @pytest.mark.parametrize("dialect", [*Dialect])
 def test_reasoning_comes_back_as_reasoning(dialect: Dialect) -> None:
-    adapter, body = adapter_of(dialect), asked(dialect)
+    adapter, body = ADAPTERS[dialect], asked(dialect)
     request = adapter.lower(body)
     reply = adapter.reply(answer("so", call(1, "bash", "{}"), reasoning="I think"), request, body)
     message = adapter.lower(with_history(dialect, body, reply)).messages[len(request.messages)]
@@ -122,7 +122,7 @@ def test_reasoning_comes_back_as_reasoning(dialect: Dialect) -> None:
 
 @pytest.mark.parametrize("dialect", [*Dialect])
 def test_raising_an_answer_twice_gives_the_same_bytes(dialect: Dialect) -> None:
-    adapter, body = adapter_of(dialect), asked(dialect)
+    adapter, body = ADAPTERS[dialect], asked(dialect)
     given = answer("so", {"type": "function", "function": {"name": "bash", "arguments": "{}"}}, reasoning="hmm")
     one, two = (adapter.reply(given, adapter.lower(body), body) for _ in range(2))
     assert one == two
@@ -132,7 +132,7 @@ def test_raising_an_answer_twice_gives_the_same_bytes(dialect: Dialect) -> None:
 
 @pytest.mark.parametrize("dialect", [*Dialect])
 def test_text_that_is_no_unicode_is_delivered_as_unicode(dialect: Dialect) -> None:
-    adapter, body = adapter_of(dialect), asked(dialect)
+    adapter, body = ADAPTERS[dialect], asked(dialect)
     request = adapter.lower(body)
     given = answer("a\ud800b \ud83d\ude42", call(1, "bash", '{"command": "\ud800"}'), reasoning="\udfff")
     reply = adapter.reply(given, request, body)

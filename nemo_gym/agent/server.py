@@ -60,11 +60,11 @@ from nemo_gym.contract.verdict import (
 )
 from nemo_gym.http.client import expect_json, inference_context
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError
-from nemo_gym.http.middleware import TOKEN_CAPTURE
+from nemo_gym.http.middleware import TOKEN_CAPTURE, Application
 from nemo_gym.http.peers import PeerError, Peers, Reply
 from nemo_gym.http.plugin_call import PluginCall, plain
 from nemo_gym.http.requests import JsonResponse, describe_request, parse_json_object, require_role, validated
-from nemo_gym.http.server import Application, BaseServer, SimpleServer
+from nemo_gym.http.server import BaseServer, SimpleServer
 from nemo_gym.http.telemetry import (
     Reading,
     apply_rollout_prefix,

@@ -26,8 +26,9 @@ from nemo_gym.contract.session import Artifact, RolloutIdentity, SessionDescript
 from nemo_gym.contract.verdict import RESPONSE_KEY, Verdict, decide_validity, public_row
 from nemo_gym.environment.attempts import AttemptStore
 from nemo_gym.environment.routes import EnvironmentRoutes
+from nemo_gym.http.middleware import Application
 from nemo_gym.http.plugin_call import PluginCall, plain
-from nemo_gym.http.server import Application, BaseServer, SimpleServer
+from nemo_gym.http.server import BaseServer, SimpleServer
 from nemo_gym.reward_profile import AggregateMetricsMixin, compute_aggregate_metrics
 
 if TYPE_CHECKING:

@@ -57,10 +57,11 @@ from nemo_gym.gateway.sessions import (
     token_in,
 )
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError, while_connected
+from nemo_gym.http.middleware import Application
 from nemo_gym.http.plugin_call import PluginCall, plain
 from nemo_gym.http.problems import shape_errors
 from nemo_gym.http.requests import JsonResponse, caller_of, check_messages, parse_json_object, require_role
-from nemo_gym.http.server import Application, BaseServer, SimpleServer
+from nemo_gym.http.server import BaseServer, SimpleServer
 from nemo_gym.rollout_observability import ModelCallRecord
 
 if TYPE_CHECKING:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from copy import copy
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast, get_args
+from typing import Any, ClassVar, Self, cast, get_args
 
 import structlog
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
+from pydantic_core import PydanticUndefined
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope
 
 from nemo_gym._util.suggest import validation_problems
 from nemo_gym.config.launch import ServerLaunch, current_launch
@@ -27,6 +28,7 @@ from nemo_gym.http import telemetry
 from nemo_gym.http.client import ServerClient, close_global_aiohttp_client, server_config_of, server_path
 from nemo_gym.http.logs import configure_plain_logging
 from nemo_gym.http.middleware import (
+    Application,
     BodyLimitMiddleware,
     BodyLimits,
     CredentialMiddleware,
@@ -47,66 +49,6 @@ CONFIG_PATH_ENV = "NEMO_GYM_CONFIG_PATH"
 _NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False}
 """FastAPI's own, which would tell of private fields in errors, and looks for its providers with every request.
 Versions that have none take no notice."""
-
-
-Shortcut = Callable[[Scope, Receive, Send], Awaitable[None] | None]
-"""Answers a request by itself, as all layers together would have; nothing for a request that shall go through them."""
-
-
-class Application(FastAPI):
-    """A layer costs every request that goes through it, also one that it has nothing to do with."""
-
-    _shortcut: Shortcut | None = None
-    _layers = 0
-
-    def answer_the_rest_with(self, app: ASGIApp) -> None:
-        """Pass requests that no route answers on to ``app``, behind this application's layers."""
-        self.router.default = _Inner(app, self.router.default)
-
-    def take_shortcut(self, shortcut: Shortcut) -> None:
-        """Ask ``shortcut`` first from now on. What is added to the layers after this is not passed by: then there is
-        no shortcut any more."""
-        self._shortcut = shortcut
-        self._layers = len(self.user_middleware)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._shortcut is not None and len(self.user_middleware) == self._layers:
-            answering = self._shortcut(scope, receive, send)
-            if answering is not None:
-                scope["app"] = self
-                await answering
-                return
-        await super().__call__(scope, receive, send)
-
-
-class _Inner:
-    """An application that a plugin built, inside of this suite's.
-
-    Its framework answers an exception with a 500 of its own and raises it on. That answer is kept back: the layers
-    around word the exception as they word all others.
-    """
-
-    _PASSED = "nemo_gym.inner"
-
-    def __init__(self, app: ASGIApp, not_found: ASGIApp) -> None:
-        self._app = app
-        self._not_found = not_found
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope.get(self._PASSED):  # it has this application inside of it, and no route there answers either
-            await self._not_found(scope, receive, send)
-            return
-        failed: list[Message] = []
-
-        async def kept_when_failed(message: Message) -> None:
-            if failed or (message["type"] == "http.response.start" and message["status"] == 500):
-                failed.append(message)
-            else:
-                await send(message)
-
-        await self._app({**scope, self._PASSED: True}, receive, kept_when_failed)
-        for message in failed:
-            await send(message)
 
 
 class BaseServer(BaseModel):
@@ -176,17 +118,14 @@ class SimpleServer(BaseServer):
     _contract: Application | None = PrivateAttr(default=None)
     _plugin_app: FastAPI | None = PrivateAttr(default=None)
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """A private attribute that was never set: some plugins' tests replace ``model_post_init``."""
-            private = type(self).__private_attributes__.get(name)
-            values = self.__pydantic_private__
-            if private is None or values is None or name in values:
-                return super().__getattr__(name)
-            made = private.default_factory
-            values[name] = made() if made is not None else copy(private.default)
-            return values[name]
+    def __init__(self, **data: Any) -> None:
+        super().__init__(**data)
+        if self.__pydantic_private__ is None:  # some plugins' tests replace ``model_post_init``, which makes them
+            self.__pydantic_private__ = {}
+            for name, private in self.__private_attributes__.items():
+                make: Any = private.default_factory
+                if make is not None or private.default is not PydanticUndefined:
+                    self.__pydantic_private__[name] = copy(private.default) if make is None else make()
 
     def contract_app(self) -> Application:
         """The application with what every server of this type has; its routes are fixed."""

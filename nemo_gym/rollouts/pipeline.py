@@ -358,9 +358,9 @@ async def _served(port: int, token: str) -> AsyncIterator[str]:
     from starlette.responses import Response
     from starlette.routing import Route
 
+    from nemo_gym.http.middleware import Application
     from nemo_gym.http.otlp import require_scraper
     from nemo_gym.http.problems import install_problem_handlers
-    from nemo_gym.http.server import Application
     from nemo_gym.http.telemetry import CONTENT_TYPE, render
     from nemo_gym.http.webserver import served
 

@@ -26,10 +26,9 @@ from starlette.routing import Route
 
 from nemo_gym.contract.errors import ConfigError, InvalidBodyError
 from nemo_gym.contract.session import IDENTIFIER
-from nemo_gym.http.middleware import BodyLimitMiddleware, BodyLimits, UnknownErrorMiddleware
+from nemo_gym.http.middleware import Application, BodyLimitMiddleware, BodyLimits, UnknownErrorMiddleware
 from nemo_gym.http.problems import install_problem_handlers
 from nemo_gym.http.requests import JsonResponse, parse_json_object, validated
-from nemo_gym.http.server import Application
 from nemo_gym.http.telemetry import CONTENT_TYPE, Reading, render
 from nemo_gym.rollouts.interfaces import JobRecord, JobSelector, JobState
 from nemo_gym.service.access import ServiceRole, ServiceTokens

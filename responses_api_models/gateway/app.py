@@ -49,8 +49,8 @@ from nemo_gym.gateway.sessions import (
 )
 from nemo_gym.gateway.text_backend import TextBackend
 from nemo_gym.http.delivery import CLIENT_CLOSED_REQUEST, CallerGoneError
+from nemo_gym.http.middleware import Application
 from nemo_gym.http.requests import JsonResponse, parse_json_object, refuse_encoded, require_role
-from nemo_gym.http.server import Application
 from nemo_gym.http.telemetry import Reading
 
 SESSION_PREFIX = "/sessions/{session_id}"

@@ -355,6 +355,24 @@ class SessionDescriptor(_Contract):
             )
         return self
 
+    def placed(self, topology: str | None) -> SessionDescriptor:
+        """With the composition's topology, if it names one, instead of the environment's default.
+
+        Raises:
+            ConfigError: the environment does not support it; names those that it does.
+        """
+        if topology is None or (wanted := Topology.parse(topology)) is self.placement.topology:
+            return self
+        choices = self.placement.choices
+        if wanted not in choices:
+            raise ConfigError(
+                f"environment '{self.environment}' cannot place an agent as '{wanted}'; it supports"
+                f" {', '.join(choices)}",
+                key="topology",
+            )
+        placement = self.placement.model_copy(update={"topology": wanted})
+        return SessionDescriptor.model_validate({**self.model_dump(), "placement": placement.model_dump()})
+
 
 class InferenceEndpoint(_Contract):
     """Where the harness finds the policy model, and the token that opens it for this attempt alone."""

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nemo_gym._util.tasks import finish
-from nemo_gym.contract.errors import ConfigError, ContractError, FencedError, SandboxError
+from nemo_gym.contract.errors import ContractError, FencedError, SandboxError
 from nemo_gym.contract.sandbox import SandboxRole, SandboxSpec
 from nemo_gym.contract.session import (
     Artifact,
@@ -219,13 +219,10 @@ class Lending:
     ) -> None:
         self._owned_boxes, self._attempts, self._ask = owned_boxes, attempts, ask
 
-    async def lent(
-        self, descriptor: SessionDescriptor, needs: BoxNeeds | None
-    ) -> tuple[SessionDescriptor, dict[str, Any]]:
-        """The descriptor with a box of this environment, and what a seed's reply says of it: ``heartbeat_s``.
-        Unchanged without ``needs``: then the caller will not care for a box."""
+    async def lent(self, descriptor: SessionDescriptor, needs: BoxNeeds) -> tuple[SessionDescriptor, dict[str, Any]]:
+        """The descriptor with a box of this environment, and what a seed's reply says of it: ``heartbeat_s``."""
         boxes = self._owned_boxes()
-        if boxes is None or needs is None:
+        if boxes is None:
             return descriptor, {}
         lent = await boxes.lend(descriptor, needs)
         if not boxes.owns(descriptor.rollout):
@@ -270,18 +267,3 @@ class Lending:
         if boxes is None:
             raise ContractError("this environment makes no boxes for agents")
         return boxes
-
-
-def placed(descriptor: SessionDescriptor, topology: str | None) -> SessionDescriptor:
-    """The descriptor with the composition's topology instead of the environment's default."""
-    if topology is None or (wanted := Topology.parse(topology)) is descriptor.placement.topology:
-        return descriptor
-    choices = descriptor.placement.choices
-    if wanted not in choices:
-        raise ConfigError(
-            f"environment '{descriptor.environment}' cannot place an agent as '{wanted}'; it supports"
-            f" {', '.join(choices)}",
-            key="topology",
-        )
-    placement = descriptor.placement.model_copy(update={"topology": wanted})
-    return SessionDescriptor.model_validate({**descriptor.model_dump(), "placement": placement.model_dump()})

@@ -46,7 +46,7 @@ from nemo_gym.contract.verdict import (
 )
 from nemo_gym.environment.attempts import AttemptKey, AttemptStore, RowStore, Seed, StoredRow, StoredVerdict
 from nemo_gym.environment.hooks import ALLOWED_TOOLS_SESSION_KEY, MCP_PATH
-from nemo_gym.environment.owned_boxes import Lending, placed
+from nemo_gym.environment.owned_boxes import Lending
 from nemo_gym.environment.steps import StepRewards, is_stepped
 from nemo_gym.http.plugin_call import PluginCall, plain
 from nemo_gym.http.requests import JsonResponse, LazySession, caller_of, parse_json_object, require_role, validated
@@ -378,16 +378,18 @@ class EnvironmentRoutes:
         descriptor = await self._server.open_session(asked.row, rollout)
         if descriptor.rollout != rollout:
             raise ContractError(f"open_session of '{self._server.config.name}' returned another attempt's descriptor")
-        descriptor = placed(descriptor, asked.envelope.topology)
-        descriptor = descriptor.model_copy(update={"limits": asked.envelope.limits.over(descriptor.limits)})
+        descriptor = descriptor.placed(asked.envelope.topology).model_copy(
+            update={"limits": asked.envelope.limits.over(descriptor.limits)}
+        )
         if self._mcp is not None:
             session.pop(ALLOWED_TOOLS_SESSION_KEY, None)
             if (names := self._server.mcp_allowed_tools_for_session(asked.row)) is not None:
                 session[ALLOWED_TOOLS_SESSION_KEY] = [*names]
             descriptor = self._mcp.offered(descriptor)
             reply.setdefault("mcp", self._mcp.nemo_metadata(rollout))
-        if asked.caller is None or asked.caller.role is Role.PIPELINE:
-            descriptor, more = await self._lending.lent(descriptor, asked.envelope.box_needs)
+        needs = asked.envelope.box_needs  # who says none will not care for a box
+        if needs is not None and (asked.caller is None or asked.caller.role is Role.PIPELINE):
+            descriptor, more = await self._lending.lent(descriptor, needs)
             reply |= more
         reply["descriptor"] = descriptor.model_dump(mode="json")
         seed = Seed(digest, reply, session.copy())

@@ -21,8 +21,7 @@ import structlog
 
 from nemo_gym._util.tasks import finish
 from nemo_gym.contract.errors import NemoGymError
-from nemo_gym.contract.model_limits import REQUEST_TIMEOUT_S
-from nemo_gym.contract.session import AgentOutcome
+from nemo_gym.contract.session import REQUEST_TIMEOUT_S, AgentOutcome
 from nemo_gym.contract.verdict import (
     MAX_REASON_CHARS,
     NO_PROMPT,

@@ -28,8 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nemo_gym._util.tasks import NETWORK_JITTER, Backoff, retry_after_s
 from nemo_gym.contract.credentials import INFERENCE_TOKEN_HEADER, ROW_REF_HEADER
 from nemo_gym.contract.errors import ContractError, FencedError, InvalidBodyError, ModelError
-from nemo_gym.contract.model_limits import CONNECT_TIMEOUT_S, WAIT_BEYOND_S
-from nemo_gym.contract.session import InferenceEndpoint, RolloutIdentity
+from nemo_gym.contract.session import CONNECT_TIMEOUT_S, WAIT_BEYOND_S, InferenceEndpoint, RolloutIdentity
 from nemo_gym.contract.verdict import SESSION_KEY, is_context_exceeded
 from nemo_gym.http.client import attach_headers, inference_context, read_whole, send_once
 from nemo_gym.http.connections import BROKEN, Patience, is_own_timeout

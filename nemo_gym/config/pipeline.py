@@ -8,8 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from nemo_gym.contract.errors import ConfigError, reject_unknown_keys
-from nemo_gym.contract.model_limits import ChosenLimits
-from nemo_gym.contract.session import Limits
+from nemo_gym.contract.session import ChosenLimits, Limits
 from nemo_gym.contract.verdict import MAX_EVALUATION_LOG_CHARS
 
 

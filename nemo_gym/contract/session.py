@@ -20,7 +20,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from nemo_gym._util.suggest import nearest
 from nemo_gym.contract.errors import ConfigError, ContractError
-from nemo_gym.contract.model_limits import REQUEST_TIMEOUT_S
 from nemo_gym.contract.sandbox import AllowedHosts, Mount, NetworkPolicy, SandboxResources, SandboxSpec
 
 DESCRIPTOR_VERSION: Literal[1] = 1
@@ -33,6 +32,12 @@ MAX_ATTEMPT = 1_000_000
 MODEL_DOOR = "model"
 """Name of the door behind which the policy model is."""
 DEFAULT_MODEL_DOOR_PORT = 8000
+CONNECT_TIMEOUT_S = 10.0
+IDLE_TIMEOUT_S = 120.0
+REQUEST_TIMEOUT_S = 600.0
+"""Of one call to a model; see `ChosenLimits`."""
+WAIT_BEYOND_S = 30.0
+"""How much longer than a model server's own limit its caller waits for the answer that the call has ended."""
 
 
 class _Contract(BaseModel):
@@ -309,6 +314,30 @@ class Limits(_Contract):
         return self.model_copy(
             update={name: getattr(others, name) for name in type(self).model_fields if getattr(self, name) is None}
         )
+
+
+class ChosenLimits(_Contract):
+    """How long one call to a model may take, as a run chose; what it leaves open is the model server's configuration.
+
+        key                    default   bounds
+        connect_timeout_s        10 s    the connection to an endpoint or engine
+        idle_timeout_s          120 s    silence between two pieces of an answer that has begun
+        request_timeout_s       600 s    the whole call, its retries included
+
+    The model server ends a call at its limits and says that another try is no use, so the attempt ends there: as a
+    failure of the model, in a masked row.
+    """
+
+    connect_timeout_s: float | None = Field(None, gt=0)
+    idle_timeout_s: float | None = Field(None, gt=0)
+    request_timeout_s: float | None = Field(None, gt=0)
+
+    def given(self) -> dict[str, float]:
+        """The limits that were chosen."""
+        return self.model_dump(exclude_none=True)
+
+
+NONE_CHOSEN = ChosenLimits()
 
 
 class SessionDescriptor(_Contract):

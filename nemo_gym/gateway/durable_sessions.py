@@ -16,8 +16,7 @@ import orjson
 import structlog
 
 from nemo_gym.contract.errors import ContractError, CredentialError, FencedError, InvalidBodyError
-from nemo_gym.contract.model_limits import NONE_CHOSEN, ChosenLimits, limits_of
-from nemo_gym.contract.session import RolloutIdentity
+from nemo_gym.contract.session import NONE_CHOSEN, ChosenLimits, RolloutIdentity
 from nemo_gym.gateway.backend import Backend, C, D
 from nemo_gym.gateway.journal import (
     DEADLINE_REASON,
@@ -255,7 +254,8 @@ class DurableSessions(Generic[C, D]):
     def _new(self, record: SessionRecord) -> LiveSession[C]:
         # Checked when it was asked for, perhaps by a release with other bounds: the journal is read all the same.
         rollout = RolloutIdentity.model_construct(**record.rollout)
-        limits = limits_of(record.extra.get("limits"))
+        given = record.extra.get("limits")
+        limits = ChosenLimits(**given) if given else NONE_CHOSEN
         session = GatewaySession(record.session_id, rollout, record.sampling, record.deadline_at, limits)
         now = datetime.fromisoformat(record.extra["now"])
         return LiveSession(record, session, self._backend.conversations(now))

@@ -24,13 +24,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from nemo_gym.contract.errors import FencedError, NemoGymError
-from nemo_gym.contract.model_limits import (
-    NONE_CHOSEN,
-    REQUEST_TIMEOUT_S,
-    ChosenLimits,
-    ModelTimeoutError,
-    limited_call,
-)
+from nemo_gym.contract.session import NONE_CHOSEN, REQUEST_TIMEOUT_S, ChosenLimits
 from nemo_gym.gateway.backend import (
     LARGE_BYTES,
     LONG_S,
@@ -68,7 +62,17 @@ from nemo_gym.gateway.live_session import (
     large_texts,
     request_hints,
 )
-from nemo_gym.gateway.policy_request import PolicyRequest, Usage, answered, coalesced, model_call, size_of, written
+from nemo_gym.gateway.policy_request import (
+    ModelTimeoutError,
+    PolicyRequest,
+    Usage,
+    answered,
+    coalesced,
+    limited_call,
+    model_call,
+    size_of,
+    written,
+)
 from nemo_gym.http.delivery import (
     CLIENT_CLOSED_REQUEST,
     DELIVERIES,

@@ -5,14 +5,18 @@
 Messages and tools have the shapes of Chat Completions, because chat templates are written for those. What nobody here
 has to read passes through as it came: JSON as bytes, ids and logprobs as arrays.
 
-A model call is a step with the attributes of OpenTelemetry's conventions for generative AI (`model_call`).
+A model call has limits (`limited_call`), and is a step with the attributes of OpenTelemetry's conventions for
+generative AI (`model_call`).
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import struct
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
@@ -21,7 +25,7 @@ from uuid import uuid4
 import orjson
 
 from nemo_gym.contract.errors import ModelError
-from nemo_gym.contract.session import RolloutIdentity
+from nemo_gym.contract.session import NONE_CHOSEN, ChosenLimits, RolloutIdentity
 from nemo_gym.http.telemetry import TRACEPARENT, Counter, SpanKind, attempt_context, is_on, step
 
 # JSON that passes through as bytes: what nobody here has to read is neither parsed nor written again.
@@ -341,6 +345,46 @@ class StreamedUsage:
             return  # the event is on its way already
         self._input = max(self._input, usage.input_tokens)
         self._output = max(self._output, usage.output_tokens)
+
+
+# -- One call: its limits, its step, its tokens --------------------------------------------------------------------
+
+
+class ModelTimeoutError(ModelError):
+    """A call reached its limit. Another try would have the same end, and its caller has waited long enough."""
+
+    status = 504
+
+
+def took_too_long(limit_s: float) -> ModelTimeoutError:
+    return ModelTimeoutError(
+        f"the model call took longer than {limit_s:g} s (request_timeout_s, or the run's model_request_timeout_s)"
+    )
+
+
+_limits: ContextVar[ChosenLimits] = ContextVar("nemo_gym_model_limits", default=NONE_CHOSEN)
+
+
+def chosen_limits() -> ChosenLimits:
+    """Those of the call that is being answered."""
+    return _limits.get()
+
+
+@contextlib.asynccontextmanager
+async def limited_call(chosen: ChosenLimits, request_timeout_s: float) -> AsyncIterator[None]:
+    """One call: inside, `chosen_limits` are ``chosen``, and it ends with `ModelTimeoutError` at its limit, which is
+    ``request_timeout_s`` unless the run chose another."""
+    limit_s = chosen.request_timeout_s or request_timeout_s
+    before = _limits.set(chosen)
+    try:
+        async with asyncio.timeout(limit_s) as scope:
+            yield
+    except TimeoutError as error:
+        if not scope.expired():
+            raise
+        raise took_too_long(limit_s) from error
+    finally:
+        _limits.reset(before)
 
 
 MODEL_TOKENS = Counter("nemo_gym_model_tokens", "Tokens of model calls, by direction: input, output", ("direction",))

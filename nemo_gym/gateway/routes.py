@@ -23,8 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from nemo_gym._util.suggest import validation_problems
 from nemo_gym.contract.credentials import CREDENTIAL_HEADER, Caller, Role
 from nemo_gym.contract.errors import ConfigError, ContractError, InvalidBodyError, NemoGymError
-from nemo_gym.contract.model_limits import NONE_CHOSEN, ChosenLimits
-from nemo_gym.contract.session import RolloutIdentity
+from nemo_gym.contract.session import NONE_CHOSEN, ChosenLimits, RolloutIdentity
 from nemo_gym.gateway.dialects import PATHS, Dialect
 from nemo_gym.gateway.durable_sessions import DurableSessions, RewardSource, checked_depth
 from nemo_gym.gateway.engines import EngineConfig, pinned_sampling

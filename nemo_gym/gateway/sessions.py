@@ -21,8 +21,7 @@ from starlette.requests import Request
 
 from nemo_gym.contract.credentials import Caller, Role
 from nemo_gym.contract.errors import ContractError, CredentialError, FencedError
-from nemo_gym.contract.model_limits import NONE_CHOSEN, ChosenLimits
-from nemo_gym.contract.session import RolloutIdentity
+from nemo_gym.contract.session import NONE_CHOSEN, ChosenLimits, RolloutIdentity
 from nemo_gym.gateway.dialects import Dialect
 from nemo_gym.gateway.policy_request import Usage
 

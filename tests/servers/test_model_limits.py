@@ -15,7 +15,7 @@ import pytest
 
 from campaigns.bench.composition_parts.nothing import NothingProvider
 from nemo_gym.contract.credentials import Role
-from nemo_gym.contract.model_limits import CONNECT_TIMEOUT_S, IDLE_TIMEOUT_S, REQUEST_TIMEOUT_S
+from nemo_gym.contract.session import CONNECT_TIMEOUT_S, IDLE_TIMEOUT_S, REQUEST_TIMEOUT_S
 from nemo_gym.http.server import SimpleServer
 from nemo_gym.rollouts.collection import run_collection
 from nemo_gym.sandbox.facade import register_provider

@@ -9,7 +9,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from nemo_gym.contract.model_limits import CONNECT_TIMEOUT_S, IDLE_TIMEOUT_S, REQUEST_TIMEOUT_S
+from nemo_gym.contract.session import CONNECT_TIMEOUT_S, IDLE_TIMEOUT_S, REQUEST_TIMEOUT_S
 from nemo_gym.gateway.engines.http import MAX_ANSWER_BYTES, EngineEndpoint
 from nemo_gym.gateway.engines.openai import OpenAIEngine
 from nemo_gym.gateway.engines.sglang import STREAM_INTERVAL as SGLANG_STREAM_INTERVAL

@@ -14,13 +14,7 @@ import orjson
 from nemo_gym._util.suggest import nearest
 from nemo_gym._util.tasks import retry_after_s
 from nemo_gym.contract.errors import ConfigError, InvalidBodyError
-from nemo_gym.contract.model_limits import (
-    CONNECT_TIMEOUT_S,
-    IDLE_TIMEOUT_S,
-    NONE_CHOSEN,
-    REQUEST_TIMEOUT_S,
-    chosen_limits,
-)
+from nemo_gym.contract.session import CONNECT_TIMEOUT_S, IDLE_TIMEOUT_S, NONE_CHOSEN, REQUEST_TIMEOUT_S
 from nemo_gym.gateway.engines.types import (
     EngineAnswerError,
     EngineAnswerTooLargeError,
@@ -35,6 +29,7 @@ from nemo_gym.gateway.engines.types import (
     EngineUnreachableError,
     WeightsSpan,
 )
+from nemo_gym.gateway.policy_request import chosen_limits
 from nemo_gym.http.client import RequestHeads
 from nemo_gym.http.connections import (
     BROKEN,

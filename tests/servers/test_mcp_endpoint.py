@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import httpx2
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
-from pydantic import BaseModel, Field
 
-from nemo_gym.base_resources_server import SimpleResourcesServer
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.session import McpServer
 from nemo_gym.environment.mcp.endpoint import TOOLS_TTL_MS, issue_mcp_token
 from nemo_gym.environment.route_tools import CatchAll, RouteTool, catch_all_of
+from tests.servers.notes import PARAMS, Note, Notes, NotesEnvironment
 from tests.servers.plugins import CounterEnvironment
 from tests.servers.stack import Stack, rollout
 
-PARAMS = {"input": [{"role": "user", "content": "hi"}]}
 INITIALIZE = {
     "jsonrpc": "2.0",
     "id": 1,
@@ -30,41 +28,6 @@ INITIALIZE = {
     "params": {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "t", "version": "1"}},
 }
 ACCEPT = {"Accept": "application/json, text/event-stream"}
-
-
-class Note(BaseModel):
-    text: str = Field(min_length=1)
-
-
-class Notes(BaseModel):
-    notes: list[str]
-
-
-class NotesEnvironment(SimpleResourcesServer):
-    """Keeps notes in its session, and is worth as many points as the response says there are notes."""
-
-    tool_access: ClassVar[tuple[str, ...]] = ("mcp", "http")
-
-    def setup_webserver(self) -> FastAPI:
-        app = super().setup_webserver()
-        app.post("/add_note")(self.add_note)
-        app.post("/list_notes")(self.list_notes)
-        app.post("/explode")(self.explode)
-        app.post("/search/{where}")(self.no_tool)
-        return app
-
-    async def add_note(self, request: Request, body: Note) -> Notes:
-        """Write a note down."""
-        request.session["notes"] = [*request.session.get("notes", []), body.text]
-        return await self.list_notes(request)
-
-    async def list_notes(self, request: Request) -> Notes:
-        return Notes(notes=request.session.get("notes", []))
-
-    async def explode(self) -> Notes:
-        raise RuntimeError("a private path: /var/secret")
-
-    async def no_tool(self, where: str) -> None: ...
 
 
 @pytest.fixture

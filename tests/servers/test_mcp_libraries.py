@@ -6,47 +6,15 @@ Nothing here imports the library, so that the file runs with ``mcp<2`` as well, 
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-from fastapi import FastAPI, Request
-from pydantic import BaseModel, Field
 
 from nemo_gym.agent.harness.mcp_tools import connect, forget, protocol_error
-from nemo_gym.base_resources_server import SimpleResourcesServer
 from nemo_gym.contract.credentials import Role
 from nemo_gym.contract.session import McpServer
+from tests.servers.notes import PARAMS, NotesEnvironment
 from tests.servers.stack import Stack, rollout
-
-PARAMS = {"input": [{"role": "user", "content": "hi"}]}
-
-
-class Note(BaseModel):
-    text: str = Field(min_length=1)
-
-
-class Notes(BaseModel):
-    notes: list[str]
-
-
-class NotesEnvironment(SimpleResourcesServer):
-    """Keeps notes in its session."""
-
-    tool_access: ClassVar[tuple[str, ...]] = ("mcp", "http")
-
-    def setup_webserver(self) -> FastAPI:
-        app = super().setup_webserver()
-        app.post("/add_note")(self.add_note)
-        app.post("/explode")(self.explode)
-        return app
-
-    async def add_note(self, request: Request, body: Note) -> Notes:
-        """Write a note down."""
-        request.session["notes"] = [*request.session.get("notes", []), body.text]
-        return Notes(notes=request.session["notes"])
-
-    async def explode(self) -> Notes:
-        raise RuntimeError("a private path: /var/secret")
 
 
 async def seeded(stack: Stack, **identity: Any) -> McpServer:
@@ -70,7 +38,7 @@ async def test_tools_are_listed_and_called_with_either_library(notes: Stack) -> 
         connection, stranger = await connect(stack, mine), await connect(stack, other)
         for each in (connection, stranger):
             found = {tool.name: tool for tool in await each.tools()}
-            assert [*found] == ["add_note", "explode"]
+            assert [*found] == ["add_note", "list_notes", "explode"]
             assert found["add_note"].description == "Write a note down."
             assert found["add_note"].input_schema["required"] == ["text"]
         for text, written in (("milk", '{"notes":["milk"]}'), ("eggs", '{"notes":["milk","eggs"]}')):
@@ -89,7 +57,7 @@ async def test_errors_of_tools_are_results_with_either_library(notes: Stack) -> 
         connection = await connect(stack, await seeded(notes))
         for name, arguments, said in (
             ("add_note", {}, "text: Field required"),
-            ("drop_note", {}, "there is no tool 'drop_note'; there are: add_note, explode"),
+            ("drop_note", {}, "there is no tool 'drop_note'; there are: add_note, list_notes, explode"),
         ):
             result = await connection.call(name, arguments, 10.0)
             assert ([part.text for part in result.content], result.is_error) == ([said], True)

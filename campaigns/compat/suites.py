@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from campaigns.bench.report import argument_parser, machine
+from campaigns.bench.report import Bar, argument_parser, machine, print_report
 from campaigns.compat import compositions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -224,21 +224,26 @@ def main() -> int:
     parser.add_argument("--only", help="only names that match this expression")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for each suite")
+    parser.add_argument("--min-suites", type=int, help="a bar: how many suites of resources servers pass")
+    parser.add_argument("--min-tests", type=int, help="a bar: how many of their tests pass, in suites that fail too")
     parser.add_argument("--configs", action="store_true", help="compose every YAML instead")
     parser.add_argument("--expected", type=Path, help="with --configs: only the files that this file names")
     parser.add_argument("--serve", action="store_true", help="start compositions and run three rows of each instead")
     args = parser.parse_args()
     if args.configs or args.serve:
         return _compositions(args)
-    report = {**run_suites(args), "machine": machine()}
+    report = run_suites(args)
     if not args.json:
         for found in report["causes"]:
             names = ", ".join(found["suites"][:_SEVERAL])
             print(f"{len(found['suites']):3} suites, {found['tests']:4} tests: {found['cause']}  [{names}]")
-        print(report["kinds"])
-        return 0
-    print(json.dumps(report))
-    return 0
+    servers = report["kinds"].get("resources_servers", {"suites_ok": 0, "tests_passed": 0})
+    bars = []
+    if args.min_suites is not None:
+        bars.append(Bar.at_least("suites_of_resources_servers", servers["suites_ok"], args.min_suites, "suites"))
+    if args.min_tests is not None:
+        bars.append(Bar.at_least("tests_of_resources_servers", servers["tests_passed"], args.min_tests, "tests"))
+    return print_report(report, bars, as_json=True)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,8 @@ test: test-system engine clis lint ## lint, types and the test suite, with real 
 test-full: test-system engine clis trainers lint ## also real engines and trainers, the slow tests, the fault campaigns and the benches
 	-@scripts/install-apptainer
 	@scripts/install-engines
-	@scripts/with-engine $(PY) -m pytest -q $(ARGS)
+	@scripts/with-engine $(PY) -m pytest -q -m "not full" -n $(JOBS) $(ARGS)
+	@scripts/with-engine $(PY) -m pytest -q -m full $(ARGS)
 	@scripts/with-engine scripts/campaigns
 
 docs: setup      ## the documentation as static pages, in fern/site; broken links, components and code blocks fail

@@ -305,24 +305,27 @@ class TaggedReasoning:
 
     It is open from the start where the prompt ends with ``opening``. An answer that ends before ``closing`` is all
     reasoning. A ``closing`` that nothing opened ends reasoning too (policies whose prompts leave the opening out),
-    unless the prompt has just closed it. Tags further on belong to the content. Whitespace between tags, reasoning
-    and content is the format's, not the policy's words.
+    unless the prompt has just closed it. Tags further on belong to the content, and those within a call to the call.
+    Whitespace between tags, reasoning and content is the format's, not the policy's words.
     """
 
     opening: str
     closing: str
 
     def split(self, text: str, prompt_tail: str) -> tuple[str | None, str | None]:
-        ended = prompt_tail.rstrip()
         body = text.lstrip()
-        opened = ended.endswith(self.opening)
+        opened = self.is_open(text, prompt_tail)
         if body.startswith(self.opening):
-            body, opened = body[len(self.opening) :], True
+            body = body[len(self.opening) :]
         reasoning, closing, rest = body.partition(self.closing)
-        if not opened and (not closing or self.opening in reasoning or ended.endswith(self.closing)):
+        if not opened and (not closing or self.opening in reasoning or prompt_tail.rstrip().endswith(self.closing)):
             return None, text
         thought = reasoning.strip() or None
         return (thought, rest.lstrip()) if closing else (thought, None)
+
+    def is_open(self, text: str, prompt_tail: str) -> bool:
+        """Whether the prompt, or ``text`` at its start, opens reasoning."""
+        return prompt_tail.rstrip().endswith(self.opening) or text.lstrip().startswith(self.opening)
 
 
 class NoReasoning:
@@ -361,6 +364,11 @@ class ComposedParser:
             return ParsedAnswer(None, reasoning)
         if self.calls is None or not parse_calls:
             return _answer(rest, reasoning)
+        tags = self.reasoning
+        if reasoning is not None and isinstance(tags, TaggedReasoning) and not tags.is_open(text, prompt_tail):
+            segments = self.calls.split(text, tools)
+            if not any(isinstance(segment, str) and tags.closing in segment for segment in segments):
+                reasoning, rest = None, text  # the tag is an argument's: policies edit files that have it
         segments = self.calls.split(rest, tools)
         calls = tuple(segment for segment in segments if isinstance(segment, ParsedCall))
         if not calls:

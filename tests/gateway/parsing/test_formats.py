@@ -175,6 +175,21 @@ def test_reasoning_is_told_from_content(text: str, tail: str, expected: ParsedAn
     assert parse(text, tail=tail) == expected
 
 
+@pytest.mark.parametrize("said", ["", "Now the template: "])
+@pytest.mark.parametrize(
+    ("tool_parser", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "a", "arguments": {"x": "</think>"}}</tool_call>'),
+        ("qwen3_coder", "<tool_call>\n<function=a>\n<parameter=x>\n</think>\n</parameter>\n</function>\n</tool_call>"),
+        ("glm45", "<tool_call>a\n<arg_key>x</arg_key>\n<arg_value></think></arg_value>\n</tool_call>"),
+    ],
+)
+def test_tag_in_an_argument_ends_no_reasoning(tool_parser: str, text: str, said: str) -> None:
+    parsed = parse(said + text, tool_parser=tool_parser)
+    assert ((parsed.content or "").strip(), parsed.reasoning) == (said.strip(), None)
+    assert [json.loads(each.arguments) for each in parsed.calls] == [{"x": "</think>"}]
+
+
 @pytest.mark.parametrize(
     ("text", "schema", "expected"),
     [

@@ -335,19 +335,19 @@ def _scan(path: Path) -> tuple[set[str], bool]:
 
 # -- What is under way, for those who look at a run ------------------------------------------------------------------
 
-MAX_TOLD = 200
+MAX_SHOWN = 200
 """The oldest attempts; a run with thousands under way is read by its figures."""
 WRITE_EVERY_S = 2.0
 STALE_S = 30.0
 
 
 def under_way(dispatcher: AsyncDispatcher, client: ServerClient) -> list[dict[str, Any]]:
-    """The oldest `MAX_TOLD` attempts, the oldest first."""
+    """The oldest `MAX_SHOWN` attempts, the oldest first."""
     now = time.monotonic()
-    return [_told(attempt, dispatcher, client, now) for attempt in islice(list(dispatcher.held), MAX_TOLD)]
+    return [_described(attempt, dispatcher, client, now) for attempt in islice(list(dispatcher.held), MAX_SHOWN)]
 
 
-def _told(attempt: JobAttempt, dispatcher: AsyncDispatcher, client: ServerClient, now: float) -> dict[str, Any]:
+def _described(attempt: JobAttempt, dispatcher: AsyncDispatcher, client: ServerClient, now: float) -> dict[str, Any]:
     spec, servers = attempt.job.spec, attempt.servers
     place = dispatcher.place_of(attempt)
     is_agents = place is not None and place.stage is StageName.RUN

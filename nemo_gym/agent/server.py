@@ -191,7 +191,7 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
                 self.compute_repeat_metrics,
             )
         reply = await self.server_client.post(environment, "/aggregate_metrics", json=body, idempotent=True)
-        return AggregateMetrics.model_validate(await _told(reply, environment))
+        return AggregateMetrics.model_validate(await _json_reply(reply, environment))
 
     @classmethod
     def overrides(cls, hook: str) -> bool:
@@ -441,7 +441,7 @@ class SimpleResponsesAPIAgent(AgentSessions, BaseResponsesAPIAgent, AggregateMet
         return f"{apply_rollout_prefix(root, rollout_id, token_capture=self._token_id_capture_enabled())}/v1"
 
 
-async def _told(reply: ClientResponse, server: str) -> dict[str, Any]:
+async def _json_reply(reply: ClientResponse, server: str) -> dict[str, Any]:
     """`expect_json` of a body that is our own caller's: what the peer finds wrong with it is the caller's to mend."""
     try:
         return await expect_json(reply, server)

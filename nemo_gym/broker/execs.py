@@ -77,7 +77,7 @@ class Execs:
         # All commands of this box are in memory. A record without an end is then left over from a write that was
         # reported as failed, or whose caller had gone: nothing was started for it.
         if known is not None and (known.end is not None or known.body_digest != digest):
-            return self._found(box, run, known), False
+            return self._resume_known(box, run, known), False
         if submission.stdin == "attached":
             run.phase = "awaiting_stdin"
             self._started(run)
@@ -101,7 +101,7 @@ class Execs:
         box.execs[exec_id] = run
         return run
 
-    def _found(self, box: Box, run: ExecRun, known: ExecRecord) -> ExecRun:
+    def _resume_known(self, box: Box, run: ExecRun, known: ExecRecord) -> ExecRun:
         """The id is in the registry already: from before a restart, or no longer in memory."""
         if known.end is not None:
             run.end, run.phase = ExecEndModel.model_validate_json(known.end), "ended"

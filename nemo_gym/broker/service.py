@@ -129,7 +129,7 @@ def assemble(
     held = contextlib.ExitStack()
     try:
         _lock(state_dir, held)
-        identity = config.identity or _kept(state_dir / "identity", lambda: f"broker-{uuid.uuid4().hex[:16]}")
+        identity = config.identity or _read_or_make(state_dir / "identity", lambda: f"broker-{uuid.uuid4().hex[:16]}")
         derive = _keys(state_dir, credentials)
         url = config.database_url or f"sqlite:///{state_dir / 'broker.sqlite'}"
         writer = RegistryWriter(open_engine(url))
@@ -195,11 +195,11 @@ def _keys(state_dir: Path, credentials: ServerCredentials | None) -> Callable[[s
     """The stack's key for this server; without a stack, one kept in the state directory."""
     if credentials is not None:
         return credentials.derive
-    kept = _kept(state_dir / "key", lambda: secrets.token_hex(KEY_BYTES))
+    kept = _read_or_make(state_dir / "key", lambda: secrets.token_hex(KEY_BYTES))
     return ServerCredentials("broker", bytes.fromhex(kept)).derive
 
 
-def _kept(path: Path, make: Callable[[], str]) -> str:
+def _read_or_make(path: Path, make: Callable[[], str]) -> str:
     """The text of a file that is made once, readable by this user alone."""
     try:
         return path.read_text().strip()

@@ -123,7 +123,7 @@ class AsyncStack:
 
     async def run(self, input: Rows | None = None, *settings: str, show: bool = False, **keys: Any) -> RunResult:
         """Run ``input`` (left out, the environment's own rows) on these servers; ``keys`` are run keys."""
-        words = [*self._settings, *_words(settings, keys)]
+        words = [*self._settings, *_settings_of(settings, keys)]
         planned = await asyncio.to_thread(_plan, words, input)
         try:
             return await _collect(planned, self._background, show=show)
@@ -170,7 +170,7 @@ class Stack:
 
 async def start_async(*settings: str, **keys: Any) -> AsyncStack:
     """Start the servers of a composition and wait until they are ready. Raises `ConfigError`, `ServerError`."""
-    words = _words(settings, keys)
+    words = _settings_of(settings, keys)
     background = await asyncio.to_thread(_start, words)
     return AsyncStack(words, background)
 
@@ -200,7 +200,7 @@ async def run_async(*settings: str, input: Rows | None = None, show: bool = Fals
         RowError: rows cannot be used.
         ServerError: the servers do not come up.
     """
-    words = _words(settings, keys)
+    words = _settings_of(settings, keys)
     planned = await asyncio.to_thread(_plan, words, input)
     try:
         if planned.outlook.finished:
@@ -230,7 +230,7 @@ class _Planned:
     outlook: RunOutlook
 
 
-def _words(settings: Sequence[str], keys: Mapping[str, Any]) -> list[str]:
+def _settings_of(settings: Sequence[str], keys: Mapping[str, Any]) -> list[str]:
     from nemo_gym.config.overrides import word_of
 
     given = {key: str(value) if isinstance(value, Path) else value for key, value in keys.items()}
@@ -245,13 +245,13 @@ def _start(words: Sequence[str]) -> BackgroundStack:
     of_the_run = {*RUN_KEYS, "dataset", "split"} - {*PipelineConfig.spellings(), "agent", "run_id"}
     background = BackgroundStack(
         [word for word in words if word.lstrip("+~").split("=", 1)[0] not in of_the_run],
-        run_dir=_given(words, "run_dir"),
+        run_dir=_path_setting(words, "run_dir"),
     )
     background.start()
     return background
 
 
-def _given(words: Sequence[str], key: str) -> Path | None:
+def _path_setting(words: Sequence[str], key: str) -> Path | None:
     from nemo_gym.config.overrides import parse_overrides
 
     found = [override.value for override in parse_overrides(words) if override.key == key]

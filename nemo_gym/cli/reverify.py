@@ -53,12 +53,12 @@ def reverify_command(argv: Sequence[str]) -> int:
     if not agents:
         raise ConfigError(f"result file '{files.output}' holds no rollouts", key="output")
     with ExitStack() as temporary:
-        composition, environments = _environments(_words(files, words, temporary), agents)
+        composition, environments = _environments(_settings(files, words, temporary), agents)
         work = _work(files, environments, arguments.concurrency, arguments.timeout)
         return with_stack(lambda: (composition, None, work))
 
 
-def _words(files: RunFiles, words: list[str], temporary: ExitStack) -> list[str]:
+def _settings(files: RunFiles, words: list[str], temporary: ExitStack) -> list[str]:
     """The settings, over the run's own configuration where they name no composition."""
     if any(word.lstrip("+~").partition("=")[0] in _COMPOSING for word in words):
         return words

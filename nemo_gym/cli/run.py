@@ -123,7 +123,7 @@ def compose_stack(
     composition = compose(words)
     if serves:
         composition.values["serve"] = composition.values.get("serve") or {}
-    if (part := NodePart.told()) is not None:
+    if (part := NodePart.from_parent()) is not None:
         die_with_parent(part.parent_pid)
         part.take(composition)
     on_ray = RayConfig.of(composition)

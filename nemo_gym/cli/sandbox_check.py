@@ -29,18 +29,18 @@ def check_sandbox(composition: Composition, topology: Topology | None) -> None:
             continue  # it has no boxes, or they are another host's: that one looks
         if server.server_type == AGENT_TYPE and topology not in side_of(server, composition.roots).box_topologies:
             continue  # it makes no box of its own
-        wanted = list(dict.fromkeys(_wanted(composition, server, topology)))
+        wanted = list(dict.fromkeys(_required_capabilities(composition, server, topology)))
         lacking = _lacking(composition, server, name, wanted)
         if lacking:
             raise ConfigError(
                 f"sandbox provider '{name}' cannot serve '{server.instance}' on this machine: {'; '.join(lacking)}"
-                f"{_others(name, composition.roots)}",
+                f"{_other_providers(name, composition.roots)}",
                 key="sandbox",
                 missing=lacking,
             )
 
 
-def _wanted(composition: Composition, server: ServerBlock, topology: Topology | None) -> Iterator[str]:
+def _required_capabilities(composition: Composition, server: ServerBlock, topology: Topology | None) -> Iterator[str]:
     """Names of capabilities, as `SandboxCapabilities` has them; ``network_none`` for a box without a network."""
     yield "network_none"
     yield from side_of(server, composition.roots).requires
@@ -89,7 +89,7 @@ def _not_offered(capability: str) -> str:
     return f"there is no such capability{nearest(capability, known)}; there are {', '.join(known)}"
 
 
-def _others(name: str, roots: Sequence[Path]) -> str:
+def _other_providers(name: str, roots: Sequence[Path]) -> str:
     from nemo_gym.config.sandbox_blocks import list_providers
 
     choices = available("sandbox", roots)

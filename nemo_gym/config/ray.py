@@ -112,12 +112,12 @@ class NodePart:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def told(cls) -> NodePart | None:
+    def from_parent(cls) -> NodePart | None:
         """This process's part, read once; ``None`` where it is no node's."""
         if (number := os.environ.pop(NODE_FD, None)) is None:
             return None
-        with os.fdopen(int(number), "rb") as told:
-            return cls(**json.load(told))
+        with os.fdopen(int(number), "rb") as file:
+            return cls(**json.load(file))
 
     def take(self, composition: Composition) -> None:
         """Make of the whole composition this node's part: its servers, and at most a service."""

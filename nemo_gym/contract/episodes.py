@@ -56,7 +56,7 @@ FAILURE_KINDS: Final = frozenset(value for name, value in list(globals().items()
 """The kinds that NeMo Gym's components share. An environment may add its own, as ``<server>:<kind>``."""
 FailureStage = Literal["admission", "seed", "agent", "verification", "cleanup"]
 _OWN_KIND = re.compile(r"[a-z][a-z0-9_]*:[a-z][a-z0-9_]*")
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def is_registered(name: str) -> bool:
@@ -72,8 +72,8 @@ def is_namespaced(name: str) -> bool:
 def validate_failure_kind(name: str | None) -> str | None:
     """``name`` as it is. One that is neither shared nor an environment's own is logged, once: a failure under a wrong
     name is worth more than no failure."""
-    if name is not None and not is_registered(name) and not is_namespaced(name) and name not in _told:
-        _told.add(name)
+    if name is not None and not is_registered(name) and not is_namespaced(name) and name not in _warned:
+        _warned.add(name)
         log.warning("unknown failure kind; use a shared one, or <server>:<kind>", failure_kind=name)
     return name
 

@@ -152,7 +152,7 @@ class WorkerPool:
             _discard(process)
             process = None
         process = process or self._start(turn)
-        answer = _asked(turn, process, question, timeout_s)
+        answer = _ask(turn, process, question, timeout_s)
         with self._lock:
             kept = answer.ending in (Ending.ANSWERED, Ending.FAILED) and generation == self._generation
             if kept:
@@ -174,7 +174,7 @@ class WorkerPool:
             env={"LANG": "C.UTF-8"},  # no credential of this server
         )
         hello = {"path": sys.path, "memory_bytes": self._memory_bytes, "warm_up": dict(self._warm_up)}
-        answer = _asked(turn, process, hello, STARTUP_TIMEOUT_S)
+        answer = _ask(turn, process, hello, STARTUP_TIMEOUT_S)
         if answer.ending is Ending.ANSWERED:
             return process
         _discard(process)
@@ -193,7 +193,7 @@ def _verifier_error(message: str) -> Exception:
     return VerifierError(message)
 
 
-def _asked(turn: _Turn, process: subprocess.Popen[bytes], question: Mapping[str, Any], timeout_s: float) -> Answer:
+def _ask(turn: _Turn, process: subprocess.Popen[bytes], question: Mapping[str, Any], timeout_s: float) -> Answer:
     assert process.stdin is not None and process.stdout is not None
     reply: dict[str, Any] | None = None
     turn.hold(process)
@@ -264,7 +264,7 @@ def _serve(function: str) -> None:
         answer = getattr(importlib.import_module(module), name)
         answer(**hello["warm_up"])
     except Exception as error:  # noqa: BLE001 - whatever it was, the pool says it
-        _write(replies, {"ending": Ending.FAILED, "said": _said(error)})
+        _write(replies, {"ending": Ending.FAILED, "said": _error_text(error)})
         return
     _write(replies, {"ending": Ending.ANSWERED})
     from nemo_gym.contract.errors import NemoGymError
@@ -275,11 +275,11 @@ def _serve(function: str) -> None:
         except NemoGymError as error:
             reply = {"ending": Ending.FAILED, "value": "refused", "said": error.message}
         except Exception as error:  # noqa: BLE001 - the boundary of code that reads what an agent wrote
-            reply = {"ending": Ending.FAILED, "said": _said(error)}
+            reply = {"ending": Ending.FAILED, "said": _error_text(error)}
         _write(replies, reply)
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:1000]
 
 

@@ -111,7 +111,7 @@ class SessionShare:
         finally:
             self.in_flight_bytes -= size
 
-    def kept(self, turn: Mapping[str, Any], size: int) -> None:
+    def count_turn(self, turn: Mapping[str, Any], size: int) -> None:
         """A turn is durable; ``turn`` as the journal has it."""
         count: int = turn["message_count"]
         self.messages += count - self._conversations.get(turn["parent"], 0)

@@ -276,7 +276,7 @@ class DurableSessions(Generic[C, D]):
         try:
             live.conversations.restore(records)
             for turn, record in zip(found.turns, records, strict=True):
-                live.share.kept(record, len(turn.body) - sum(len(text.data) for text in large_in(record)))
+                live.share.count_turn(record, len(turn.body) - sum(len(text.data) for text in large_in(record)))
         except (KeyError, TypeError, ValueError) as error:
             raise JournalDamagedError(
                 f"the journal's turns of session '{live.session_id}' cannot be read ({type(error).__name__}: {error});"

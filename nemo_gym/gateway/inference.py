@@ -590,7 +590,7 @@ class Inference(Generic[C, D]):
             undo=partial(self._backend.take_back, conversations, facts.turn_id),
         )
         self._sessions.committed(live.session, Usage(answer.usage.prompt_tokens, answer.usage.completion_tokens))
-        live.share.kept(turn, size)
+        live.share.count_turn(turn, size)
         call.sampled(facts)
         return Committed(answer, facts.turn_id, index)
 

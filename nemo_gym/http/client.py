@@ -221,7 +221,7 @@ def _connections_of_loop() -> Connections:
 
 
 @lru_cache(maxsize=1024)
-def _heads(origin: str) -> RequestHeads:
+def _request_heads(origin: str) -> RequestHeads:
     return RequestHeads(origin, {})
 
 
@@ -231,7 +231,7 @@ async def send_once(
     """Raises what `Connections.send` does. The answer has to be closed."""
     scheme, _, rest = url.partition("://")
     host, _, path = rest.partition("/")
-    heads = _heads(f"{scheme}://{host}")
+    heads = _request_heads(f"{scheme}://{host}")
     head = heads.of(method, f"/{path}", len(data), headers)
     return await _connections_of_loop().send(heads.origin, head, data, patience)
 

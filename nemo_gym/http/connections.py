@@ -352,7 +352,7 @@ class Connections:
         if self._closed:
             raise RuntimeError("these connections are closed")
         begun = asyncio.get_running_loop().time()
-        connection = self._kept(origin, begun) or await self._made(origin, patience)
+        connection = self._take_unused(origin, begun) or await self._made(origin, patience)
         reply = connection.ask(head, body, begun + patience.total_s, patience.idle_s)
         try:
             await reply.head()
@@ -380,7 +380,7 @@ class Connections:
 
     # -- kept ----------------------------------------------------------------------------------------------------
 
-    def _kept(self, origin: Origin, now: float) -> Connection | None:
+    def _take_unused(self, origin: Origin, now: float) -> Connection | None:
         unused = self._unused.get(origin)
         while unused:
             since, connection = unused.pop()  # the latest: those of a busier time age

@@ -73,7 +73,7 @@ class PluginCall:
             return await self._called(arguments)
         except RequestValidationError as error:  # a plugin that looks at its body itself
             raise InvalidBodyError(
-                f"{self._name}: the body is not as it must be", errors=_told(error.errors())
+                f"{self._name}: the body is not as it must be", errors=_error_list(error.errors())
             ) from None
 
     async def _called(self, arguments: dict[str, Any]) -> Any:
@@ -92,14 +92,14 @@ class PluginCall:
             return model.model_validate(body)
         except ValidationError as error:
             # Without the input: the body may hold private fields of the row, and the caller may be an agent.
-            errors = _told(error.errors(include_input=False, include_url=False, include_context=False))
+            errors = _error_list(error.errors(include_input=False, include_url=False, include_context=False))
             first = errors[0]
             where = ".".join(map(str, first["loc"]))
             more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
             raise InvalidBodyError(f"{self._name}: field '{where}': {first['msg']}{more}", errors=errors) from None
 
 
-def _told(errors: Sequence[Any]) -> list[dict[str, Any]]:
+def _error_list(errors: Sequence[Any]) -> list[dict[str, Any]]:
     return [{"loc": list(item["loc"]), "msg": item["msg"], "type": item["type"]} for item in errors]
 
 

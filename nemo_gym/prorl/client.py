@@ -221,9 +221,9 @@ class ProRLClient:
         `assign_llm_servers`."""
         assigned = assign_llm_servers(addresses, [server.url for server in self._servers])
         for server in self._servers:
-            await self._told(server, "/clear_llm_server", {})
+            await self._post(server, "/clear_llm_server", {})
             for address in assigned[server.url]:
-                await self._told(server, "/add_llm_server", {"address": address})
+                await self._post(server, "/add_llm_server", {"address": address})
         return assigned
 
     async def status(self) -> dict[str, dict[str, Any]]:
@@ -238,7 +238,7 @@ class ProRLClient:
         told = await asyncio.gather(*map(one, self._servers))
         return {server.url: each for server, each in zip(self._servers, told, strict=True)}
 
-    async def _told(self, server: _Server, path: str, body: Mapping[str, Any]) -> None:
+    async def _post(self, server: _Server, path: str, body: Mapping[str, Any]) -> None:
         try:
             await self._ask(server, path, body)
         except JobLost as lost:

@@ -790,7 +790,7 @@ class AsyncDispatcher:
     def _readings(self) -> Iterable[Reading]:
         yield from stage_readings(self.stages)
         if self._pool is not None:
-            yield from server_readings([server.told() for server in self._pool.all()])
+            yield from server_readings([server.as_dict() for server in self._pool.all()])
 
     def _tell(self, event: JobEvent) -> None:
         if event.state.terminal:

@@ -205,7 +205,7 @@ def masked_response(failure: str, *, created_at: float = 0.0) -> dict[str, Any]:
         "parallel_tool_calls": True,
         "tool_choice": "auto",
         "tools": [],
-        "output": [_said("msg_masked", [0], [0], [0.0])],
+        "output": [_message_of_tokens("msg_masked", [0], [0], [0.0])],
     }
 
 
@@ -264,7 +264,7 @@ def _attached(
     places = last_items[-len(turns) :] if turns else []
     untold = turns[: len(turns) - len(places)]
     told = dict(zip(places, turns[len(untold) :], strict=True))
-    found = [_said(f"{_UNTOLD}{number}", *turn) for number, turn in enumerate(untold)]
+    found = [_message_of_tokens(f"{_UNTOLD}{number}", *turn) for number, turn in enumerate(untold)]
     for number, item in enumerate(items):
         if (turn := told.get(number)) is not None:
             found.append({**item, **_token_fields(*turn)})
@@ -278,7 +278,7 @@ def _is_sampled(item: Mapping[str, Any]) -> bool:
     return kind in _SAMPLED or (kind == "message" and item.get("role") == "assistant")
 
 
-def _said(item_id: str, prompt: list[int], generated: list[int], logprobs: list[float]) -> dict[str, Any]:
+def _message_of_tokens(item_id: str, prompt: list[int], generated: list[int], logprobs: list[float]) -> dict[str, Any]:
     return {
         "id": item_id,
         "type": "message",

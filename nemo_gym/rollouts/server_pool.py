@@ -81,7 +81,7 @@ class PooledServer:
             return 0
         return None if self.capacity is None else max(0, self.capacity - self.busy)
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """For whoever asks how it goes."""
         per_minute = None if not self.seconds else round(60 / self.seconds * (self.capacity or max(self.busy, 1)), 2)
         return {

@@ -205,12 +205,12 @@ class _Routes:
     async def register(self, request: Request) -> Response:
         body = await _body(ServerBody, request)
         server = await self._service.register(body.instance, body.url, body.capacity, body.credential)
-        return JsonResponse(server.told())
+        return JsonResponse(server.as_dict())
 
     async def drain_server(self, request: Request) -> Response:
         server = self._service.pool.of_id(request.path_params["server_id"])
         self._service.pool.drain(server, "an operator drains it")
-        return JsonResponse(server.told())
+        return JsonResponse(server.as_dict())
 
     async def remove_server(self, request: Request) -> Response:
         server = self._service.pool.of_id(request.path_params["server_id"])

@@ -77,7 +77,7 @@ class RolloutService:
         owner = config.pipeline if store.is_shared() else None
         self.dispatcher: AsyncDispatcher = core.dispatcher(
             store,
-            listener=self._told,
+            listener=self._on_event,
             logs=state_dir / "logs",
             pooled=True,
             owner=owner,
@@ -143,7 +143,7 @@ class RolloutService:
         outcomes = await self.submissions.submit(bodies)
         if any(outcome.offer is not None for outcome in outcomes):
             self.dispatcher.notify()
-        return [outcome.told() for outcome in outcomes]
+        return [outcome.as_dict() for outcome in outcomes]
 
     async def job(self, job_id: str, wait_s: float = 0.0) -> dict[str, Any]:
         """A job with its result, once it has one or ``wait_s`` have passed. Raises `NoSuchJobError`."""
@@ -253,7 +253,7 @@ class RolloutService:
             "jobs": {state.value: count for state, count in counts.items()},
             "under_way": len(self.dispatcher.held),
             "stages": [asdict(stage) for stage in self.dispatcher.stages],
-            "servers": [each.told() for each in self.pool.all() if each.state is not ServerState.REMOVED],
+            "servers": [each.as_dict() for each in self.pool.all() if each.state is not ServerState.REMOVED],
             "agents": {agent: agent in self.core.routes for agent in self.core.agents},
         }
 
@@ -319,7 +319,7 @@ class RolloutService:
             )
         return int(place)
 
-    def _told(self, event: JobEvent) -> None:
+    def _on_event(self, event: JobEvent) -> None:
         if event.state.terminal:
             for waiter in self._waiters.get(event.job.job_id, ()):
                 if not waiter.done():

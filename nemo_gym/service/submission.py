@@ -80,7 +80,7 @@ class Outcome:
     offer: Offer | None = None
     error: NemoGymError | None = None
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         if self.offer is None:
             assert self.error is not None
             return {"job_id": self.job_id, "error": self.error.as_problem()}

@@ -86,14 +86,14 @@ class BackgroundStack:
             self._process.stdin.write(json.dumps([*words, f"run_dir={self.run_dir}"]).encode())
             self._process.stdin.close()
         give_up = time.monotonic() + timeout_s
-        while _READY not in self._said():
+        while _READY not in self._log_end():
             if (code := self._process.poll()) is not None:
                 self._process = None
                 refused = ConfigError if code == 2 else ServerError
-                raise refused(f"ng_run ended with {code} before its servers were ready; it said: {self._said()}")
+                raise refused(f"ng_run ended with {code} before its servers were ready; it said: {self._log_end()}")
             if time.monotonic() >= give_up:
                 self.stop()
-                raise ServerError(f"the servers were not ready within {timeout_s:g} s; ng_run said: {self._said()}")
+                raise ServerError(f"the servers were not ready within {timeout_s:g} s; ng_run said: {self._log_end()}")
             time.sleep(0.1)
         _started.append(self.run_dir)
         return read_stack(self.run_dir)
@@ -103,7 +103,7 @@ class BackgroundStack:
         if self._process is None:
             raise ServerError("the servers are not running; start them first")
         if (code := self._process.poll()) is not None:
-            raise ServerError(f"ng_run ended with {code}, and its servers with it; it said: {self._said()}")
+            raise ServerError(f"ng_run ended with {code}, and its servers with it; it said: {self._log_end()}")
 
     def stop(self) -> None:
         """Stop the servers; idempotent."""
@@ -128,5 +128,5 @@ class BackgroundStack:
     ) -> None:
         self.stop()
 
-    def _said(self) -> str:
+    def _log_end(self) -> str:
         return self.log.read_text(errors="replace")[-_TAIL_CHARS:]

@@ -100,7 +100,10 @@ def _prompt(params: Any) -> list[dict[str, Any]]:
     for number, item in enumerate(asked if isinstance(asked, list) else ()):
         where = f"/{PARAMS_KEY}/input/{number}"
         shown.append(
-            {"role": str(_mapping(item).get("role") or _mapping(item).get("type") or "?"), **_said(item, where)}
+            {
+                "role": str(_mapping(item).get("role") or _mapping(item).get("type") or "?"),
+                **_text_of(item, where),
+            }
         )
     return shown[:MAX_ITEMS]
 
@@ -128,14 +131,14 @@ def turns_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
             calls[str(item.get("call_id"))] = call
             turns[-1]["items"].append(call)
         elif kind == "function_call_output":
-            result = _said(item, where, ("output",))
+            result = _text_of(item, where, ("output",))
             call_of = calls.get(str(item.get("call_id")))
             if call_of is not None and call_of["result"] is None:
                 call_of["result"] = result
             else:
                 turns[-1]["items"].append({"kind": "result", **result})
         else:
-            said = _said(item, where)
+            said = _text_of(item, where)
             if said["text"]:
                 turns[-1]["items"].append(
                     {
@@ -161,7 +164,7 @@ def _arguments(value: Any, where: str) -> dict[str, Any]:
     return cut(text, where)
 
 
-def _said(item: Any, where: str, keys: tuple[str, ...] = ("content", "summary", "text")) -> dict[str, Any]:
+def _text_of(item: Any, where: str, keys: tuple[str, ...] = ("content", "summary", "text")) -> dict[str, Any]:
     """The text of a message, in whatever form it is there."""
     if not isinstance(item, Mapping):
         return cut(item if isinstance(item, str) else _json(item), where)

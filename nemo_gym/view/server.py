@@ -144,7 +144,7 @@ class Pages:
 
     def rollout(self, request: Request) -> Any:
         run = self._run(request)
-        found = find_row(run.ready(), _given(request, "id"))
+        found = find_row(run.ready(), _required_param(request, "id"))
         return {
             **rollout_view(run.ready(), found),
             "run_name": run.name,
@@ -153,7 +153,7 @@ class Pages:
 
     def rollout_logs(self, request: Request) -> Any:
         run = self._run(request)
-        found = find_row(run.ready(), _given(request, "id"))
+        found = find_row(run.ready(), _required_param(request, "id"))
         folders = run.log_folders(found.row)
         lines = logs.lines_of(folders, str(found.columns["rollout_id"]), found.row)
         return {
@@ -171,7 +171,7 @@ class Pages:
         }
 
     def raw(self, request: Request) -> Response:
-        raw = find_row(self._index(request), _given(request, "id")).raw
+        raw = find_row(self._index(request), _required_param(request, "id")).raw
         if "indent" in request.query_params:
             try:
                 raw = orjson.dumps(orjson.loads(raw), option=orjson.OPT_INDENT_2)
@@ -180,24 +180,24 @@ class Pages:
         return Response(raw, media_type="text/plain; charset=utf-8")
 
     def text(self, request: Request) -> Response:
-        found = find_row(self._index(request), _given(request, "id"))
-        return PlainTextResponse(text_at(found.row, _given(request, "where")).encode("utf-8", "replace"))
+        found = find_row(self._index(request), _required_param(request, "id"))
+        return PlainTextResponse(text_at(found.row, _required_param(request, "where")).encode("utf-8", "replace"))
 
     def chain(self, request: Request) -> Response:
         run = self._run(request)
-        found = find_row(run.ready(), _given(request, "id"))
+        found = find_row(run.ready(), _required_param(request, "id"))
         number = request.query_params.get("number", "0")
         chain = chain_of(found.row, int(number) if number.isdecimal() else -1)
         texts = self._runs.token_texts(run).of({*chain.prompt_ids, *chain.response_ids})
         return Response(packed_chain(chain, texts), media_type="application/octet-stream")
 
     def compare(self, request: Request) -> Any:
-        both = [self._runs.get(_given(request, name)) for name in ("a", "b")]
+        both = [self._runs.get(_required_param(request, name)) for name in ("a", "b")]
         found = compared(both[0].ready(), both[1].ready(), changed_only="changed" in request.query_params)
         return {**found, "rows": found["rows"][:1000], "names": [run.name for run in both]}
 
 
-def _given(request: Request, name: str) -> str:
+def _required_param(request: Request, name: str) -> str:
     value = request.query_params.get(name)
     if not value:
         raise ConfigError(f"{name}=: is missing")

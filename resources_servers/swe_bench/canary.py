@@ -327,7 +327,7 @@ async def make_canary_script(site: EvalSite, row: SweBenchRow, rng: random.Rando
                 files += [rewritten] if rewritten else []
         exact = bool(files)
         if not files:
-            files = [file for file in _others(sources, rng) if file]
+            files = [file for file in _other_files(sources, rng) if file]
         if not files:
             return None
         for file in files:
@@ -366,7 +366,7 @@ def _here_document(eval_script: str) -> tuple[str, int, int] | None:
     return ("\n".join(["set -e", *steps, ""]), *place) if place else None
 
 
-def _others(sources: dict[str, bytes | None], rng: random.Random) -> Iterable[CanaryFile | None]:
+def _other_files(sources: dict[str, bytes | None], rng: random.Random) -> Iterable[CanaryFile | None]:
     return (rewrite_other(path, source, rng) for path, source in sources.items() if source is not None)
 
 

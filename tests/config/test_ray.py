@@ -96,9 +96,9 @@ def test_node_takes_its_part_and_leaves_the_run_to_the_command(root: Path, monke
     os.write(write, part.to_json())
     os.close(write)
     monkeypatch.setenv(NODE_FD, str(read))
-    told = NodePart.told()
-    assert told == part and NodePart.told() is None
-    told.take(composition)
+    part_read = NodePart.from_parent()
+    assert part_read == part and NodePart.from_parent() is None
+    part_read.take(composition)
     assert not composition.has_run and not composition.serves and RayConfig.of(composition) is None
     assert composition.values["host"] == "ray-00000002" and composition.values["run_id"] == "run-1"
     assert made["stack_secret"] not in repr(part) and json.loads(part.to_json())["hosts"] == made

@@ -107,7 +107,7 @@ def judge(harness: CliHarness, ended: HarnessEnded) -> Judgement:
         return AgentOutcome.MAX_TURNS, f"it asked the model for more than its {model.turns} answers"
     if ended.stopped is not None and ended.stopped[0] is AgentOutcome.MAX_TURNS:
         return ended.stopped
-    said = ended.stopped or _said(harness, ended)
+    said = ended.stopped or _judgement(harness, ended)
     if model is not None and model.refused and not model.answered and not model.failing:
         # The policy never had a word, so nothing of this is its doing.
         if is_context_exceeded(model.last_error or ""):
@@ -153,7 +153,7 @@ def _model_failed(said: AgentOutcome, model: DoorStatistics) -> bool:
     return model.failing
 
 
-def _said(harness: CliHarness, ended: HarnessEnded) -> Judgement:
+def _judgement(harness: CliHarness, ended: HarnessEnded) -> Judgement:
     match ended.outcome:
         case ExecOutcome.TIMED_OUT:
             return AgentOutcome.TIMED_OUT, "stopped at the end of its wall-clock time"

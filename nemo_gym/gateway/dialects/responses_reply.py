@@ -134,14 +134,14 @@ def response_object(answer_id: str, created_at: float, model: str, body: Body) -
         "temperature": body.get("temperature"),
         "text": body.get("text") or {"format": {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",
-        "tools": [_echo(tool) for tool in body.get("tools") or () if tool.get("type") in _ECHOED_TOOLS],
+        "tools": [_tool_in_reply(tool) for tool in body.get("tools") or () if tool.get("type") in _ECHOED_TOOLS],
         "top_p": body.get("top_p"),
         "truncation": "disabled",
         "usage": None,
     }
 
 
-def _echo(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _tool_in_reply(tool: Mapping[str, Any]) -> dict[str, Any]:
     """A tool as clients that validate expect it back."""
     required = {"strict": False, "parameters": None} if tool.get("type") == "function" else {}
     return {**required, **tool}

@@ -252,7 +252,7 @@ class TokenCalls(Generic[K]):
             if last.finish_reason is not FinishReason.ABORT or not _resumable(request.sampling):
                 return answer.joined(piece, last)
             piece.add(TokenDelta(last.token_ids, last.logprobs))
-            if (full := await self._kept(request, answer, piece, resumes)) is not None:
+            if (full := await self._take_in(request, answer, piece, resumes)) is not None:
                 return full
         return answer.whole(FinishReason.ABORT)
 
@@ -283,12 +283,14 @@ class TokenCalls(Generic[K]):
                 if last.finish_reason is not FinishReason.ABORT or not _resumable(request.sampling):
                     yield answer.joined(piece, last)
                     return
-            if (full := await self._kept(request, answer, piece, resumes)) is not None:
+            if (full := await self._take_in(request, answer, piece, resumes)) is not None:
                 yield full
                 return
         yield answer.whole(FinishReason.ABORT)
 
-    async def _kept(self, request: TokenRequest, answer: _Answer, piece: _Piece, resumes: int) -> Generation | None:
+    async def _take_in(
+        self, request: TokenRequest, answer: _Answer, piece: _Piece, resumes: int
+    ) -> Generation | None:
         """Add a piece to its answer: the whole answer if that used up its tokens, else nothing when it may go on."""
         answer.keep(piece)
         if len(answer.token_ids) >= request.sampling.max_tokens:
@@ -322,12 +324,12 @@ class _Piece:
     source: TokenEngine | None = None
 
     def open(self, engine: TokenEngine) -> AsyncGenerator[TokenDelta | Generation, None]:
-        return engine.stream(self._asked(engine))
+        return engine.stream(self._engine_request(engine))
 
     async def whole(self, engine: TokenEngine) -> Generation:
-        return await engine.generate(self._asked(engine))
+        return await engine.generate(self._engine_request(engine))
 
-    def _asked(self, engine: TokenEngine) -> TokenRequest:
+    def _engine_request(self, engine: TokenEngine) -> TokenRequest:
         self.engine, self.source, self.first_weights = engine.name, engine, engine.weights_version
         done = len(self.before.token_ids)
         request = self.request

@@ -49,7 +49,7 @@ class TokenBytes:
         are no UTF-8 are replaced. Raises `OverflowError` for what cannot be an id."""
         if len(ids) < LARGE or (found := self._looked_up(ids)) is None:
             known = self._known
-            found = "".join([known[one] if one in known else self._found(one) for one in ids])
+            found = "".join([known[one] if one in known else self._decode_token(one) for one in ids])
         return found if found.isascii() else found.encode("latin-1").decode(errors="replace")
 
     def _looked_up(self, ids: Sequence[int]) -> str | None:
@@ -68,10 +68,10 @@ class TokenBytes:
             return "".join(self._table[places].tolist())
         except TypeError:  # some have not been asked for before
             for one in np.unique(places).tolist():
-                self._table[one] = self._found(one)
+                self._table[one] = self._decode_token(one)
             return "".join(self._table[places].tolist())
 
-    def _found(self, token_id: int) -> str:
+    def _decode_token(self, token_id: int) -> str:
         if (found := self._known.get(token_id)) is not None:
             return found
         token = self._tokenizer.id_to_token(token_id)
@@ -176,9 +176,9 @@ class AsciiEncoder:
             words = [part for word in words for part in _cut(cut, word)]
         known = self._known.get
         for word in words:
-            ids += known(word) or self._found(word)
+            ids += known(word) or self._encode_word(word)
 
-    def _found(self, word: str) -> tuple[int, ...]:
+    def _encode_word(self, word: str) -> tuple[int, ...]:
         ids = tuple(token.id for token in self._model.tokenize(word.translate(_ALPHABET)))
         if len(word) <= _MAX_CHARS:
             if len(self._known) >= _MAX_WORDS:

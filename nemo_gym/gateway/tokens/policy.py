@@ -304,7 +304,7 @@ class PolicyTokenizer:
         """The tokens that start the messages which may follow an answer, where answers have no end of their own."""
         found = []
         note = {"role": "system", "content": "s"}
-        followed = ([_ANSWER, _user("q")], [_asked(), _RESULT], [_ANSWER, note, _user("q")])
+        followed = ([_ANSWER, _user("q")], [_calling_message(), _RESULT], [_ANSWER, note, _user("q")])
         for conversation in ([_user("q"), *messages] for messages in followed):
             try:
                 before = self.render(conversation[:2], add_generation_prompt=False)
@@ -318,7 +318,7 @@ class PolicyTokenizer:
 
     def _answer_tokens(self) -> set[str]:
         """Added tokens that the template writes into answers, or looks for there: of reasoning and of calls."""
-        asked = {**_asked(), "reasoning_content": "r"}
+        asked = {**_calling_message(), "reasoning_content": "r"}
         answer = asked if self.traits.tool_use else {**_ANSWER, "reasoning_content": "r"}
         follows = [_RESULT] if self.traits.tool_use else []
         prompt = self.render([_user("q")])
@@ -347,7 +347,7 @@ _RESULT: Message = {"role": "tool", "tool_call_id": "abcdef123", "name": "f", "c
 _TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 
 
-def _asked() -> Message:
+def _calling_message() -> Message:
     function = {"name": "f", "arguments": {"a": "b"}}
     return {**_ANSWER, "tool_calls": [{"id": "abcdef123", "type": "function", "function": function}]}
 

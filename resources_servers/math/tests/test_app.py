@@ -112,7 +112,7 @@ async def test_answer_is_compared_again_when_its_process_was_killed(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed: list[int] = []
-    asked = worker_pool._asked
+    asked = worker_pool._ask
 
     def dies_once(turn: Any, process: subprocess.Popen[bytes], question: dict[str, Any], timeout_s: float) -> Any:
         if question.get("answer") == "\\boxed{40+6}" and not killed:
@@ -120,7 +120,7 @@ async def test_answer_is_compared_again_when_its_process_was_killed(
             process.kill()
         return asked(turn, process, question, timeout_s)
 
-    monkeypatch.setattr(worker_pool, "_asked", dies_once)
+    monkeypatch.setattr(worker_pool, "_ask", dies_once)
     judged = await verdict(stack, row("46"), "\\boxed{40+6}")
     assert killed and (judged["valid"], judged["reward"]) == (True, 1.0), judged
 
@@ -130,7 +130,7 @@ async def test_verdict_is_invalid_when_the_expected_answer_cannot_be_compared_an
 ) -> None:
     status, seeded = await seed(stack, row("46"))
     assert status == 200
-    asked = worker_pool._asked
+    asked = worker_pool._ask
 
     def has_no_time(turn: Any, process: subprocess.Popen[bytes], question: dict[str, Any], timeout_s: float) -> Any:
         if "answer" in question:
@@ -138,7 +138,7 @@ async def test_verdict_is_invalid_when_the_expected_answer_cannot_be_compared_an
             turn.end(worker_pool.Ending.TIMED_OUT)
         return asked(turn, process, question, timeout_s)
 
-    monkeypatch.setattr(worker_pool, "_asked", has_no_time)
+    monkeypatch.setattr(worker_pool, "_ask", has_no_time)
     body = {**row("46"), "response": response("46"), "_ng_session": {"rollout": rollout().model_dump()}}
     headers = {"X-NeMo-Gym-Control-Token": seeded["control_token"]}
     judged = await (await stack.client().post(ENV, "/verify", json=body, headers=headers)).json()

@@ -473,9 +473,9 @@ class _WrongMaker:
         elif isinstance(node, ast.expr):
             kind = {"==": "equality", "is": "equality", "count": "equality", "close": "nearness", "almost": "nearness"}
             excluding = one.op in _EXCLUDING
-            yield from self._made(test, kind.get(one.op, one.op), excluding, self._others(one, target), node)
+            yield from self._made(test, kind.get(one.op, one.op), excluding, self._other_values(one, target), node)
 
-    def _others(self, one: _Expectation, target: _Target) -> Iterator[tuple[Origin, ast.expr]]:
+    def _other_values(self, one: _Expectation, target: _Target) -> Iterator[tuple[Origin, ast.expr]]:
         node = target.node
         answers = self.base.get(one.key, ())
         if target.whole and answers and (target.case is not None or len(answers) == 1):

@@ -112,7 +112,7 @@ class Maker:
         material.sides = decide_sides(own, public, before)
         words = await find_words(material, own, public, before, self._seeds())
         varied = await self._within(HALF, "a varied rendering", find_variation(material, own, public, before))
-        told = await self._told(own, public, words, varied)
+        told = await self._telling(own, public, words, varied)
         if any(level == "weak" and may_be_strong(own, public[test]) for test, level in told.strengths().items()):
             # Other words may ask for more. What they are is a matter of luck.
             again = await self._within(HALF, "a second draw of words", self._told_again(own, public, before, varied))
@@ -125,9 +125,11 @@ class Maker:
 
     async def _told_again(self, own: RenderedSet, public: Calls, before: Calls, varied: Varied | None) -> Telling:
         words = await find_words(self._material, own, public, before, self._seeds())
-        return await self._told(own, public, words, varied)
+        return await self._telling(own, public, words, varied)
 
-    async def _told(self, own: RenderedSet, public: Calls, words: Sequence[Words], varied: Varied | None) -> Telling:
+    async def _telling(
+        self, own: RenderedSet, public: Calls, words: Sequence[Words], varied: Varied | None
+    ) -> Telling:
         """The renderings in these words, and what one run of gold and of base tells of them."""
         material = self._material
         sets: list[tuple[RenderedSet, Calls]] = []

@@ -37,7 +37,7 @@ def fetched_directory(package: CliPackage) -> Path:
 
 def is_installed(package: CliPackage) -> bool:
     """Whether a whole installation is there, whatever its checksums."""
-    return _found(package) is not None
+    return _installed_directory(package) is not None
 
 
 def installed(package: CliPackage) -> Path:
@@ -47,7 +47,7 @@ def installed(package: CliPackage) -> Path:
         ConfigError: it is not there, only half of it is, or its checksums are not the pinned ones; with the command
             that installs it.
     """
-    directory = _found(package)
+    directory = _installed_directory(package)
     if directory is None:
         raise ConfigError(
             f"the agent CLI '{package.name}' {package.version} is not in {cache_root()}; run: {INSTALL_COMMAND}",
@@ -85,7 +85,7 @@ def requirements_checksum(package: CliPackage) -> str:
     return "sha256-" + hashlib.sha256(package.requirements.read_bytes()).hexdigest()
 
 
-def _found(package: CliPackage) -> Path | None:
+def _installed_directory(package: CliPackage) -> Path | None:
     # What scripts/install-clis installed is the same package with npm's links around it.
     for directory in (fetched_directory(package), cache_root() / "clis" / package.name / package.version):
         if (directory / MARKER).is_file() and (directory / package.command).is_file():

@@ -335,7 +335,7 @@ class RemoteProvider(StreamingProvider):
             ref = SandboxRef.model_validate(dict(descriptor))
         except ValidationError as error:
             raise SandboxError(f"this is not a reference to a box of a broker; {validation_problems(error)}") from None
-        brokers = self._found()
+        brokers = self._find_brokers()
         url = ref.broker_url.rstrip("/") if brokers is None else brokers.url_of(ref.broker_url)
         if url is None:
             raise SandboxError(f"the reference names the broker {ref.broker_url}, which is none of those configured")
@@ -350,13 +350,13 @@ class RemoteProvider(StreamingProvider):
 
     # ---------------------------------------------------------------------------------------------- internals
 
-    def _found(self) -> Brokers | None:
+    def _find_brokers(self) -> Brokers | None:
         if self._brokers is None:
             self._brokers = find_brokers(self.options)
         return self._brokers
 
     def _configured(self) -> Brokers:
-        brokers = self._found()
+        brokers = self._find_brokers()
         if brokers is None:
             raise ConfigError(
                 "remote sandbox: no broker is configured, so boxes can be borrowed but not created or listed; set"

@@ -288,9 +288,7 @@ class TokenCalls(Generic[K]):
                 return
         yield answer.whole(FinishReason.ABORT)
 
-    async def _take_in(
-        self, request: TokenRequest, answer: _Answer, piece: _Piece, resumes: int
-    ) -> Generation | None:
+    async def _take_in(self, request: TokenRequest, answer: _Answer, piece: _Piece, resumes: int) -> Generation | None:
         """Add a piece to its answer: the whole answer if that used up its tokens, else nothing when it may go on."""
         answer.keep(piece)
         if len(answer.token_ids) >= request.sampling.max_tokens:

@@ -58,7 +58,8 @@ def test_trainer_of_the_page_gets_groups_from_the_server_of_the_page(tmp_path: P
     words = [word for word in command.words[1:] if not word.startswith("port=")]
     write_examples(PAGE, tmp_path)
     with prorl_server(tmp_path, *words) as server:
-        said = [line.split() for line in run("train_prorl.py", tmp_path, PRORL_SERVER_URLS=server.url)]
+        lines = run("train_prorl.py", tmp_path, PRORL_SERVER_URLS=server.url)
+    said = [words for line in lines if len(words := line.split()) == 3]  # others are the log's: of a slow server, say
     for step in ("0", "1"):
         # A batch has the groups that are asked for, and one more that was finished at the same moment.
         assert sum(at == step for at, *_ in said) in (2 * 4, 3 * 4)

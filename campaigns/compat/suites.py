@@ -237,6 +237,7 @@ def main() -> int:
         for found in report["causes"]:
             names = ", ".join(found["suites"][:_SEVERAL])
             print(f"{len(found['suites']):3} suites, {found['tests']:4} tests: {found['cause']}  [{names}]")
+        print(report["kinds"])
     servers = report["kinds"].get("resources_servers", {"suites_ok": 0, "tests_passed": 0})
     bars = []
     if args.min_suites is not None:

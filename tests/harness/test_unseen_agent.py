@@ -110,6 +110,14 @@ def test_agent_whose_cli_was_not_fetched_does_not_start(
         pass
 
 
+def test_agent_whose_boxes_cannot_be_had_does_not_start(tmp_path: Path, local_settings: dict[str, Any]) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"sandbox provider 'local': unknown key 'state_dri' \(did you mean"),
+        stage(tmp_path, {"local": {**local_settings, "state_dri": "/x"}}),
+    ):
+        pass
+
+
 async def test_topology_b_without_mcp_is_refused_with_what_would_work(stack: Stack) -> None:
     with pytest.raises(AssertionError, match="use topology=agent_in_env"):
         await act(stack, "fix the greeting", descriptor(Topology.ENV_SANDBOXED))

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from nemo_gym.contract.credentials import Role
+from nemo_gym.contract.errors import ConfigError
 from nemo_gym.contract.sandbox import SandboxSpec
 from nemo_gym.contract.session import (
     ActRequest,
@@ -122,24 +123,27 @@ async def provider(tmp_path: Path) -> AsyncIterator[dict[str, Any]]:
     await close_global_aiohttp_client()
 
 
-@pytest.fixture
-def stack(tmp_path: Path, provider: dict[str, Any]) -> Iterator[Stack]:
-    script = tmp_path / "script.yaml"
-    script.write_text(json.dumps(SCRIPT))
-    settings = yaml.safe_load((Path(__file__).parents[1] / "configs" / "mini_swe_agent.yaml").read_text())[
-        "mini_swe_agent"
-    ]["responses_api_agents"]["mini_swe_agent"]
-    settings |= {
+def settings_of(provider: dict[str, Any]) -> dict[str, Any]:
+    settings: dict[str, Any] = yaml.safe_load(
+        (Path(__file__).parents[1] / "configs" / "mini_swe_agent.yaml").read_text()
+    )["mini_swe_agent"]["responses_api_agents"]["mini_swe_agent"]
+    settings.pop("entrypoint")
+    return settings | {
         "resources_server": {"type": "resources_servers", "name": "env"},
         "model_server": {"type": "responses_api_models", "name": "policy"},
         "sandbox_provider": {"local": provider},
         "command_timeout_s": 4,
         "model_max_tries": 2,
     }
-    settings.pop("entrypoint")
+
+
+@pytest.fixture
+def stack(tmp_path: Path, provider: dict[str, Any]) -> Iterator[Stack]:
+    script = tmp_path / "script.yaml"
+    script.write_text(json.dumps(SCRIPT))
     with running_stack() as running:
         running.add("policy", ScriptedModel, Role.MODEL, script=str(script))
-        running.add("mini", MiniSWEAgent, Role.AGENT, ("policy",), **settings)
+        running.add("mini", MiniSWEAgent, Role.AGENT, ("policy",), **settings_of(provider))
         yield running
 
 
@@ -177,6 +181,14 @@ async def act(
     body = await reply.json()
     assert reply.status == 200, body
     return ActResponse.model_validate(body)
+
+
+def test_agent_whose_boxes_cannot_be_had_does_not_start() -> None:
+    with (
+        running_stack() as running,
+        pytest.raises(ConfigError, match=r"sandbox provider 'local': unknown key 'hid' \(did you mean 'hide'"),
+    ):
+        running.add("mini", MiniSWEAgent, Role.AGENT, **settings_of({"hid": []}))
 
 
 async def test_loop_works_in_the_box_and_its_edit_is_harvested(stack: Stack) -> None:

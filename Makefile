@@ -4,9 +4,8 @@ PY := .venv/bin/python
 SANDBOX ?= local
 # Tests start hundreds of Python processes; without bytecode each of them compiles this project anew.
 unexport PYTHONDONTWRITEBYTECODE
-# Tests side by side. Tests of boxes and stacks mostly wait; those of the fast lane do not.
+# Tests side by side. A third of what tests take is waiting.
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 6 ? n + 2 : 8)))
-FAST_JOBS ?= $(shell echo $$(($$(nproc) + 1)))
 
 .PHONY: docs help setup system test-system engine clis trainers rollouts test test-fast test-full lint format clean
 
@@ -38,7 +37,7 @@ lint: setup      ## ruff, mypy and the direction of imports
 	@.venv/bin/lint-imports --no-cache >.venv/imports.log || { cat .venv/imports.log; exit 1; }
 
 test-fast: setup ## the tests that need no box, no engine, no stack and no agent CLI
-	@$(PY) -m pytest -q -m "not (box or docker or stack or cli or full)" -n $(FAST_JOBS) $(ARGS)
+	@$(PY) -m pytest -q -m "not (box or docker or stack or cli or full)" -n $(JOBS) $(ARGS)
 
 test: CLIS ?= claude-code codex
 test-system: setup
@@ -51,8 +50,8 @@ test: test-system engine clis lint ## lint, types and the test suite, with real 
 test-full: test-system engine clis trainers lint ## also real engines and trainers, the slow tests, the fault campaigns and the benches
 	-@scripts/install-apptainer
 	@scripts/install-engines
-	@scripts/with-engine $(PY) -m pytest -q -m "not full" -n $(JOBS) $(ARGS)
-	@scripts/with-engine $(PY) -m pytest -q -m full $(ARGS)
+	@scripts/with-engine $(PY) -m pytest -q -m "not full" -n $(JOBS) --hypothesis-profile=search $(ARGS)
+	@scripts/with-engine $(PY) -m pytest -q -m full --hypothesis-profile=search $(ARGS)
 	@scripts/with-engine scripts/campaigns
 
 docs: setup      ## the documentation as static pages, in fern/site; broken links, components and code blocks fail

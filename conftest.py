@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests import lanes
+from tests import properties as properties  # its profiles: --hypothesis-profile names one
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -21,7 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.nodeid.startswith(lanes.FULL):
+        if lanes.is_full(item):
             item.add_marker("full")
         found = sorted(lanes.lanes_of(item))
         for lane in found:

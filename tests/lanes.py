@@ -35,6 +35,7 @@ PLACES: Mapping[str, str] = {
     "resources_servers/swe_bench/tests/test_confirm_javascript.py::test_values_earn": "box",
     "resources_servers/swe_bench/tests/test_example_tasks.py": "box",
     "resources_servers/swe_bench/tests/test_prepare_images.py": "box",
+    "resources_servers/swe_bench/tests/test_prepare_shims.py": "stack",
     "resources_servers/swe_bench/tests/test_twins.py": "box",
     "responses_api_agents/composite_agent/tests": "box",
     "responses_api_agents/mini_swe_agent/tests": "box",
@@ -42,6 +43,7 @@ PLACES: Mapping[str, str] = {
     "tests/acceptance": "box stack",
     "tests/acceptance/clis": "box stack cli",
     "tests/acceptance/matrix": "box stack cli docker",
+    "tests/architecture/test_dependency_direction.py": "stack",
     "tests/architecture/test_docs.py::test_capability_table": "box",
     "tests/architecture/test_docs.py::test_example_agent_does_its_command": "box stack",
     "tests/architecture/test_docs.py::test_example_environment": "box stack",
@@ -55,9 +57,15 @@ PLACES: Mapping[str, str] = {
     "tests/config/test_compatibility.py::test_provider_that_can": "box",
     "tests/faults": "box stack",
     "tests/faults/gateway": "stack",
+    "tests/gateway/capture/test_files.py::test_killed": "stack",
+    "tests/gateway/journal/test_kill.py": "stack",
     "tests/gateway/routing/test_killed_processes.py": "stack",
+    "tests/gateway/test_restart.py": "stack",
+    "tests/gateway/testing/test_tiny_engine.py": "stack",
+    "tests/gateway/testing/test_tiny_truth.py": "stack",
     "tests/harness/test_agent_clis.py": "box cli",
     "tests/harness/test_isolation.py": "box",
+    "tests/harness/test_provision.py": "stack",
     "tests/harness/test_python_tree.py": "stack",
     "tests/harvest": "box",
     "tests/prorl/test_page.py": "stack",
@@ -80,25 +88,30 @@ PLACES: Mapping[str, str] = {
     "tests/sandbox/test_user_limits.py": "box",
     "tests/servers/test_facade.py": "box stack",
     "tests/servers/test_owned_boxes.py": "box stack",
+    "tests/servers/test_worker_pool.py": "stack",
     "tests/service": "stack",
     "tests/stack": "stack",
-    "tests/topology": "box",
     "tests/telemetry/test_dashboard.py": "box stack",
     "tests/telemetry/test_servers.py": "stack",
+    "tests/topology": "box",
+    "tests/topology/test_lent_world.py": "box stack",
     "tests/view/test_chromium.py": "stack",
     "tests/view/test_commands.py": "stack",
+    "tests/view/test_docs_site.py::test_pages_look": "stack",
     "tests/view/test_export.py::test_mlflow": "stack",
     "tests/view/test_export.py::test_wandb": "stack",
     "tests/view/test_runs_walked.py": "box stack",
+    "tests/view/test_watched_service.py": "stack",
     "tests/view/test_why_causes.py": "box stack",
-    "tests/topology/test_lent_world.py": "box stack",
 }
 """Marks of the tests whose id begins so. The longest entry that fits counts."""
 
 FULL = (
+    "resources_servers/sandbox/tests/test_conformance.py",
     "resources_servers/sandbox/tests/test_execs.py::test_output_is_dropped_a_while",
     "resources_servers/sandbox/tests/test_killed.py::test_nothing_is_lost_leaked_or_run_twice_when_the_broker_is_killed"
     "_at_some_boundaries",
+    "resources_servers/swe_bench/tests/test_app.py::test_hanging_patch",
     "resources_servers/swe_bench/tests/test_app.py::test_verdicts_are_the_same",
     "resources_servers/swe_bench/tests/test_confirm.py::test_making_leaves_out",
     "resources_servers/swe_bench/tests/test_confirm.py::test_solution_is_confirmed_when_the_script_checks_out",
@@ -136,6 +149,7 @@ FULL = (
     "tests/faults/tampering/test_campaign.py::test_sample_of_the_corpus",
     "tests/harness/test_docker.py::test_agent_that_is_stopped",
     "tests/harness/test_docker.py::test_hanging_agent",
+    "tests/harvest/test_git_diff.py*[docker]",
     "tests/sampling/test_killed.py",
     "tests/sandbox/test_conformance_apptainer.py",
     "tests/sandbox/test_conformance_detects.py",
@@ -143,8 +157,8 @@ FULL = (
     "tests/sandbox/test_local_ordinary_user.py::test_ordinary_user_passes_the_same_tests",
     "tests/topology/test_unseen_cells.py::test_same_agent_works_in_every_topology",
 )
-"""Tests whose id begins so run in `make test-full` alone: ten seconds and more each, beside others of the same kind
-that stay, or before a campaign that asks more."""
+"""Tests whose id begins so (and, behind a star, goes on so) run in `make test-full` alone: ten seconds and more each,
+beside others of the same kind that stay, or before a campaign that asks more."""
 
 FIXTURES: Mapping[str, str] = {
     "docker_engine": "docker",
@@ -184,6 +198,12 @@ def lanes_of(item: pytest.Item) -> set[str]:
     if parameters is not None and "docker" in parameters.id.split("-"):
         found.add("docker")
     return found
+
+
+def is_full(item: pytest.Item) -> bool:
+    """Whether only `make test-full` runs the test."""
+    places = (place.partition("*") for place in FULL)
+    return any(item.nodeid.startswith(start) and rest in item.nodeid for start, _, rest in places)
 
 
 def order_of(item: pytest.Item) -> int:

@@ -15,12 +15,13 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym.sandbox import archive
 from nemo_gym.sandbox.archive import ArchiveError, ArchiveTooLargeError, encode_header, extract, pack, pack_bytes
 from nemo_gym.sandbox.tar_stream import TarFilter, filtered, single_file, validated
+from tests.properties import examples
 
 
 def reader(chunks: Iterable[bytes]) -> Callable[[int], bytes]:
@@ -280,7 +281,7 @@ def test_extract_raises_when_the_stream_is_cut(cut: int, tmp_path: Path) -> None
         extract(reader([stream[:cut] if cut > 0 else stream[: 512 * 3]]), tmp_path)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.data())
 def test_reading_a_damaged_stream_raises_archive_error_or_stays_inside(data: st.DataObject) -> None:
     stream = bytearray(
@@ -303,7 +304,7 @@ def test_reading_a_damaged_stream_raises_archive_error_or_stays_inside(data: st.
         assert ".." not in info.name.split("/")
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=30))
 def test_parsing_gives_the_same_result_however_the_stream_is_chunked(sizes: list[int]) -> None:
     stream = build(member("a" * 150, data=b"1" * 1500), member("b/c", data=b""), member("d", data=b"2" * 512))

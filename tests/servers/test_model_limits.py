@@ -100,6 +100,17 @@ def stack(
         yield running
 
 
+@pytest.fixture
+def _unchecked_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run asks its endpoints first whether they are there, and waits five seconds for one that hangs: once
+    each, with boxed agents, is enough."""
+
+    async def skipped(*routes: object, **options: object) -> None:
+        return
+
+    monkeypatch.setattr("nemo_gym.rollouts.core.preflight", skipped)
+
+
 async def masked_row(running: Stack, directory: Path) -> dict[str, Any]:
     """What a collection of one row leaves, with limits as run keys."""
     source, output = directory / "in.jsonl", directory / "out.jsonl"
@@ -118,6 +129,7 @@ def assert_masked(row: dict[str, Any]) -> None:
     assert row["failure_kind"] == "model_unreachable", row
 
 
+@pytest.mark.usefixtures("_unchecked_endpoints")
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("kind", MODELS)
 async def test_row_is_masked_when_the_models_endpoint_hangs(kind: str, fault: str, tmp_path: Path) -> None:
@@ -125,6 +137,7 @@ async def test_row_is_masked_when_the_models_endpoint_hangs(kind: str, fault: st
         assert_masked(await masked_row(running, tmp_path))
 
 
+@pytest.mark.usefixtures("_unchecked_endpoints")
 async def test_row_is_masked_when_the_scripted_model_hangs(tmp_path: Path) -> None:
     with stack("scripted", FAULTS[0], tmp_path) as running:
         row = await masked_row(running, tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym.http import requests
@@ -29,7 +29,6 @@ def signs(value: object) -> int:
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 2, 3, 7, 1 << 18])
-@settings(deadline=None)
 @given(value=_VALUES, less=st.integers(1, 5))
 def test_values_are_counted_whatever_strings_hold_and_wherever_the_body_is_cut(
     piece_bytes: int, value: object, less: int

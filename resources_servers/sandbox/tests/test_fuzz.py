@@ -19,8 +19,9 @@ from schemathesis.specs.openapi.checks import (
 
 from resources_servers.sandbox.tests.broker_process import BrokerProcess
 from resources_servers.sandbox.tests.described import operations_of
+from tests.properties import examples
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "12"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", examples(30).max_examples))
 """Per operation and kind of credential."""
 CHECKS = (status_code_conformance, content_type_conformance, response_schema_conformance)
 

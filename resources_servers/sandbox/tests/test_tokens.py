@@ -28,8 +28,9 @@ from nemo_gym.contract.session import LeaseScope
 from nemo_gym.sandbox.wire.frames import FrameKind, FrameParser
 from resources_servers.sandbox.tests.broker_process import INSTANCE, BrokerProcess
 from resources_servers.sandbox.tests.described import operations_of
+from tests.properties import examples
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "8"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", examples(20).max_examples))
 """Per operation and kind of token."""
 OPEN = {"GET /healthz", "GET /readyz"}
 TAKES = {

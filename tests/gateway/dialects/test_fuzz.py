@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym.contract.errors import InvalidBodyError
@@ -16,6 +16,7 @@ from nemo_gym.gateway.engines.types import pinned_sampling
 from nemo_gym.gateway.policy_request import PolicyRequest
 from nemo_gym.gateway.tokens.history import entries_of, tools_digest
 from tests.gateway.dialects.bodies import answer, call, chat_body, claude_body, codex_body
+from tests.properties import examples
 
 _WORDS = """
 type role content text name input arguments output tools messages system user assistant tool
@@ -97,7 +98,7 @@ def check(dialect: Dialect, body: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dialect", [*Dialect])
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(body=st.dictionaries(FIELDS | st.text(max_size=5), ANYTHING, max_size=6))
 def test_any_object_is_lowered_or_refused(dialect: Dialect, body: dict[str, Any]) -> None:
     check(dialect, body)
@@ -110,7 +111,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("dialect", [*Dialect])
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(500)
 @given(data=st.data())
 def test_real_request_with_one_field_changed_is_lowered_or_refused(dialect: Dialect, data: st.DataObject) -> None:
     body: Any = orjson.loads(orjson.dumps(WHOLE[dialect]))

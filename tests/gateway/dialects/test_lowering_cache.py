@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym.contract.errors import InvalidBodyError
@@ -16,6 +16,7 @@ from nemo_gym.gateway.dialects.adapters import ADAPTERS
 from nemo_gym.gateway.dialects.chat import ConversationCache
 from nemo_gym.gateway.policy_request import PolicyRequest
 from tests.gateway.dialects.bodies import call, chat_body, claude_body, codex_body
+from tests.properties import examples
 
 BODIES = {Dialect.CHAT: chat_body(), Dialect.MESSAGES: claude_body(), Dialect.RESPONSES: codex_body()}
 KEYS = {Dialect.CHAT: "messages", Dialect.MESSAGES: "messages", Dialect.RESPONSES: "input"}
@@ -66,7 +67,7 @@ def lowered(dialect: Dialect, body: dict[str, Any], cache: ConversationCache | N
 
 
 @pytest.mark.parametrize("dialect", [*Dialect])
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(data=st.data())
 def test_remembered_histories_change_no_request(dialect: Dialect, data: st.DataObject) -> None:
     cache, key, body = ConversationCache(), KEYS[dialect], BODIES[dialect]

@@ -7,10 +7,11 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym.gateway.dialects.chat import ConversationCache
+from tests.properties import examples
 
 _TEXT = st.text(max_size=12) | st.sampled_from(
     ['"', "\\", '\\"', "]}", '","', "é😀", "\n\t", "a" * 40, '"messages":[']
@@ -94,7 +95,7 @@ def _outcome(loads: Any, raw: bytes) -> tuple[str, Any]:
         return "error", str(error)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(_conversations())
 def test_body_is_what_a_plain_parse_makes_of_it_whatever_came_before(bodies: list[bytes]) -> None:
     cache = ConversationCache()

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym.gateway.dialects import Dialect
@@ -14,6 +14,7 @@ from nemo_gym.gateway.dialects.adapters import ADAPTERS
 from nemo_gym.gateway.policy_request import Answer
 from nemo_gym.gateway.tokens.history import entries_of
 from tests.gateway.dialects.bodies import SCHEMA, answer, call, chat_body, claude_body, codex_body
+from tests.properties import examples
 
 ANY_TEXT = st.text(max_size=40)
 JSON = st.recursive(
@@ -98,7 +99,7 @@ def echoed(dialect: Dialect, given: Answer) -> None:
 
 
 @pytest.mark.parametrize("dialect", [*Dialect])
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(data=st.data())
 def test_answer_sent_back_is_the_answer(dialect: Dialect, data: st.DataObject) -> None:
     calls = [

@@ -9,11 +9,12 @@ from typing import Any
 import msgspec
 import orjson
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym.gateway.engines import vllm as long_completions
 from nemo_gym.gateway.engines.vllm import _COMPLETIONS, LongCompletion, long_completion
+from tests.properties import examples
 
 HOSTILE = (
     *("finish_reason", '"finish_reason"', ',"finish_reason":"stop"', '}]},"finish_reason":"stop"', "token_ids"),
@@ -102,14 +103,13 @@ def same_or_left(raw: bytes) -> bool:
 
 
 @given(said=sampled())
-@settings(deadline=None)
 def test_vllms_own_bodies_are_read_as_the_whole_decoder_does(said: tuple[list[str], list[float], list[int]]) -> None:
     raw = json.dumps(body_of(choice_of(*said)), separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
     assert same_or_left(raw) is not ("finish_reason" in said[0])
 
 
 @given(data=st.data())
-@settings(max_examples=400, deadline=None)
+@examples(400)
 def test_bodies_in_any_order_and_spelling_are_read_alike_or_left(data: st.DataObject) -> None:
     choices = []
     for _ in range(data.draw(st.sampled_from([1, 1, 1, 2]))):
@@ -191,7 +191,7 @@ def test_short_bodies_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(found, LongCompletion) and [*found.token_ids] == [7] * 5000
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     st.lists(st.sampled_from([b'"finish_reason"', b"_", b'"finish', b"_reason", b"x", b'"finish__reason"'])), st.data()
 )

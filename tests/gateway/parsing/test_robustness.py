@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym.gateway.parsing import ParsedCall, answer_parser, formats
@@ -20,6 +20,7 @@ from nemo_gym.gateway.parsing import formats as mistral
 from nemo_gym.gateway.parsing.formats import CALL_FORMATS, FramedJson, TaggedCalls, Tool
 from tests.gateway.parsing.policies import policy
 from tests.gateway.parsing.test_formats import WRITTEN
+from tests.properties import examples
 
 PIECES = sorted(
     {
@@ -34,7 +35,7 @@ TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=40).map
 
 
 @pytest.mark.parametrize("name", CALL_FORMATS)
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     text=st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=40).map("".join), tail=st.text(max_size=9)
 )
@@ -48,7 +49,7 @@ def test_arbitrary_text_never_raises_and_calls_hold_json(name: str, text: str, t
 
 
 @pytest.mark.parametrize("name", CALL_FORMATS)
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(text=TEXTS)
 def test_segments_hold_every_letter_when_there_is_no_call(name: str, text: str) -> None:
     segments = CALL_FORMATS[name].split(text, None)
@@ -56,7 +57,7 @@ def test_segments_hold_every_letter_when_there_is_no_call(name: str, text: str) 
         assert "".join(str(segment) for segment in segments) == text
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(text=st.text(alphabet='{}[]":,\\u0123eE+-.tfn \n', max_size=12) | st.text(max_size=5))
 def test_json_ends_where_the_standard_library_says(text: str) -> None:
     def refuse(constant: str) -> None:

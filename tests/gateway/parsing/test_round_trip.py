@@ -6,11 +6,12 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym.gateway.parsing import ParsedAnswer, answer_parser
 from tests.gateway.parsing.policies import FAMILIES, policy, rendered
+from tests.properties import examples
 
 TOOL = {
     "type": "function",
@@ -119,7 +120,7 @@ def test_auto_finds_the_formats_that_the_template_writes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@examples(150)
 @given(data=st.data())
 def test_message_reads_back_as_itself_when_its_template_wrote_it(name: str, data: st.DataObject) -> None:
     message = data.draw(messages(name))
@@ -128,7 +129,7 @@ def test_message_reads_back_as_itself_when_its_template_wrote_it(name: str, data
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(data=st.data())
 def test_text_without_markup_stays_letter_for_letter(name: str, data: st.DataObject) -> None:
     text = data.draw(PLAIN)

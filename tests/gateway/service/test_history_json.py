@@ -6,11 +6,12 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym.gateway import text_backend
 from nemo_gym.gateway.text_backend import HistoryJson
+from tests.properties import examples
 
 _MESSAGES = st.fixed_dictionaries({"role": st.sampled_from(["user", "tool"]), "content": st.text(max_size=4)})
 
@@ -29,7 +30,7 @@ def _requests(draw: st.DrawFn) -> list[list[dict[str, Any]]]:
     return histories
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(_requests())
 def test_array_says_what_the_messages_do_whatever_came_before(histories: list[list[dict[str, Any]]]) -> None:
     written_before = HistoryJson()

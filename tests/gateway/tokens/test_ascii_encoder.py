@@ -6,12 +6,13 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from nemo_gym.gateway.tokens.byte_level import AsciiEncoder, UnknownSyntaxError, ascii_encoder, ascii_pattern
 from tests.gateway.tokens.policies import CORPUS, FAMILIES, policy
+from tests.properties import examples
 
 QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -86,7 +87,7 @@ PIECES = st.one_of(
 
 @pytest.mark.parametrize("name", MADE)
 @given(pieces=st.lists(PIECES, max_size=12))
-@settings(deadline=None, max_examples=300)
+@examples(300)
 def test_a_text_is_encoded_as_the_tokenizer_does(name: str, pieces: list[str]) -> None:
     text = "".join(pieces)
     ids = MADE[name].encode(text, add_special_tokens=False).ids

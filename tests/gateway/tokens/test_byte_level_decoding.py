@@ -4,13 +4,14 @@ import random
 from array import array
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from nemo_gym.gateway.policy_request import LARGE
 from nemo_gym.gateway.tokens.byte_level import token_bytes
 from tests.gateway.tokens.policies import FAMILIES, policy
+from tests.properties import examples
 
 BYTE_LEVEL = tuple(family for family in FAMILIES if family != "inst_strict")
 
@@ -21,7 +22,7 @@ def test_every_family_but_the_one_with_spaces_as_symbols_is_looked_up() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_text_is_the_tokenizers_own_for_any_ids(family: str, data: st.DataObject) -> None:
     """Special tokens among them, bytes that are no UTF-8, ids that are no token's; short and long answers."""
     tokenizer = policy(family).tokenizer

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym.contract.errors import InvalidBodyError, ModelError
@@ -15,6 +15,7 @@ from nemo_gym.gateway.tokens.trajectories import record_of, restore
 from tests.gateway.tokens.conversations import TOOLS, call, result, said, user
 from tests.gateway.tokens.policies import FAMILIES
 from tests.gateway.tokens.sessions import NOW, Session
+from tests.properties import examples
 
 SYSTEM = {"role": "system", "content": "be brief"}
 
@@ -409,7 +410,7 @@ def test_journal_restores_the_forest_and_the_session_goes_on() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(40)
 @given(data=st.data())
 def test_every_sampled_token_is_exported_once_whatever_a_harness_does(family: str, data: st.DataObject) -> None:
     session = Session(family)

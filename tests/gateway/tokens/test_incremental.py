@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym.gateway.tokens.forest import IncrementalEncoder, Unproven
@@ -14,6 +14,7 @@ from nemo_gym.gateway.tokens.policy import PolicyTokenizer
 from nemo_gym.gateway.tokens.template import TemplateRefusedError
 from tests.gateway.tokens.conversations import TOOLS, call, exchanges, result, said, sampled_ids, user
 from tests.gateway.tokens.policies import FAMILIES, policy, write
+from tests.properties import examples
 
 NOW = datetime(2026, 3, 1, 12)
 
@@ -24,7 +25,7 @@ def continuation(family: str, last: dict[str, Any], new: list[dict[str, Any]], *
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(60)
 @given(data=st.data())
 def test_incremental_encoding_equals_full_encoding(family: str, data: st.DataObject) -> None:
     used = policy(family)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym.contract.errors import ConfigError
@@ -16,6 +16,7 @@ from nemo_gym.gateway.tokens.policy import PolicyTokenizer
 from nemo_gym.gateway.tokens.template import ChatTemplate, TemplateRefusedError
 from tests.gateway.tokens.conversations import call, result, said, user
 from tests.gateway.tokens.policies import FAMILIES, policy, write
+from tests.properties import examples
 
 
 def test_template_renders_json_without_html_escapes() -> None:
@@ -134,7 +135,7 @@ def test_arguments_reach_the_template_as_written_when_few_json_readers_take_them
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(text=st.text() | st.lists(st.sampled_from(["<|im_end|>", " the", "\n", "</s>", "fox é", "  "])).map("".join))
 def test_ids_are_those_of_the_tokenizers_own_encoding(family: str, text: str) -> None:
     used = policy(family)

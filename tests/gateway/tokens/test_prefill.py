@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym.gateway.tokens import IncrementalEncoder, PolicyTokenizer, Sampled, TemplateRefusedError
@@ -14,6 +14,7 @@ from nemo_gym.gateway.tokens.template import ChatTemplate
 from tests.gateway.tokens.conversations import TEXT, TOOLS, call, exchanges, result, said, sampled_ids, user
 from tests.gateway.tokens.policies import FAMILIES, policy
 from tests.gateway.tokens.sessions import Session
+from tests.properties import examples
 
 NOW = datetime(2026, 3, 1, 12)
 PREFILL = '{"name": "'
@@ -30,7 +31,7 @@ def test_prompt_ends_with_the_prefill_and_nothing_behind_it(family: str) -> None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(40)
 @given(data=st.data())
 def test_incremental_encoding_equals_full_encoding_when_the_request_ends_in_a_prefill(
     family: str, data: st.DataObject

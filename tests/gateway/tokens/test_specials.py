@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -18,6 +18,7 @@ from nemo_gym.gateway.tokens.policy import MARK, PolicyTokenizer, SpecialText
 from tests.gateway.tokens.conversations import TEXT, TOOLS, call, exchanges, result, said, sampled_ids, user
 from tests.gateway.tokens.policies import FAMILIES, SPECIAL, policy, write
 from tests.gateway.tokens.sessions import Session
+from tests.properties import examples
 
 NOW = datetime(2026, 3, 1, 12)
 
@@ -38,7 +39,7 @@ def spelling(family: str) -> st.SearchStrategy[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(60)
 @given(data=st.data())
 def test_messages_never_become_control_tokens_whatever_they_spell(family: str, data: st.DataObject) -> None:
     used, encoder = policy(family), IncrementalEncoder(policy(family))
@@ -62,7 +63,7 @@ def test_messages_never_become_control_tokens_whatever_they_spell(family: str, d
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(40)
 @given(data=st.data())
 def test_incremental_encoding_equals_full_encoding_when_messages_spell_control_tokens(
     family: str, data: st.DataObject
@@ -86,7 +87,7 @@ def test_incremental_encoding_equals_full_encoding_when_messages_spell_control_t
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(40)
 @given(data=st.data())
 def test_encoding_with_marks_is_the_plain_encoding_when_no_message_spells_a_control_token(
     family: str, data: st.DataObject

@@ -5,7 +5,7 @@ SANDBOX ?= local
 # Tests start hundreds of Python processes; without bytecode each of them compiles this project anew.
 unexport PYTHONDONTWRITEBYTECODE
 # Tests side by side. A third of what tests take is waiting.
-JOBS ?= $(shell n=$$(nproc); echo $$((n < 6 ? n + 2 : 8)))
+JOBS ?= $(shell n=$$(nproc); echo $$((n < 6 ? n + 3 : 8)))
 
 .PHONY: docs help setup system test-system engine clis trainers rollouts test test-fast test-full lint format clean
 
@@ -37,7 +37,7 @@ lint: setup      ## ruff, mypy and the direction of imports
 	@.venv/bin/lint-imports --no-cache >.venv/imports.log || { cat .venv/imports.log; exit 1; }
 
 test-fast: setup ## the tests that need no box, no engine, no stack and no agent CLI
-	@$(PY) -m pytest -q -m "not (box or docker or stack or cli or full)" -n $(JOBS) $(ARGS)
+	@$(PY) -m pytest -q --fast -n $(JOBS) $(ARGS)
 
 test: CLIS ?= claude-code codex
 test-system: setup

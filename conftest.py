@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nemo_gym.http.logs import configure_plain_logging
 from tests import lanes
 from tests import properties as properties  # its profiles: --hypothesis-profile names one
 
+gc.disable()  # while tests are collected: nothing of it is garbage, and looking takes an eighth of the time
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="only the fast lane: tests without a mark of tests/lanes.py")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if config.option.fast and lanes.has_no_fast_test(collection_path) else None
+
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.fast:
+        config.option.markexpr = f"not ({' or '.join([*lanes.MARKS, 'full'])})"
     for name, meaning in lanes.MARKS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
     config.option.loadscopereorder = False
@@ -37,6 +56,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> lanes.Schedule:
     return lanes.Schedule(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plain_logs() -> None:
+    """As servers have them: structlog's own tracebacks show every value, which takes a second each."""
+    configure_plain_logging()
 
 
 @pytest.fixture(scope="session", autouse=True)

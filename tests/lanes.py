@@ -175,17 +175,28 @@ SPREAD = (
     "tests/cli",
     "tests/faults",
     "tests/harvest",
+    "tests/servers/test_model_limits.py",
     "tests/servers/test_owned_boxes.py",
+    "tests/servers/test_slow_senders.py",
     "tests/stack/test_supervision.py",
     "tests/stack/test_venvs.py",
 )
 """Files whose tests share nothing and take long: each test goes where a process is free, not the file as a whole."""
 
-LONGEST = ("tests/acceptance", "tests/faults", "resources_servers/swe_bench", "resources_servers/sandbox", "tests/cli")
+LONGEST = (
+    "tests/acceptance",
+    "tests/faults",
+    "resources_servers/swe_bench",
+    "resources_servers/sandbox",
+    "tests/cli",
+    "tests/servers/test_model_limits.py",
+    "tests/servers/test_slow_senders.py",
+)
 """Begun first, so that no process is left alone with them at the end."""
 
 
-BROKER = str(Path(__file__).parents[1] / "resources_servers" / "sandbox" / "app.py")
+ROOT = Path(__file__).parents[1]
+BROKER = str(ROOT / "resources_servers" / "sandbox" / "app.py")
 
 
 def lanes_of(item: pytest.Item) -> set[str]:
@@ -198,6 +209,12 @@ def lanes_of(item: pytest.Item) -> set[str]:
     if parameters is not None and "docker" in parameters.id.split("-"):
         found.add("docker")
     return found
+
+
+def has_no_fast_test(path: Path) -> bool:
+    """Whether every test of a file, or of a directory's files, has a mark."""
+    name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else ""
+    return name.startswith(tuple(place for place in PLACES if "::" not in place))
 
 
 def is_full(item: pytest.Item) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import struct
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import orjson
 
 LAST_CHUNK = b"\r\n0\r\n\r\n"
 """The end of a stream; no JSON of an event has these bytes."""
+_LENGTH = re.compile(rb"\r\ncontent-length: (\d+)", re.IGNORECASE)
 
 
 class Leave(StrEnum):
@@ -54,7 +56,7 @@ class Call:
         """Exactly so many more bytes, fewer only at the end."""
         loop = asyncio.get_running_loop()
         found = b""
-        while len(found) < count and not (self.read + found).endswith(LAST_CHUNK):
+        while len(found) < count and not _is_whole(self.read + found):
             if not (piece := await loop.sock_recv(self.sock, count - len(found))):
                 break
             found += piece
@@ -63,8 +65,8 @@ class Call:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a stream was read to its last byte."""
-        return self.read.endswith(LAST_CHUNK)
+        """Whether the answer was read to its last byte."""
+        return _is_whole(self.read)
 
     async def whole(self) -> tuple[int, bytes]:
         """Status and body of the answer."""
@@ -91,6 +93,13 @@ class Call:
         elif how is Leave.HALF:
             self.sock.shutdown(socket.SHUT_WR)
         self.sock.close()
+
+
+def _is_whole(answer: bytes) -> bool:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    if (length := _LENGTH.search(head)) is not None:
+        return len(body) >= int(length[1])
+    return answer.endswith(LAST_CHUNK)
 
 
 def _unchunked(body: bytes) -> bytes:

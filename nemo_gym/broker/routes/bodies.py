@@ -19,7 +19,7 @@ from nemo_gym.broker.config import BrokerConfig
 from nemo_gym.contract.errors import InvalidBodyError, NemoGymError
 from nemo_gym.http.requests import TooManyValuesError, check_values
 from nemo_gym.sandbox.wire.problems import BrokerError, problem_of
-from nemo_gym.sandbox.wire.routes import JSON, OCTET_STREAM, PROBLEM_JSON, REQUEST_ID_HEADER
+from nemo_gym.sandbox.wire.routes import EVENT_STREAM, JSON, OCTET_STREAM, PROBLEM_JSON, REQUEST_ID_HEADER
 
 # -- Models --------------------------------------------------------------------------------------------------------
 
@@ -54,7 +54,11 @@ def raw_body(media_type: str) -> dict[str, Any]:
 
 def stream_reply(*media_types: str) -> dict[int | str, dict[str, Any]]:
     """For ``responses``: bytes of one of these kinds."""
-    content = {media_type: {"schema": {"type": "string", "format": "binary"}} for media_type in media_types}
+    content: dict[str, Any] = {
+        # What OpenAPI calls the schema of events is, to some readers, the body's and, to others, each event's.
+        media_type: {} if media_type == EVENT_STREAM else {"schema": {"type": "string", "format": "binary"}}
+        for media_type in media_types
+    }
     return {200: {"description": "A stream", "content": content}, **RESPONSES}
 
 

@@ -78,7 +78,8 @@ def policy(directory: Path) -> tuple[Path, list[dict[str, Any]]]:
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
     script = yaml.safe_load(ROWS.with_name("scripted_policy.yaml").read_text())
     hanging = script["tasks"][-1]
-    script["tasks"][-1] = {**HANGING_POLICY["tasks"][0], "name": hanging["name"], "when": hanging["when"]}
+    others = [task for task in script["tasks"] if task["when"]["user"] != hanging["when"]["user"]]
+    script["tasks"] = [*others, {**HANGING_POLICY["tasks"][0], "name": hanging["name"], "when": hanging["when"]}]
     path = directory / "policy.yaml"
     path.write_text(yaml.safe_dump(script))
     return path, rows
@@ -127,7 +128,11 @@ async def campaign(each: int, kills: int) -> dict[str, Any]:
             left = await asyncio.to_thread(left_of_boxes, scope)
             clean_s = time.monotonic() - ended
     told = Counter(view.job_id for view in recorded)
-    otherwise = {view.job_id: view.state for view in recorded if view.state != jobs[view.job_id][1]}
+    otherwise = {
+        view.job_id: (view.state, view.attempt, view.reward, view.failures)
+        for view in recorded
+        if view.state != jobs[view.job_id][1]
+    }
     unsolved = [view.job_id for view in recorded if view.state == "done" and view.reward != 1.0]
     return {
         "jobs": len(jobs),

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -78,6 +78,8 @@ class Cli:
     agent: type[CliAgent]
     patience_s: float
     """Wall clock of the cases that end by it."""
+    harness: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the harness."""
 
 
 CLIS = {
@@ -85,7 +87,8 @@ CLIS = {
     "codex": Cli(CodexAgent, 20),
     "opencode": Cli(OpencodeAgent, 60),
     "qwen_code": Cli(QwenCodeAgent, 45),
-    "openhands": Cli(OpenHandsAgent, 150),
+    # Its shell waits ten seconds for output, and the fourth call of the same command would be the last.
+    "openhands": Cli(OpenHandsAgent, 150, {"stuck_detection": False}),
 }
 
 
@@ -248,6 +251,7 @@ def servers(sandbox: dict[str, Any], cases: Sequence[tuple[int, str, Fault]], fo
                 model_server={"type": "responses_api_models", "name": f"policy-{cli}"},
                 sandbox_provider=sandbox,
                 max_model_failures=MAX_MODEL_FAILURES,
+                harness=dict(CLIS[cli].harness),
             )
         yield running
 

@@ -78,6 +78,11 @@ class Client:
             while self.under_way:  # noqa: ASYNC110 - many requests end; no one event tells that all have
                 await asyncio.sleep(0.01)
 
+    async def ready(self) -> None:
+        """Ask until the broker says that it is ready."""
+        while (answer := await self.once("GET", "/readyz", {})) is None or answer.status != 200:
+            await asyncio.sleep(0.05)
+
     async def once(
         self, method: str, path: str, headers: Mapping[str, str], data: bytes | None = None
     ) -> Answer | None:
